@@ -226,6 +226,7 @@ def _random_pairs(
         kind=RecordKind.comparison,
         name="train",
         sequences=TokenSequences.of([tokens[:size] for tokens, size in rows]),
+        places=lengths - 1,
         records=Records.of(range(count), [2] * count, reply_lengths=lengths - prefix),
         origins=[Origin("random", line + 1) for line in range(count)],
         sources=[""] * count,

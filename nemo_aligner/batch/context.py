@@ -1,4 +1,4 @@
-"""ContextShare: which tokens of a pack a rank of a context parallel group computes."""
+"""ContextShare: which tokens of a pack each rank of a context parallel group computes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from nemo_aligner.utils.host_transfer import to_device
 class ContextShare:
     """The part of a pack that one rank of a context parallel group computes.
 
-    Of every segment, cut into ``2 * ranks`` chunks, rank r has number r from its beginning and
-    number r from its end: under a causal mask that is as much work for each (Llama 3, Dubey et al.
-    2024, section 3.3.2). All ranks have equally many tokens, n.
+    Every segment is cut into ``2 * ranks`` chunks. Rank r computes chunk r counted from the
+    beginning and chunk r counted from the end, which balances the work under a causal mask (Llama
+    3, Dubey et al. 2024, section 3.3.2). Each rank has the same number of tokens, n.
 
     Attributes:
         rank: index of the rank in its group.
-        chunks: of every rank the first row in the pack of each chunk, and the row behind its last.
-        rows: ``[n]`` int64, its tokens as rows of the pack, chunk after chunk.
-        gathered: ``[T]`` int64, where the pack's rows lie among those of all ranks, rank by rank.
-        reads: ``[r]`` int64, which of the tokens that the head reads are among its own.
-        read_rows: ``[r]`` int64, where these are in ``rows``.
+        chunks: for every rank, the first row of each of its chunks in the pack, and the row after
+            its last.
+        rows: ``[n]`` int64, the rows of the pack that this rank computes, chunk after chunk.
+        gathered: ``[T]`` int64, position of each row of the pack after the ranks' rows were
+            concatenated in rank order.
+        reads: ``[r]`` int64, which of the tokens that the head reads this rank has.
+        read_rows: ``[r]`` int64, positions of these tokens in ``rows``.
     """
 
     rank: int
@@ -40,57 +42,63 @@ class ContextShare:
     def of(
         cls, bounds: Sequence[int], reads: Tensor, rank: int, ranks: int, multiple: int
     ) -> ContextShare:
-        """Cut segments of these ``bounds`` for a rank; the head reads the rows ``reads [S]``.
+        """Split segments with these ``bounds``; the head reads the rows ``reads [S]``.
 
-        A filler segment behind the last bound, of which each rank has what it lacks, makes n the
-        same ``multiple`` for all of them.
+        A filler segment after the last bound gives every rank the same number of tokens, n, which
+        is a multiple of ``multiple``.
         """
-        chunks = [_chunks_of(each, ranks, bounds) for each in range(ranks)]
-        sizes = [sum(end - start for start, end in own) for own in chunks]
-        each = -(-max(sizes) // multiple) * multiple
-        filled = bounds[-1]
-        for own, size in zip(chunks, sizes, strict=True):
-            if size < each:
-                own.append((filled, filled + each - size))
-                filled += each - size
-        rows = torch.cat([torch.arange(*chunk) for own in chunks for chunk in own])
+        chunks = [_cut_chunks(number, ranks, bounds) for number in range(ranks)]
+        sizes = [sum(end - start for start, end in rank_chunks) for rank_chunks in chunks]
+        size_per_rank = -(-max(sizes) // multiple) * multiple
+        end_of_pack = bounds[-1]
+        for rank_chunks, size in zip(chunks, sizes, strict=True):
+            if size < size_per_rank:
+                rank_chunks.append((end_of_pack, end_of_pack + size_per_rank - size))
+                end_of_pack += size_per_rank - size
+        rows = torch.cat([torch.arange(*chunk) for rank_chunks in chunks for chunk in rank_chunks])
         gathered = rows.argsort()
-        mine, places = _own(gathered[reads], rank, each)
-        first = rank * each
+        local_reads, read_rows = _select_local(gathered[reads], rank, size_per_rank)
+        first = rank * size_per_rank
         return cls(
             rank,
             tuple(map(tuple, chunks)),
-            rows=rows[first : first + each],
+            rows=rows[first : first + size_per_rank],
             gathered=gathered,
-            reads=mine,
-            read_rows=places,
+            reads=local_reads,
+            read_rows=read_rows,
         )
 
     def own(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the pack's rows ``index [M]`` are its own, ``[m]``, and their places there."""
-        return _own(self.gathered[index], self.rank, self.rows.numel())
+        """Select the rows ``index [M]`` of the pack that this rank computes.
+
+        Returns:
+            ``[m]`` int64 positions of these rows in ``index``, and ``[m]`` int64 positions in
+            ``rows``.
+        """
+        return _select_local(self.gathered[index], self.rank, self.rows.numel())
 
     def to(self, device: torch.device | str) -> ContextShare:
-        """Move what the model computes with; the chunks stay on the host."""
+        """Move the tensors that the model computes with; the chunks stay on the host."""
         rows, gathered, reads, read_rows = (
-            to_device(each, device)
-            for each in (self.rows, self.gathered, self.reads, self.read_rows)
+            to_device(index, device)
+            for index in (self.rows, self.gathered, self.reads, self.read_rows)
         )
         return ContextShare(self.rank, self.chunks, rows, gathered, reads, read_rows)
 
 
-def _own(places: Tensor, rank: int, each: int) -> tuple[Tensor, Tensor]:
-    mine = (places // each == rank).nonzero().flatten()
-    return mine, places[mine] - rank * each
+def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tensor, Tensor]:
+    """Select the positions ``gathered [M]`` that lie in a rank's part; return where, both ways."""
+    local = (gathered // size_per_rank == rank).nonzero().flatten()
+    return local, gathered[local] - rank * size_per_rank
 
 
-def _chunks_of(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """Rows of a rank's chunks of segments with these ``bounds``."""
+def _cut_chunks(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut segments with these ``bounds``; return the first row and the end of a rank's chunks."""
     chunks = []
     for start, end in pairwise(bounds):
         cuts = [start + (end - start) * number // (2 * ranks) for number in range(2 * ranks + 1)]
         first, last = cuts[rank : rank + 2], cuts[-rank - 2 :][:2]
-        # The last rank's two stand side by side.
+        # The two chunks of the last rank are adjacent.
         pairs = [(first[0], last[1])] if rank == ranks - 1 else [first, last]
         chunks += [(begin, stop) for begin, stop in pairs if begin < stop]
     return chunks

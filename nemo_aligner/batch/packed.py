@@ -1,11 +1,14 @@
-"""PackedBatch: the one form in which data reaches a model; Records: which rewards belong to which
-record.
+"""PackedBatch: sequences packed for a model; Records: the samples, rewards and labels of records.
+
+Also ``CachedPrefix``, ``Stored`` and ``CacheUse``, by which a pack reads keys and values that an
+earlier pack computed, and stores its own: a server's prefix cache uses them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,14 +18,14 @@ from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-# Sequences and packs that use a pool of keys and values computed before.
+# Use of a pool of keys and values that earlier packs computed.
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """A beginning whose keys and values lie in ``slots [h]`` int64 of a pool.
+    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a pool.
 
-    Sequences that begin with it have the same object.
+    All sequences that begin with it refer to the same object.
     """
 
     slots: Tensor
@@ -30,7 +33,7 @@ class CachedPrefix:
 
 @dataclass(frozen=True)
 class Stored:
-    """A sequence's tokens from ``start`` on, whose keys and values are to lie in ``slots [n]``."""
+    """Tokens of a sequence to store: n from position ``start`` on, in ``slots [n]`` int64."""
 
     start: int
     slots: Tensor
@@ -38,13 +41,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Keys and values that a pack takes from a pool, and those that it stores there.
+    """Keys and values that a pack reads from a pool, and those that it stores there.
 
     Attributes:
-        lengths: tokens of the pack's P cached segments, C in all.
-        taken: ``[C]`` int64 slots of their tokens, segment by segment.
-        stored: ``[M]`` int64 index of the pack's own tokens whose keys and values are to be stored.
-        slots: ``[M]`` int64, where; none of them is in ``taken``.
+        lengths: number of tokens of each of the pack's P cached segments, C in all.
+        taken: ``[C]`` int64 slots to read, segment by segment.
+        stored: ``[M]`` int64 index of the tokens of the pack to store.
+        slots: ``[M]`` int64 slots to store them in; none of these is in ``taken``.
     """
 
     lengths: tuple[int, ...]
@@ -53,69 +56,66 @@ class CacheUse:
     slots: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """``taken``, ``stored`` and ``slots``."""
+        """List the tensors: ``taken``, ``stored`` and ``slots``."""
         return [self.taken, self.stored, self.slots]
 
 
-# Records own rewards and labels; a PackedBatch is the one form in which data reaches a model.
+# Records: samples, rewards and labels.
 
 Tokens = Sequence[int] | np.ndarray | Tensor
 
 
 @dataclass(frozen=True)
 class LabelColumns:
-    """Labels of R records in C named columns.
+    """Labels in L rows and C named columns; ``Records`` says which rows a record has.
 
     Attributes:
         names: C names.
-        values: ``[R, C]`` float32 as in the data, NaN where a label is missing; ``[S, C]`` where
-            every reward has labels of its own (``of_rewards``).
-        means: of every column the number that ``targets`` subtracts; None for a column that is not
-            centred.
+        values: ``[L, C]`` float32 as in the data, NaN where a label is missing.
+        means: number that ``targets`` subtracts from each column; None if it is not centred.
     """
 
     names: tuple[str, ...]
     values: Tensor
     means: tuple[float | None, ...]
-    of_rewards: bool = False
 
     @classmethod
-    def of(cls, names: Sequence[str], values: Tensor, of_rewards: bool = False) -> LabelColumns:
-        """Columns that are not centred."""
-        return cls(tuple(names), values, (None,) * len(names), of_rewards)
+    def of(cls, names: Sequence[str], values: Tensor) -> LabelColumns:
+        """Build columns that are not centred."""
+        return cls(tuple(names), values, (None,) * len(names))
 
     @classmethod
-    def none(cls, records: int) -> LabelColumns:
-        """Labels without a column, for ``records`` records."""
-        return cls.of((), torch.zeros(records, 0))
+    def none(cls, rows: int) -> LabelColumns:
+        """Build labels with ``rows`` rows and no column."""
+        return cls.of((), torch.zeros(rows, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
-        """The same columns, of which those named are centred on these means."""
+        """Return the same labels, with the columns named in ``means`` centred on these."""
         return replace(self, means=tuple(means.get(name) for name in self.names))
 
-    def select(self, indices: Tensor) -> LabelColumns:
-        """The labels of the records, or rewards, at ``indices [r]``."""
-        return replace(self, values=self.values[indices])
+    def select(self, rows: Tensor) -> LabelColumns:
+        """Select the labels in ``rows [l]`` int64."""
+        return replace(self, values=self.values[rows])
 
     def measured_means(self) -> tuple[float, ...]:
-        """The mean of every column over the labels that are there; NaN where none is."""
+        """Compute the mean of each column over the labels that are present; NaN if none is."""
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
-        """What ``targets`` subtracts from the columns called ``names``; 0 for one not centred."""
-        known = dict(zip(self.names, self.means, strict=True))
-        return [known.get(name) or 0.0 for name in names]
+        """List what ``targets`` subtracts from the columns ``names``: 0 if one is not centred."""
+        means = dict(zip(self.names, self.means, strict=True))
+        return [means.get(name) or 0.0 for name in names]
 
     def targets(self, names: Sequence[str]) -> Tensor:
-        """``[R, len(names)]`` float32: the columns called ``names``, centred ones minus their mean.
+        """Return the columns ``names``, ``[L, len(names)]`` float32, centred ones minus their mean.
 
         Raises:
-            KeyError: there is no column of a name.
+            KeyError: there is no column of such a name.
         """
         missing = [name for name in names if name not in self.names]
         if missing:
-            raise KeyError(f"got the label columns {self.names}, wanted {missing[0]!r}")
-        # Column by column: an index or a row of means would first have to come to the device.
+            raise KeyError(f"no label column {missing[0]!r}; there are {self.names}")
+        # Column by column: an index tensor or a row of means would first be copied to the device.
         columns = [self.names.index(name) for name in names]
         return torch.stack([self._centred(column) for column in columns], dim=1)
 
@@ -124,137 +124,154 @@ class LabelColumns:
         return values if mean is None else (values.double() - mean).float()
 
 
+def count_label_rows(sample_bounds: Tensor, reward_bounds: Tensor) -> Tensor:
+    """Count the rows of labels of each record, ``[R]`` int64: see ``Records.labels``."""
+    samples, rewards = sample_bounds.diff(), reward_bounds[sample_bounds].diff()
+    return torch.where(samples == 1, rewards, 1)
+
+
 @dataclass(frozen=True)
 class Records:
-    """R records, and which of S rewards each owns.
+    """R records with Q samples, which have S rewards.
 
-    A record owns any number of adjacent scored tokens, and so of rewards: 2 or more for a
-    comparison, 1 for a rated reply or a text to score, and of each text one for every turn or step
-    where these are scored.
+    A record has adjacent samples: 2 or more if it is a comparison, 1 if it is a rating or a sample
+    to score. A sample has adjacent rewards: one for each turn or step if these are scored, else 1.
 
     Attributes:
         ids: ``[R]`` int64 index of each record in its data set (or request).
-        bounds: ``[R + 1]`` int64, from 0 to S: record r owns rewards ``bounds[r]`` up to
-            ``bounds[r + 1]``.
-        labels: what people said of the records.
-        ranks: ``[S]`` integer of completions among those of their record: a lower one is better,
-            equal ones are tied.
-        texts: ``[S]`` integer, which of its record's texts each reward is of, where turns or steps
-            are scored; None where every reward is of a text of its own.
-        reply_lengths: ``[S]`` integer tokens of every reply, or of its turn or step, on the host
-            (``lengths_of_rewards`` in data/records.py); None where nobody counted.
+        sample_bounds: ``[R + 1]`` int64, from 0 to Q: record r has the samples from
+            ``sample_bounds[r]`` up to ``sample_bounds[r + 1]``.
+        reward_bounds: ``[Q + 1]`` int64, from 0 to S: sample q has the rewards from
+            ``reward_bounds[q]`` up to ``reward_bounds[q + 1]``.
+        labels: one row for each comparison, and one for each reward of a rating, record by record.
+        ranks: ``[Q]`` integer ranks of the samples of each record: a lower one is better, equal
+            ones are tied.
+        reply_lengths: ``[S]`` integer tokens of the reply, turn or step that each reward belongs
+            to, on the host (``lengths_of_rewards`` in data/records.py); -1 if not counted.
     """
 
     ids: Tensor
-    bounds: Tensor
+    sample_bounds: Tensor
+    reward_bounds: Tensor
     labels: LabelColumns
     ranks: Tensor
-    texts: Tensor | None = None
-    reply_lengths: Tensor | None = None
+    reply_lengths: Tensor
 
     @classmethod
     def of(
         cls,
         ids: Sequence[int],
-        sizes: Sequence[int],
+        sample_counts: Sequence[int],
         labels: LabelColumns | None = None,
         ranks: Tensor | None = None,
-        texts: Tensor | None = None,
+        reward_counts: Sequence[int] | None = None,
         reply_lengths: Tensor | None = None,
     ) -> Records:
-        """Records with ``sizes`` rewards each, by default without labels, the best one first."""
-        bounds = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
-        if ranks is None:  # in the order in which a record has them
-            ranks = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(bounds.diff())
-        return cls(
-            torch.as_tensor(ids, dtype=torch.int64),
-            bounds,
-            LabelColumns.none(len(ids)) if labels is None else labels,
-            ranks,
-            texts,
-            reply_lengths,
-        )
+        """Build records with ``sample_counts [R]`` samples each.
+
+        By default a sample has one reward (else ``reward_counts [Q]``), the best sample is the
+        first one, and there are no labels.
+        """
+        samples = torch.tensor([0, *sample_counts], dtype=torch.int64).cumsum(0)
+        count = int(samples[-1])
+        rewards = torch.arange(count + 1)
+        if reward_counts is not None:
+            rewards = torch.tensor([0, *reward_counts], dtype=torch.int64).cumsum(0)
+        if ranks is None:
+            ranks = torch.arange(count) - samples[:-1].repeat_interleave(samples.diff())
+        if labels is None:
+            labels = LabelColumns.none(int(count_label_rows(samples, rewards).sum()))
+        if reply_lengths is None:
+            reply_lengths = torch.full((int(rewards[-1]),), -1)
+        record_ids = torch.as_tensor(ids, dtype=torch.int64)
+        return cls(record_ids, samples, rewards, labels, ranks, reply_lengths)
 
     def __len__(self) -> int:
         return self.ids.numel()
 
     @property
-    def num_rewards(self) -> int:
-        """S."""
-        return int(self.bounds[-1])
+    def num_samples(self) -> int:
+        """Q."""
+        return len(self.reward_bounds) - 1
 
     @property
-    def sizes(self) -> Tensor:
-        """``[R]`` int64 rewards of each record."""
-        return self.bounds.diff()
+    def num_rewards(self) -> int:
+        """S."""
+        return int(self.reward_bounds[-1])
 
-    def _sizes_of(self, chosen: Tensor) -> Tensor:
-        # Of these alone: a step's few records are not worth a pass over millions.
-        return self.bounds[chosen + 1] - self.bounds[chosen]
+    @property
+    def record_bounds(self) -> Tensor:
+        """Bounds of the rewards of each record, ``[R + 1]`` int64 from 0 to S."""
+        return self.reward_bounds[self.sample_bounds]
+
+    @cached_property
+    def label_bounds(self) -> Tensor:
+        """Bounds of the rows of labels of each record, ``[R + 1]`` int64."""
+        # Cached, because a step selects a few out of millions of records.
+        return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
+
+    def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Return the indices ``[q]`` int64 of the samples of some records, record by record."""
+        return _within(self.sample_bounds, torch.as_tensor(indices, dtype=torch.int64))[1]
 
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """The rewards that the records at ``indices`` own, as int64 indices, record by record."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sizes = self._sizes_of(chosen)
-        ends = sizes.cumsum(0)
-        before = (self.bounds[chosen] - ends + sizes).repeat_interleave(sizes)
-        return before + torch.arange(before.numel())
+        """Return the indices ``[s]`` int64 of the rewards of some records, record by record."""
+        return _within(self.reward_bounds, self.sample_rows(indices))[1]
 
     def select(self, indices: Sequence[int] | Tensor) -> Records:
-        """The records at ``indices``, in that order, as if there were no others."""
+        """Select the records at ``indices``, in that order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sizes, rows = self._sizes_of(chosen).tolist(), self.rows(chosen)
-        labels = self.labels.select(rows if self.labels.of_rewards else chosen)
-        texts, lengths = (
-            None if each is None else each[rows] for each in (self.texts, self.reply_lengths)
+        sample_counts, samples = _within(self.sample_bounds, chosen)
+        reward_counts, rewards = _within(self.reward_bounds, samples)
+        return Records(
+            self.ids[chosen],
+            _as_bounds(sample_counts),
+            _as_bounds(reward_counts),
+            self.labels.select(_within(self.label_bounds, chosen)[1]),
+            self.ranks[samples],
+            self.reply_lengths[rewards],
         )
-        ids = self.ids[chosen].tolist()
-        return Records.of(ids, sizes, labels, self.ranks[rows], texts, lengths)
-
-    def text_bounds(self) -> Tensor:
-        """``[Q + 1]`` int64 bounds of the rewards of each of Q texts, record by record."""
-        if self.texts is None:
-            return torch.arange(self.num_rewards + 1)
-        owner = torch.arange(len(self)).repeat_interleave(self.sizes)
-        begins = (owner.diff() != 0) | (self.texts.diff() != 0)
-        inner = begins.nonzero().flatten() + 1
-        return torch.cat([self.bounds[:1], inner, self.bounds[-1:]])
-
-    def of_texts(self) -> Records:
-        """The same records with one reward for each text, that of its last step."""
-        if self.texts is None:
-            return self
-        last, lengths = self.text_bounds()[1:] - 1, self.reply_lengths
-        if lengths is not None:
-            lengths = lengths[last]
-        sizes = torch.bincount(torch.bucketize(last, self.bounds[1:], right=True))
-        labels = self.labels
-        if labels.of_rewards:
-            labels = replace(labels.select(last), of_rewards=False)
-        ids = self.ids.tolist()
-        return Records.of(ids, sizes.tolist(), labels, self.ranks[last], reply_lengths=lengths)
 
     def pairs(self, with_ties: bool = False) -> PairRows:
-        """All pairs of completions of one record of which one is better, and the tied ones, too."""
-        return pair_rows(self.bounds, self.ranks, with_ties)
+        """Pair the samples of each record: those of different ranks, and tied ones on demand."""
+        return pair_rows(self.sample_bounds, self.ranks, with_ties)
 
     def as_single(self, rewards: Tensor) -> Tensor:
-        """``rewards [S, ...]`` as they are, once each is found to have labels of its own.
+        """Return ``rewards [S, ...]`` unchanged, after checking that each has a row of labels.
 
         Raises:
-            ValueError: a record owns several rewards, and not the labels of each.
+            ValueError: a record is a comparison, which has one row of labels for all its rewards.
         """
-        if not self.labels.of_rewards and bool((self.sizes != 1).any()):
-            sizes = self.sizes.unique().tolist()
-            raise ValueError(f"got records of {sizes} rewards, wanted one of each")
+        if len(self.labels.values) != self.num_rewards:
+            counts = self.sample_bounds.diff().unique().tolist()
+            raise ValueError(
+                f"a loss on ratings got records of {counts} samples; a rating has exactly one"
+            )
         return rewards
+
+
+def _as_bounds(counts: Tensor) -> Tensor:
+    """Turn ``counts [n]`` of items in adjacent parts into their bounds, ``[n + 1]`` int64."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _within(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the items of ``parts [p]``; part n has those from ``bounds[n]`` to ``bounds[n + 1]``.
+
+    Returns:
+        Number of items of each part, ``[p]`` int64, and their indices, ``[i]`` int64, part by part.
+    """
+    starts = bounds[parts]
+    counts = bounds[parts + 1] - starts
+    offsets = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+    return counts, offsets + torch.arange(offsets.numel())
 
 
 @dataclass(frozen=True)
 class Group:
-    """``size`` adjacent sequences that begin with the same ``prefix`` tokens.
+    """Adjacent sequences of a pack, ``size`` of them, that begin with the same ``prefix`` tokens.
 
-    Those of ``cached`` are the first of them, and need no computing.
+    The tokens of ``cached`` are the first of these, and are not computed again.
     """
 
     size: int
@@ -263,21 +280,20 @@ class Group:
 
 
 class _Segments:
-    """The segments of a pack in the making; cached ones are numbered before its own."""
+    """Collects the segments of a pack; cached segments have the first numbers."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.cached = list(dict.fromkeys(g.cached for g in groups if g.cached is not None))
         self._numbers = {cached: number for number, cached in enumerate(self.cached)}
         self.tokens: list[Tensor] = []
-        # Arrays, not tensors, of what is made for each segment: a server packs hundreds in a call,
-        # and torch takes ten times as long for a few numbers, letting go of the interpreter at
-        # each step.
+        # Per segment use numpy arrays, not tensors: a server packs hundreds of segments in a call,
+        # and torch takes ten times as long for a few elements, as it releases the interpreter's
+        # lock in each operation.
         self._positions: list[np.ndarray] = []
         self.lengths: list[int] = []
         self.prefixes: list[int] = []
-        self.ends: list[int] = []  # the segment that each sequence ends with
         self.num_tokens = 0
-        self.reads: list[Tensor] = []
+        self.reads: list[int] = []
         self._stored: list[np.ndarray] = []
         self._slots: list[Tensor] = []
 
@@ -286,32 +302,32 @@ class _Segments:
         sequences: Sequence[Tokens],
         group: Group,
         stored: Sequence[Stored | None],
-        reads: Sequence[Tensor] | None,
+        reads: Sequence[Sequence[int]],
     ) -> None:
         if group.prefix >= min(map(len, sequences)):
             raise ValueError(
                 f"a prefix of {group.prefix} tokens leaves no last token to a sequence"
             )
-        segment, known = -1, 0
+        segment, num_cached = -1, 0
         if group.cached is not None:
-            segment, known = self._numbers[group.cached], len(group.cached.slots)
-        # What stands before ``prefix`` is there once, what follows for each sequence.
-        first = self.num_tokens - known
-        if group.prefix > known:
-            self._add(sequences[0], known, group.prefix, segment)
+            segment, num_cached = self._numbers[group.cached], len(group.cached.slots)
+        # The pack has the tokens before ``prefix`` once, and those after it for each sequence.
+        # Adding one of these offsets to a position in a sequence gives its index in the pack.
+        shared_offset = self.num_tokens - num_cached
+        if group.prefix > num_cached:
+            self._add(sequences[0], num_cached, group.prefix, segment)
             segment = len(self.cached) + len(self.lengths) - 1
-        for number, (sequence, its) in enumerate(zip(sequences, stored, strict=True)):
-            own = self.num_tokens - group.prefix
-            if reads is not None:
-                offsets = torch.where(reads[number] < group.prefix, first, own)
-                self.reads.append(reads[number] + offsets)
-            self.ends.append(len(self.lengths))
+        for sequence, to_store, places in zip(sequences, stored, reads, strict=True):
+            offset = self.num_tokens - group.prefix
+            self.reads += [
+                place + (shared_offset if place < group.prefix else offset) for place in places
+            ]
             self._add(sequence, group.prefix, len(sequence), segment)
-            if its is not None:
-                positions = np.arange(its.start, its.start + len(its.slots))
+            if to_store is not None:
+                positions = np.arange(to_store.start, to_store.start + len(to_store.slots))
                 is_shared = positions < group.prefix
-                self._stored.append(positions + np.where(is_shared, first, own))
-                self._slots.append(its.slots)
+                self._stored.append(positions + np.where(is_shared, shared_offset, offset))
+                self._slots.append(to_store.slots)
 
     def _add(self, sequence: Tokens, start: int, stop: int, prefix: int) -> None:
         self.tokens.append(torch.as_tensor(sequence[start:stop], dtype=torch.int64))
@@ -327,30 +343,31 @@ class _Segments:
     def cache_use(self) -> CacheUse | None:
         if not self.cached and not self._stored:
             return None
-        none = torch.zeros(0, dtype=torch.int64)
+        empty = torch.zeros(0, dtype=torch.int64)
         return CacheUse(
             tuple(len(cached.slots) for cached in self.cached),
-            torch.cat([none, *(cached.slots for cached in self.cached)]),
-            torch.from_numpy(np.concatenate([none.numpy(), *self._stored])),
-            torch.cat([none, *self._slots]),
+            torch.cat([empty, *(cached.slots for cached in self.cached)]),
+            torch.from_numpy(np.concatenate([empty.numpy(), *self._stored])),
+            torch.cat([empty, *self._slots]),
         )
 
 
 @dataclass(frozen=True)
 class ReplyRows:
-    """The tokens that a head reads which takes the mean of every reply.
+    """The tokens that a head reads which averages each reply's hidden states.
 
     Attributes:
-        index: ``[M]`` int64 into a pack's tokens, reply after reply; a token may be of several.
-        lengths: of the S replies.
-        whole: of the S replies on all ranks of a context parallel group, of which this one has
-            parts; None is that it has all.
-        places: ``[M]`` int64, where these tokens are among those of all ranks.
+        index: ``[M]`` int64 into a pack's tokens, reply after reply; replies may share a token.
+        lengths: number of these tokens in each of the S replies.
+        group_lengths: the same numbers over all ranks of a context parallel group, if this rank has
+            only parts of the replies; else None.
+        places: ``[M]`` int64 positions of these tokens among those of all ranks; None without a
+            context parallel group.
     """
 
     index: Tensor
     lengths: tuple[int, ...]
-    whole: tuple[int, ...] | None = None
+    group_lengths: tuple[int, ...] | None = None
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> ReplyRows:
@@ -358,20 +375,20 @@ class ReplyRows:
         return replace(self, index=to_device(self.index, device), places=places)
 
     def shared(self, share: ContextShare) -> ReplyRows:
-        """The parts that a rank has, ``index`` into its own tokens."""
-        mine, rows = share.own(self.index)
-        owner = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
-        lengths = owner[mine].bincount(minlength=len(self.lengths)).tolist()
-        return ReplyRows(rows, tuple(lengths), self.lengths, mine)
+        """Keep the tokens that a rank computes; ``index`` then counts its tokens alone."""
+        local, rows = share.own(self.index)
+        replies = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+        lengths = replies[local].bincount(minlength=len(self.lengths)).tolist()
+        return ReplyRows(rows, tuple(lengths), self.lengths, local)
 
 
 @dataclass(frozen=True)
 class FixedSizes:
-    """Sizes that a pack has in common with others, for kernels with shapes that do not change.
+    """Sizes to which attention pads several packs, so that CUDA graphs can be reused.
 
     Attributes:
-        segments: how many there are in attention, those without a token included.
-        keys: of all segments, where some begin with others; None where none does.
+        segments: number of segments, empty ones included.
+        keys: number of keys of all segments, if some have a shared prefix; else None.
         length: upper bound of the queries, and of the keys, of a segment.
     """
 
@@ -382,32 +399,31 @@ class FixedSizes:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Sequences laid end to end, without padding between them; a common prefix is there once.
+    """Sequences laid end to end, without padding between them; a shared prefix is stored once.
 
-    T counts tokens, S scored tokens and so rewards, R records, C label columns.
+    T counts tokens, and S the tokens that the head reads, each of which has one reward.
 
-    The pack is made of G segments. A sequence is one segment, or two: a prefix that adjacent
-    sequences begin with, too, and the rest of its own. In attention a segment sees itself,
-    causally, and the whole of its prefix; so every token has the hidden state that it has in its
-    sequence. A beginning whose keys and values were kept is one more segment, which others have as
-    their prefix, and of which no token is in the pack.
+    A pack has G segments. A sequence is one segment, or two: a prefix that it shares with adjacent
+    sequences, and its remaining tokens. In attention a segment sees itself, causally, and all of
+    its prefix, so that each token has the same hidden state as in its sequence alone. A cached
+    prefix is one more segment, without tokens in the pack, that other segments have as a prefix.
 
     Attributes:
         tokens: ``[T]`` int64 token ids.
         position_ids: ``[T]`` int64 positions in the sequences, counted from 0.
         cu_seqlens: ``[G + 1]`` int32 bounds of the segments, from 0 to T.
-        prefixes: ``[G]`` int64, the segment that a segment begins with, -1 for none. P cached
-            segments, if there are any, are counted first: the pack's own begin with number P.
-        scored_tokens: ``[S]`` int64 index into ``tokens`` of every token that the head reads,
+        prefixes: ``[G]`` int64 number of the segment that is a segment's prefix, or -1. Cached
+            segments, P of them, have the numbers 0 to P - 1, those of the pack P and above.
+        scored_tokens: ``[S]`` int64 index into ``tokens`` of the tokens that the head reads,
             record by record.
-        rows: ``[S]`` int64, where their rewards belong among those of the step, the data set or
-            the request that the pack is a part of.
-        records: the records that own them.
-        cached: what is taken from a pool of keys and values, and stored there; None is nothing.
-        replies: what is read of each sequence instead of its last token; None is that alone.
-        share: the tokens that this rank of a context parallel group computes; None is all of them.
-        filled: tokens of filler segments at the tail.
-        sizes: those that attention is filled up to; None is as many as there are.
+        rows: ``[S]`` int64 positions of their rewards among those of the step, data set or request
+            that the pack is a part of.
+        records: the records whose samples these are.
+        cached: use of a pool of keys and values; None uses none.
+        replies: tokens over which the head averages; None if it reads ``scored_tokens``.
+        share: the tokens that this rank of a context parallel group computes; None computes all.
+        filled: number of tokens in filler segments, which are the last ones.
+        sizes: sizes that attention is padded to; None does not pad.
     """
 
     tokens: Tensor
@@ -431,30 +447,36 @@ class PackedBatch:
         rows: Sequence[int] | Tensor | None = None,
         groups: Sequence[Group] | None = None,
         stored: Sequence[Stored | None] | None = None,
-        reads: Sequence[Tensor] | None = None,
+        reads: Sequence[Sequence[int]] | None = None,
     ) -> PackedBatch:
-        """Lay ``sequences`` (in record order, none empty) end to end.
+        """Lay ``sequences`` end to end; they are in the order of their records, and none is empty.
 
-        The last token of each is scored, or the tokens at its ``reads [s]`` int64, which are not
-        cached. Without ``records`` every sequence is one; without ``rows`` the rewards belong where
-        they stand. ``groups`` says which of the sequences have a common prefix; without it none
-        do. ``stored`` says of each which of its tokens' keys and values are to be kept, and where;
-        these are tokens that are not cached.
+        Args:
+            records: the records of the sequences; by default each sequence is a record.
+            rows: ``[S]`` positions of the rewards (see the class); by default 0 to S - 1.
+            groups: adjacent sequences with a shared prefix; by default no two share one.
+            stored: for each sequence, which of its tokens that are not cached to store, or None.
+            reads: for each sequence, positions of the tokens that the head reads, none of which is
+                cached; by default its last token.
 
         Raises:
-            ValueError: records or rows are not of as many rewards, or a sequence is empty.
+            ValueError: ``records`` or ``rows`` do not fit the sequences and ``reads``, or a
+                sequence is empty.
         """
-        sizes = [1] * len(sequences) if reads is None else [*map(len, reads)]
-        count = sum(sizes)
+        if reads is None:
+            reads = [[len(sequence) - 1] for sequence in sequences]
+        counts = [*map(len, reads)]
+        count = sum(counts)
         if records is None:
-            records = Records.of(range(len(sequences)), sizes)
-        if count != records.num_rewards:
-            kind = "sequences" if reads is None else "rewards"
-            wanted = f"{records.num_rewards}, those of {len(records)} records"
-            raise ValueError(f"got {count} {kind}, wanted {wanted}")
+            records = Records.of(range(len(sequences)), [1] * len(sequences), reward_counts=counts)
+        if counts != records.reward_bounds.diff().tolist():
+            raise ValueError(
+                f"{len(sequences)} sequences with {count} rewards do not fit {len(records)} "
+                f"records with {records.num_samples} samples and {records.num_rewards} rewards"
+            )
         rows = torch.as_tensor(range(count) if rows is None else rows, dtype=torch.int64)
         if len(rows) != count:
-            raise ValueError(f"got {len(rows)} rows, wanted {count}, one for each reward")
+            raise ValueError(f"rows has {len(rows)} elements; {count} rewards need as many")
         if len(sequences) == 0 or min(map(len, sequences)) < 1:
             raise ValueError("a pack needs at least one sequence, and no sequence may be empty")
         groups = groups or [Group(1, 0)] * len(sequences)
@@ -462,17 +484,14 @@ class PackedBatch:
         segments, end = _Segments(groups), 0
         for group in groups:
             start, end = end, end + group.size
-            its = None if reads is None else reads[start:end]
-            segments.add_group(sequences[start:end], group, stored[start:end], its)
+            segments.add_group(sequences[start:end], group, stored[start:end], reads[start:end])
         bounds = torch.tensor([0, *segments.lengths], dtype=torch.int32).cumsum(0).int()
         return cls(
             tokens=torch.cat(segments.tokens),
             position_ids=segments.position_ids,
             cu_seqlens=bounds,
             prefixes=torch.tensor(segments.prefixes),
-            scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1
-            if reads is None
-            else torch.cat(segments.reads),
+            scored_tokens=torch.tensor(segments.reads, dtype=torch.int64),
             rows=rows,
             records=records,
             cached=segments.cache_use(),
@@ -485,39 +504,37 @@ class PackedBatch:
 
     @property
     def num_own_tokens(self) -> int:
-        """How many of them this rank of a context parallel group computes."""
+        """Number of tokens that this rank of a context parallel group computes."""
         return self.num_tokens if self.share is None else self.share.rows.numel()
 
     @property
     def num_own_filled(self) -> int:
-        """How many of these, the last of them, are of the filler segment."""
+        """Number of filler tokens among those that this rank computes; they are its last ones."""
         if self.share is None:
             return self.filled
         first = self.num_tokens - self.filled
-        own = self.share.chunks[self.share.rank]
-        return sum(end - start for start, end in own if start >= first)
+        chunks = self.share.chunks[self.share.rank]
+        return sum(end - start for start, end in chunks if start >= first)
 
     def of_own(self, values: Tensor) -> Tensor:
-        """``values [T, ...]`` of the tokens that this rank computes."""
+        """Select the ``values [T, ...]`` of the tokens that this rank computes."""
         return values if self.share is None else values[self.share.rows]
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
-        """The same batch with a filler segment at the tail, so that T divides by ``multiple``."""
+        """Append a filler segment so that ``multiple`` divides T."""
         return self._filled(-self.num_tokens % multiple)
 
     def filled_to(self, tokens: int, longest: int) -> PackedBatch:
-        """The same batch with filler segments of at most ``longest`` tokens, so that T is
-        ``tokens``.
-        """
+        """Append filler segments of at most ``longest`` tokens so that T is ``tokens``."""
         return self._filled(tokens - self.num_tokens, longest)
 
     def shared(
         self, rank: int, ranks: int, multiple: int, every_token: bool = False
     ) -> PackedBatch:
-        """The same batch with the ``share`` of one of the ``ranks`` of a context parallel group.
+        """Split the batch over a context parallel group; return it with the ``share`` of ``rank``.
 
-        A filler segment makes up for uneven shares; each has a ``multiple`` of tokens. The head
-        reads ``scored_tokens``, or ``every_token``.
+        Each rank gets the same number of tokens, a multiple of ``multiple``, by a filler segment.
+        The head reads ``scored_tokens``, or all tokens if ``every_token``.
         """
         bounds = self.cu_seqlens.tolist()
         reads = torch.arange(self.num_tokens) if every_token else self.scored_tokens
@@ -527,7 +544,7 @@ class PackedBatch:
         return replace(filled, share=share, replies=replies)
 
     def _filled(self, fill: int, longest: int | None = None) -> PackedBatch:
-        """The same batch with ``fill`` more tokens, in segments of at most ``longest``."""
+        """Append ``fill`` tokens in segments of at most ``longest`` tokens."""
         if fill == 0:
             return self
         longest = longest or fill
@@ -544,15 +561,15 @@ class PackedBatch:
         )
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Move what the model and the loss compute with.
+        """Move the tensors that the model and the loss compute with.
 
-        What the host plans by stays: the bounds and beginnings of the segments, the rows, and which
-        rewards a record owns.
+        Tensors that plan the work stay on the host: bounds and prefixes of the segments, ``rows``,
+        and the bounds of the records.
         """
         labels, cached = self.records.labels, self.cached
-        given = [self.tokens, self.position_ids, self.scored_tokens, labels.values]
+        inputs = [self.tokens, self.position_ids, self.scored_tokens, labels.values]
         indices = [] if cached is None else cached.tensors()
-        tokens, positions, scored, values, *moved = all_to_device([*given, *indices], device)
+        tokens, positions, scored, values, *moved = all_to_device([*inputs, *indices], device)
         return replace(
             self,
             tokens=tokens,

@@ -1,4 +1,4 @@
-"""PairRows: pairs of rewards of ranked completions."""
+"""PairRows: the pairs of samples that losses and metrics of comparisons are computed over."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nemo_aligner.utils.host_transfer import to_device
 
 @dataclass(frozen=True)
 class PairRows:
-    """P pairs of completions, each of one of R records, by their rows among S rewards.
+    """P pairs of samples of the same record, out of Q samples of R records; all on the host.
 
     Attributes:
-        better, worse: ``[P]`` int64 rows, on the host; slices where every record is one pair, the
-            better first.
-        records: ``[P]`` int64 numbers of the records, on the host; a slice in the same case.
-        shares: ``[P]`` float32, of its record's pairs each is one part; None in the same case.
-        are_ties: ``[P]`` bool, pairs of which neither is better; None where there is none.
-        num_records: how many records have a pair.
+        better, worse: ``[P]`` int64 indices of the samples. They are slices if every record is a
+            pair with the better sample first, as in most data.
+        records: ``[P]`` int64 indices of the records; in that case a slice.
+        shares: ``[P]`` float32, 1 over the number of pairs of the record; in that case None.
+        are_ties: ``[P]`` bool, True if neither sample is better; None if tied pairs are left out.
+        num_records: number of records with at least one pair.
     """
 
     better: Tensor | slice
@@ -31,22 +31,22 @@ class PairRows:
     num_records: int
 
     def of(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """``values [S, ...]`` of the better ones and of the worse, ``[P, ...]`` each."""
+        """Select ``values [Q, ...]`` of the better and of the worse samples, ``[P, ...]`` each."""
         return values[_on(self.better, values)], values[_on(self.worse, values)]
 
     def of_records(self, values: Tensor) -> Tensor:
-        """``values [R, ...]`` as ``[P, ...]``."""
+        """Select the ``values [R, ...]`` of each pair's record, ``[P, ...]``."""
         return values[_on(self.records, values)]
 
     def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over records of the mean of their pairs' ``losses [P]``, and how many records.
+        """Sum over records the mean of their pairs' ``losses [P]``; return it and their number.
 
-        The pairs of a prompt count as one (Ouyang et al. 2022, section 3.5): they are no more
-        independent of each other than its completions.
+        All pairs of a prompt together weigh as much as one (Ouyang et al. 2022, section 3.5),
+        because they are correlated.
         """
         if self.shares is not None:
             losses = losses * to_device(self.shares, losses.device)
-        # Made on the device: a number of the host's would have it wait.
+        # Created on the device: copying a host scalar would synchronise.
         count = torch.full((), self.num_records, dtype=torch.int64, device=losses.device)
         return losses.sum(), count
 
@@ -56,16 +56,16 @@ def _on(rows: Tensor | slice, values: Tensor) -> Tensor | slice:
 
 
 def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRows:
-    """The pairs of records that own the rows from ``bounds [R + 1]`` on, by ``ranks [S]``."""
+    """Pair the samples of each record by ``ranks [Q]``; ``bounds [R + 1]`` are the records'."""
     sizes = bounds.diff()
     if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
-        # Pairs, better first, as nearly all data is: slices are views, and nothing is copied.
+        # Pairs with the better sample first, as in most data: slices are views, without a copy.
         every = slice(None)
         return PairRows(slice(0, None, 2), slice(1, None, 2), every, None, None, len(sizes))
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    found = [_pairs_of_size(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
-    first, second = torch.cat(found).sort(dim=1).values.unbind(dim=1)
-    # Record by record, whatever the sizes of the others.
+    pairs = [_pair_all(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
+    first, second = torch.cat(pairs).sort(dim=1).values.unbind(dim=1)
+    # Sorted by record, not by the number of samples.
     order = (first * len(ranks) + second).argsort()
     first, second = first[order], second[order]
     are_ties = ranks[first] == ranks[second]
@@ -84,7 +84,11 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
     )
 
 
-def _pairs_of_size(starts: Tensor, size: int) -> Tensor:
-    """``[n * size * (size - 1) / 2, 2]`` rows of all pairs of records that start there."""
+def _pair_all(starts: Tensor, size: int) -> Tensor:
+    """Pair all samples of n records with ``size`` samples from ``starts [n]`` on.
+
+    Returns:
+        ``[n * size * (size - 1) / 2, 2]`` int64 indices of samples.
+    """
     pairs = torch.combinations(torch.arange(size), 2)
     return (starts[:, None, None] + pairs).view(-1, 2)

@@ -1,4 +1,7 @@
-"""More pairs from the same data: a prompt's own reply against one that was given to another."""
+"""Add pairs of a reply to a prompt, chosen, and a reply to another prompt, rejected.
+
+``nemo-aligner data augment`` writes them.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ SOURCE = "non-contextual"
 
 @dataclass(frozen=True)
 class Augment:
-    """Rules of an augmentation.
+    """Settings of an augmentation.
 
     Attributes:
-        share: new pairs for each pair of the file.
-        reading: rules by which the file is read; ties are kept.
+        share: number of new pairs for each pair of the file.
+        seed: seed of the draws.
+        reading: rules by which the file is read; tied pairs are kept.
     """
 
     share: float = 0.3
@@ -32,57 +36,58 @@ class Augment:
     reading: ReaderConfig = field(default_factory=ReaderConfig)
 
 
-def augment_file(source: Path, output: Path, how: Augment) -> str:
-    """Write new pairs, in chat_pairs format, and not those of ``source``; return a report.
+def augment_file(source: Path, output: Path, settings: Augment) -> str:
+    """Write the new pairs of a file, in the format chat_pairs; return a report.
 
-    Each is a prompt with one of its replies, chosen, and a reply of another prompt, rejected: the
-    non-contextual triplets of Liu et al. 2024, "RRM: Robust reward model training mitigates reward
-    hacking", arXiv:2409.13156, section 3. Which reply of either pair is taken is a coin's, so that
-    length and style, which a reply has at any prompt, say nothing about the label. The same file,
-    share and seed give the same lines.
+    Each new pair is a prompt with one of its replies, chosen, and a reply to another prompt,
+    rejected: the non-contextual triplets of Liu et al. 2024, "RRM: Robust reward model training
+    mitigates reward hacking", arXiv:2409.13156, section 3. Both replies are drawn from the two of
+    their pairs, so that length and style are no hint at the label. The same file, share and seed
+    give the same lines. ``output`` does not have the pairs of ``source``.
 
     Raises:
-        ConfigError: ``output`` is the file itself.
-        DataError: the file cannot be read, its texts are raw or it has a single prompt.
+        ConfigError: ``output`` is ``source``.
+        DataError: the file cannot be read, or has less than two prompts of conversations.
     """
     if source.resolve() == output.resolve():
-        raise ConfigError(f"output: got {output}, the file to augment; wanted another")
-    file = read_records(source, replace(how.reading, kind=RecordKind.comparison, ties=True))
-    # Tools and documents are part of a prompt, and have no place in pairs of plain fields.
-    plain = [each for each in file.records if all(isinstance(text, list) for text in each.texts)]
+        raise ConfigError(f"output: {output} is the file to augment. Name another")
+    file = read_records(source, replace(settings.reading, kind=RecordKind.comparison, ties=True))
+    # The fields of chat_pairs cannot hold tools and documents, which are part of a prompt.
+    plain = [
+        record for record in file.records if all(isinstance(text, list) for text in record.texts)
+    ]
     keys = [prompt_key(record) for record in plain]
     if len(set(keys)) < 2:
         raise DataError(
-            f"{source}: got {len(set(keys))} prompts of plain conversations, wanted at least 2: "
-            "a raw text does not say where its reply begins"
+            f"{source}: it has {len(set(keys))} prompts of plain conversations; at least 2 are "
+            "needed. Raw texts cannot be used, as they do not show where the reply begins"
         )
-    lines = [
-        json.dumps(pair, ensure_ascii=False)
-        for pair in _pairs(plain, keys, round(how.share * len(plain)), random.Random(how.seed))
-    ]
-    left = len(file.records) - len(plain)
-    without = f", without {left} of tools, documents or raw text" if left else ""
+    count, rng = round(settings.share * len(plain)), random.Random(settings.seed)
+    pairs = _draw_pairs(plain, keys, count, rng)
+    lines = [json.dumps(pair, ensure_ascii=False) for pair in pairs]
+    dropped = len(file.records) - len(plain)
+    without = f", without {dropped} of tools, documents or raw text" if dropped else ""
     return (
         f"{source}: {file.format}, {len(file.records)} records{without}\n"
         f"{len(lines)} pairs with a reply of another prompt -> {write_lines(output, lines)}"
     )
 
 
-def _pairs(
+def _draw_pairs(
     records: Sequence[Comparison], keys: Sequence[str], count: int, rng: random.Random
 ) -> list[dict[str, Any]]:
     pairs: list[dict[str, Any]] = []
     while len(pairs) < count:
-        # As often each as the others, give or take one.
-        for own in rng.sample(range(len(records)), min(len(records), count - len(pairs))):
+        # Each record is used equally often, give or take one.
+        for index in rng.sample(range(len(records)), min(len(records), count - len(pairs))):
             other = rng.randrange(len(records))
-            while keys[other] == keys[own]:
+            while keys[other] == keys[index]:
                 other = rng.randrange(len(records))
-            pairs.append(_pair(records[own], records[other], rng))
+            pairs.append(_draw_pair(records[index], records[other], rng))
     return pairs
 
 
-def _pair(own: Comparison, other: Comparison, rng: random.Random) -> dict[str, Any]:
-    *prompt, chosen = messages_of(rng.choice(own.texts))
+def _draw_pair(record: Comparison, other: Comparison, rng: random.Random) -> dict[str, Any]:
+    *prompt, chosen = messages_of(rng.choice(record.texts))
     *_, rejected = messages_of(rng.choice(other.texts))
     return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected], "source": SOURCE}

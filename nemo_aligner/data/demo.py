@@ -1,4 +1,7 @@
-"""The demo sets: preference pairs that anyone can judge, and sums in steps."""
+"""Generate the demo sets: preference pairs that anyone can judge, and chains of sums in steps.
+
+``nemo-aligner data demo`` and the quickstart write them.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,21 @@ from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.report import longer_wins
 from nemo_aligner.utils.errors import DataError
 
-# The demo set: small preference pairs that anyone can judge, balanced and split by what they ask.
+# The demo set of pairs: balanced, and split by what the prompts ask about.
 #
-# Pairs of an item (a question, a sum, a word) all fall on the same side of the split, so held-out
-# prompts ask what no training prompt asks. In exactly half of the pairs of every kind the better
-# reply is the shorter one, so that length tells nothing.
+# All pairs of an item (a question, a sum, a word) are in the same part, so that held-out prompts
+# ask about nothing that a training prompt asks about. In exactly half of the pairs of each kind the
+# better reply is the shorter one, so that length is no hint.
 
 
 def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int = 1) -> str:
-    """Write ``train.jsonl`` and ``heldout.jsonl``; how many of each kind they have, and why.
+    """Write ``train.jsonl`` and ``heldout.jsonl``; return a table of the kinds of pairs.
 
     Raises:
         DataError: see ``build_demo_pairs``.
     """
-    train, held = build_demo_pairs(pairs, heldout, seed)
-    sides = {"train": train, "heldout": held}
+    train, heldout_pairs = build_demo_pairs(pairs, heldout, seed)
+    sides = {"train": train, "heldout": heldout_pairs}
     written = [
         write_lines(folder / f"{name}.jsonl", demo_lines(side)) for name, side in sides.items()
     ]
@@ -38,14 +41,14 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
     rows = [f"{'kind':<12}{'train':>7}{'heldout':>9}  the better reply is better because"]
     for kind, reason in REASONS.items():
         rows.append(f"{kind:<12}{kinds['train'][kind]:>7}{kinds['heldout'][kind]:>9}  {reason}")
-    wins = longer_wins([(len(pair.chosen), len(pair.rejected)) for pair in held])
+    wins = longer_wins([(len(pair.chosen), len(pair.rejected)) for pair in heldout_pairs])
     rows.append(f"written: {', '.join(written)}")
     rows.append(f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout")
     return "\n".join(rows)
 
 
 def demo_lines(pairs: Iterable[DemoPair]) -> list[str]:
-    """The pairs as lines of a file of preference data."""
+    """Convert pairs to lines of a file of preference data."""
     return [
         json.dumps(
             {"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected, "kind": p.kind},
@@ -58,56 +61,57 @@ def demo_lines(pairs: Iterable[DemoPair]) -> list[str]:
 def build_demo_pairs(
     pairs: int, heldout: float, seed: int
 ) -> tuple[list[DemoPair], list[DemoPair]]:
-    """About ``pairs`` pairs, as many of each kind: those to train on, and those held out.
+    """Build about ``pairs`` pairs, equally many of each kind; return training and held-out pairs.
 
     Raises:
-        DataError: more pairs are wanted than there are different ones.
+        DataError: there are fewer different pairs than requested.
     """
     train: list[DemoPair] = []
-    held: list[DemoPair] = []
+    heldout_pairs: list[DemoPair] = []
     for kind, make in KINDS.items():
         rng = random.Random(f"{seed}/{kind}")
         candidates = list(dict.fromkeys(make(rng)))
-        wanted = pairs // len(KINDS)
-        wanted_held = round(wanted * heldout)
-        held_items = _held_items(candidates, heldout, seed)
-        held += _balanced(
-            [pair for pair in candidates if pair.item in held_items], wanted_held, rng
+        count = pairs // len(KINDS)
+        heldout_count = round(count * heldout)
+        items = _draw_items(candidates, heldout, seed)
+        heldout_pairs += _draw_balanced(
+            [pair for pair in candidates if pair.item in items], heldout_count, rng
         )
-        train += _balanced(
-            [pair for pair in candidates if pair.item not in held_items], wanted - wanted_held, rng
+        train += _draw_balanced(
+            [pair for pair in candidates if pair.item not in items], count - heldout_count, rng
         )
     random.Random(f"{seed}/train").shuffle(train)
-    random.Random(f"{seed}/held").shuffle(held)
-    return train, held
+    random.Random(f"{seed}/held").shuffle(heldout_pairs)
+    return train, heldout_pairs
 
 
-def _held_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
-    """Items drawn from the names alone: kinds of the same questions hold out the same ones."""
+def _draw_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
+    """Draw the items to hold out by their names: kinds with the same items hold out the same."""
     items = sorted({pair.item for pair in candidates})
     random.Random(f"{seed}/items").shuffle(items)
     return set(items[: max(1, round(len(items) * heldout))])
 
 
-def _balanced(candidates: list[DemoPair], wanted: int, rng: random.Random) -> list[DemoPair]:
-    """``wanted`` pairs; in half of them the chosen reply is the shorter one."""
+def _draw_balanced(candidates: list[DemoPair], count: int, rng: random.Random) -> list[DemoPair]:
+    """Draw ``count`` pairs; in half of them the chosen reply is the shorter one."""
     shorter = [pair for pair in candidates if len(pair.chosen) < len(pair.rejected)]
     longer = [pair for pair in candidates if len(pair.chosen) > len(pair.rejected)]
-    half = wanted // 2
-    if half > len(shorter) or wanted - half > len(longer):
+    half = count // 2
+    if half > len(shorter) or count - half > len(longer):
         raise DataError(
-            f"{candidates[0].kind}: got {len(shorter)} pairs with the shorter reply better and "
-            f"{len(longer)} with the longer one; wanted {half} and {wanted - half}"
+            f"{candidates[0].kind}: the demo set has {len(shorter)} different pairs whose better "
+            f"reply is shorter and {len(longer)} where it is longer; {half} and {count - half} "
+            "were requested. Ask for fewer pairs, or hold out another fraction"
         )
-    return rng.sample(shorter, half) + rng.sample(longer, wanted - half)
+    return rng.sample(shorter, half) + rng.sample(longer, count - half)
 
 
-# The ten kinds of pairs of the demo set, each with a reason that a reader can see.
+# The ten kinds of pairs, each with a reason that a reader can see.
 
 
 @dataclass(frozen=True)
 class DemoPair:
-    """One pair; ``item`` is what it asks about, whatever the wording."""
+    """One pair; ``item`` is what its prompt asks about, in any wording."""
 
     kind: str
     item: str
@@ -117,7 +121,7 @@ class DemoPair:
 
 
 def _read_tables() -> dict[str, list[list[str]]]:
-    """The tables of ``demo_tables.txt`` by their names, as rows of cells."""
+    """Read the tables of ``demo_tables.txt`` by name, as rows of cells."""
     text = files("nemo_aligner.data").joinpath("demo_tables.txt").read_text(encoding="utf-8")
     tables = {}
     for block in text.split("\n\n"):
@@ -148,20 +152,22 @@ def _sum_pairs(rng: random.Random) -> Iterator[DemoPair]:
         wrong = total + rng.choice([step for step in (-10, -5, -3, 3, 5, 10) if total + step > 0])
         for short, long in (("{}.", "The answer is {}."), ("It is {}.", f"{sum_text} = {{}}.")):
             for right_form, wrong_form in ((short, long), (long, short)):
-                yield DemoPair("sum", sum_text, prompt, *_two(right_form, wrong_form, total, wrong))
+                replies = _fill_both(right_form, wrong_form, total, wrong)
+                yield DemoPair("sum", sum_text, prompt, *replies)
 
 
-def _two(right_form: str, wrong_form: str, right: object, wrong: object) -> tuple[str, str]:
+def _fill_both(right_form: str, wrong_form: str, right: object, wrong: object) -> tuple[str, str]:
     return right_form.format(right), wrong_form.format(wrong)
 
 
 def _fact_pairs(rng: random.Random) -> Iterator[DemoPair]:
     for question, stem, right, group in _FACTS:
-        others = [fact[2] for fact in _FACTS if fact[3] == group and fact[2] != right]
-        sentence = f"{stem[0].upper()}{stem[1:]} {{}}."
-        for wrong in rng.sample(others, 5):
-            yield DemoPair("fact", question, question, *_two("It is {}.", sentence, right, wrong))
-            yield DemoPair("fact", question, question, *_two(sentence, "It is {}.", right, wrong))
+        wrong_answers = [fact[2] for fact in _FACTS if fact[3] == group and fact[2] != right]
+        short, long = "It is {}.", f"{stem[0].upper()}{stem[1:]} {{}}."
+        for wrong in rng.sample(wrong_answers, 5):
+            for right_form, wrong_form in ((short, long), (long, short)):
+                replies = _fill_both(right_form, wrong_form, right, wrong)
+                yield DemoPair("fact", question, question, *replies)
 
 
 def _language_pairs(rng: random.Random) -> Iterator[DemoPair]:
@@ -172,19 +178,21 @@ def _language_pairs(rng: random.Random) -> Iterator[DemoPair]:
         for prompt, other in product(prompts, [word for word in words if word != words[index]]):
             for right_form, wrong_form in ((short, long), (long, short)):
                 yield DemoPair("language", f"{english} {language}", prompt,
-                           *_two(right_form, wrong_form, words[index], other))  # fmt: skip
+                           *_fill_both(right_form, wrong_form, words[index], other))  # fmt: skip
 
 
 def _count_pairs(rng: random.Random) -> Iterator[DemoPair]:
-    for (category, words), wanted in product(_CATEGORIES.items(), range(2, 6)):
-        prompt = f"Name exactly {_NUMBERS[wanted]} {category}."
-        for turn in range(10):
-            given = rng.choice(range(1, wanted) if turn % 2 else range(wanted + 1, 7))
-            right, wrong = rng.sample(words, wanted), rng.sample(words, given)
-            yield DemoPair("count", f"{category} {wanted}", prompt, _list(right), _list(wrong))
+    for (category, words), right_count in product(_CATEGORIES.items(), range(2, 6)):
+        prompt = f"Name exactly {_NUMBERS[right_count]} {category}."
+        item = f"{category} {right_count}"
+        for number in range(10):
+            fewer, more = range(1, right_count), range(right_count + 1, 7)
+            wrong_count = rng.choice(fewer if number % 2 else more)
+            right, wrong = rng.sample(words, right_count), rng.sample(words, wrong_count)
+            yield DemoPair("count", item, prompt, _list_words(right), _list_words(wrong))
 
 
-def _list(words: list[str]) -> str:
+def _list_words(words: list[str]) -> str:
     return f"{words[0][0].upper()}{words[0][1:]}{''.join(f', {word}' for word in words[1:])}."
 
 
@@ -211,13 +219,13 @@ def _format_pairs(rng: random.Random) -> Iterator[DemoPair]:
                 (
                     f"List '{word}' and two more {category}, one per line, with dashes.",
                     f"- {word}\n- {other}\n- {another}",
-                    _list([word, other, another]),
+                    _list_words([word, other, another]),
                 ),
             ):
                 yield DemoPair("format", f"{category} {word}", prompt, chosen, rejected)
 
 
-# Kinds about a whole reply: all ask the questions above.
+# Kinds of pairs about a whole reply, which all ask the questions above.
 
 _GREETINGS = ("", "Hi! ", "Please tell me: ")
 _POLITE = ("Happy to help! {}", "Good question! {}", "Sure. {}", "{} I hope that helps!")
@@ -243,31 +251,37 @@ def _question_pairs(
     return pairs
 
 
-def _tone(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+def _tone_replies(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
     for polite, rude in product(_POLITE, _RUDE):
         yield polite.format(rng.choice([short, long])), rude.format(rng.choice([short, long]))
 
 
-def _topic(rng: random.Random, number: int, short: str, long: str) -> Iterator[tuple[str, str]]:
-    others = [row for index, row in enumerate(_QUESTIONS) if index != number]
-    for _, other_short, other_long in rng.sample(others, 6):
+def _topic_replies(
+    rng: random.Random, number: int, short: str, long: str
+) -> Iterator[tuple[str, str]]:
+    other_questions = [row for index, row in enumerate(_QUESTIONS) if index != number]
+    for _, other_short, other_long in rng.sample(other_questions, 6):
         yield short, other_long
         yield long, other_short
 
 
-def _whole(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+def _whole_replies(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
     words = long.split()
-    for kept in range(len(words) // 2, len(words) - 1):
-        cut = " ".join(words[:kept]).rstrip(",")
+    for count in range(len(words) // 2, len(words) - 1):
+        cut = " ".join(words[:count]).rstrip(",")
         yield short, cut
         yield long, cut
 
 
-def _helpful(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+def _helpful_replies(
+    rng: random.Random, _: int, short: str, long: str
+) -> Iterator[tuple[str, str]]:
     yield from product((short, long), _REFUSALS)
 
 
-def _repetition(rng: random.Random, _: int, short: str, long: str) -> Iterator[tuple[str, str]]:
+def _repetition_replies(
+    rng: random.Random, _: int, short: str, long: str
+) -> Iterator[tuple[str, str]]:
     words = long.rstrip(".").split()
     for size, times in ((1, 4), (1, 6), (2, 2), (2, 5), (3, 2), (3, 4)):
         start = rng.randrange(min(4, len(words) - size))
@@ -295,65 +309,64 @@ KINDS: dict[str, Callable[[random.Random], Iterator[DemoPair]]] = {
     "language": _language_pairs,
     "count": _count_pairs,
     "format": _format_pairs,
-    "tone": _question_pairs("tone", _tone),
-    "topic": _question_pairs("topic", _topic),
-    "whole": _question_pairs("whole", _whole),
-    "helpful": _question_pairs("helpful", _helpful),
-    "repetition": _question_pairs("repetition", _repetition),
+    "tone": _question_pairs("tone", _tone_replies),
+    "topic": _question_pairs("topic", _topic_replies),
+    "whole": _question_pairs("whole", _whole_replies),
+    "helpful": _question_pairs("helpful", _helpful_replies),
+    "repetition": _question_pairs("repetition", _repetition_replies),
 }
 
 
-# The demo set of steps: chains of sums, in half of which one step is wrong.
+# The demo set of steps: chains of sums, half of which have a wrong step.
 
-_FEWEST, _MOST = 3, 6
-# Of one digit: a small model learns to add these within minutes; numbers of two it does not.
+_MIN_STEPS, _MAX_STEPS = 3, 6
+# Numbers with one digit: a small model learns to add these within minutes, but not two-digit ones.
 _LARGEST = 9
-# How far a wrong result is off.
-_OFF = (-10, -2, -1, 1, 2, 10)
+# Differences of a wrong result from the right one.
+_ERRORS = (-10, -2, -1, 1, 2, 10)
 
 
 def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str:
-    """Write ``train.jsonl`` and ``heldout.jsonl`` of ``stepwise`` records; what they have.
+    """Write ``train.jsonl`` and ``heldout.jsonl`` of ``stepwise`` records; return a table.
 
-    No question of one file is in the other.
+    The two files have different questions.
     """
     rng = random.Random(f"{seed}/steps")
-    made = list(_chains(rng, chains))
-    held = made[: round(chains * heldout)]
-    sides = {"train": made[len(held) :], "heldout": held}
+    records = list(_make_chains(rng, chains))
+    count = round(chains * heldout)
+    sides = {"train": records[count:], "heldout": records[:count]}
     lines = [f"{'':<12}{'chains':>8}{'with an error':>15}{'steps':>8}"]
     for name, rows in sides.items():
         path = write_lines(folder / f"{name}.jsonl", map(json.dumps, rows))
         wrong = sum(False in row["labels"] for row in rows)
         steps = sum(len(row["labels"]) for row in rows)
         lines.append(f"{name:<12}{len(rows):>8}{wrong:>15}{steps:>8}  {path}")
-    lines.append("a step is right if its sum is; steps behind a wrong one have no label")
+    lines.append("a step is right if its sum is; steps after a wrong one have no label")
     return "\n".join(lines)
 
 
-def _chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
-    """Chains of different questions, every second one with an error."""
+def _make_chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """Yield records with different questions, every second one with an error."""
     seen: set[str] = set()
     while len(seen) < count:
-        numbers = [rng.randint(1, _LARGEST) for _ in range(rng.randint(_FEWEST, _MOST) + 1)]
+        numbers = [rng.randint(1, _LARGEST) for _ in range(rng.randint(_MIN_STEPS, _MAX_STEPS) + 1)]
         question = f"What is {' + '.join(map(str, numbers))}?"
         if question in seen:
             continue
         is_wrong = len(seen) % 2 == 1
         seen.add(question)
-        yield _solved(rng, question, numbers, is_wrong)
+        yield _make_chain(rng, question, numbers, is_wrong)
 
 
-def _solved(
+def _make_chain(
     rng: random.Random, question: str, numbers: list[int], is_wrong: bool
 ) -> dict[str, Any]:
-    first, *others = numbers
-    wrong_at = rng.randrange(len(others)) if is_wrong else len(others)
+    total, *addends = numbers
+    wrong_at = rng.randrange(len(addends)) if is_wrong else len(addends)
     steps, labels = [], list[bool | None]()
-    total = first
-    for number, other in enumerate(others):
-        result = total + other + (rng.choice(_OFF) if number == wrong_at else 0)
-        steps.append(f"{total} + {other} = {result}")
+    for number, addend in enumerate(addends):
+        result = total + addend + (rng.choice(_ERRORS) if number == wrong_at else 0)
+        steps.append(f"{total} + {addend} = {result}")
         labels.append(None if number > wrong_at else number < wrong_at)
         total = result
     return {"prompt": question, "completions": steps, "labels": labels}

@@ -1,4 +1,10 @@
-"""A data file to JSON objects that know their line: JSON lines, lists and tables."""
+"""Read a data file as JSON objects with line numbers: JSON lines, a JSON list, or a table.
+
+A file may be gzipped. Its content decides what it is, not its name. A line that is not a JSON
+object is malformed, and the others are read; a file without any object is an error. ``read_lines``
+reads a whole file; ``BlockFile`` reads it in blocks, so that memory does not grow with it.
+``readers.py`` makes records of the objects.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +27,16 @@ from nemo_aligner.contract.messages import without_struct_nulls
 from nemo_aligner.data.records import DEEPEST, as_json, is_too_deep, without_other_kinds
 from nemo_aligner.utils.errors import DataError
 
-# Tables with named columns as data: CSV and TSV files, and with pyarrow Parquet and Arrow files.
+# Tables with named columns: CSV and TSV files, and with pyarrow Parquet and Arrow files.
 #
-# A row is an object whose keys are the columns. CSV files have text alone: a column is numeric if
-# most of its cells are, and then an empty cell is missing, like null, and any other stays text. A
-# column named like a text field of a format (``_TEXTS``) stays text.
+# A row is an object whose keys are the column names. Cells of CSV files are text. A column whose
+# cells are mostly numbers is numeric: its empty cells are missing, like null, and its other cells
+# stay text. A column with the name of a text field of a format (``_TEXTS``) is never numeric.
 #
-# An unpaired quote in a CSV file makes its row malformed; reading goes on at the next line. In a
-# TSV file a quote is an ordinary letter.
+# An unpaired quote in a CSV file makes its row malformed; reading continues at the next line. In a
+# TSV file a quote is an ordinary character.
 
-# The number of a line or row, and its cells by column, or what is wrong with it.
+# The number of a line or row, and its cells by column, or why it is malformed.
 Row: TypeAlias = tuple[int, dict[str, Any] | str]
 
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
@@ -46,10 +52,13 @@ _NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 def read_binary_table(content: bytes, path: str) -> list[Row] | None:
-    """The rows of a Parquet or Arrow file, counted from 1; None for others, or without pyarrow.
+    """Read the rows of a Parquet or Arrow file, numbered from 1.
+
+    Returns:
+        None if it is another file, or if pyarrow is not installed.
 
     Raises:
-        DataError: it begins as such a file does, and cannot be read.
+        DataError: it begins like such a file, and cannot be read.
     """
     if not content.startswith((_PARQUET, _ARROW)):
         return None
@@ -71,36 +80,39 @@ def read_binary_table(content: bytes, path: str) -> list[Row] | None:
 
 
 def read_text_table(text: str, path: str) -> list[Row] | None:
-    """The rows of a CSV or TSV file by the line that they begin on; None for what is none.
+    """Read the rows of a CSV or TSV file, numbered by the line on which they begin.
+
+    Returns:
+        None if the text is no such table.
 
     Raises:
-        DataError: a column has no name, or the name of another.
+        DataError: a column has no name, or two have the same.
     """
     separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
-    rows = _cells(text, separator)
-    good = [cells for _, cells in rows if not isinstance(cells, str)]
-    if not good or good[0] is not rows[0][1]:
+    rows = _split_cells(text, separator)
+    readable = [cells for _, cells in rows if not isinstance(cells, str)]
+    if not readable or readable[0] is not rows[0][1]:
         return None
-    looks_so = len(good) > 1 and 1 < len(good[0]) == len(good[1])
-    if not (looks_so or path.lower().endswith(_ENDINGS)):
+    is_table = len(readable) > 1 and 1 < len(readable[0]) == len(readable[1])
+    if not (is_table or path.lower().endswith(_ENDINGS)):
         return None
-    names = [name.strip() for name in good[0]]
+    names = [name.strip() for name in readable[0]]
     if not all(names) or len(set(names)) < len(names):
-        raise DataError(f"{path}:1: got the columns {names}, wanted a name for each, once")
-    whole = [cells for cells in good[1:] if len(cells) == len(names)]
-    numbers = {
+        raise DataError(f"{path}:1: the columns {names} need different names that are not empty")
+    complete = [cells for cells in readable[1:] if len(cells) == len(names)]
+    numeric = {
         name
-        for name, column in zip(names, zip(*whole, strict=True), strict=False)
+        for name, column in zip(names, zip(*complete, strict=True), strict=False)
         if not _TEXTS.fullmatch(name) and _are_numbers(column)
     }
     return [
-        (line, cells if isinstance(cells, str) else _row(names, cells, numbers))
+        (line, cells if isinstance(cells, str) else _read_row(names, cells, numeric))
         for line, cells in rows[1:]
     ]
 
 
 def holds_rows(cells: Sequence[object]) -> bool:
-    """True if a cell has lines that look like rows, which a stray quote swallows."""
+    """True if a cell contains lines that look like rows, as happens after an unpaired quote."""
     texts = [cell for cell in cells if isinstance(cell, str)]
     return any(
         line.count(separator) == len(cells) - 1 > 0
@@ -110,38 +122,38 @@ def holds_rows(cells: Sequence[object]) -> bool:
     )
 
 
-def _cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
-    """Rows that are not empty, each by the line it begins on: cells, or what is wrong with them."""
-    # csv refuses cells of more than 131,072 characters unless told, for the whole process.
+def _split_cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
+    """List the rows that are not empty: line number, and the cells or why they are malformed."""
+    # csv rejects cells of more than 131,072 characters; its limit is global to the process.
     limit = csv.field_size_limit(max(len(text), 1))
     try:
-        return list(_numbered(io.StringIO(text, newline="").readlines(), separator))
+        return list(_number_rows(io.StringIO(text, newline="").readlines(), separator))
     finally:
         csv.field_size_limit(limit)
 
 
-def _numbered(lines: list[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
+def _number_rows(lines: list[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
     start = 0
     while start < len(lines):
         reader = csv.reader(
             map(lines.__getitem__, range(start, len(lines))),
             delimiter=separator,
             quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
-            # Else a stray quote swallows all rows up to the next one, and nothing is said.
+            # Without it, an unpaired quote would silently swallow all rows up to the next quote.
             strict=True,
         )
-        before = start
+        first = start
         try:
             for cells in reader:
                 if cells:
-                    yield start + 1, _unless_quoted(cells, separator)
-                start = before + reader.line_num
+                    yield start + 1, _check_quotes(cells, separator)
+                start = first + reader.line_num
         except csv.Error as error:
             yield start + 1, f"got an unpaired quote in a cell: {error}"
             start += 1
 
 
-def _unless_quoted(cells: list[str], separator: str) -> list[str] | str:
+def _check_quotes(cells: list[str], separator: str) -> list[str] | str:
     if separator != "\t" or not any(map(_QUOTED.fullmatch, cells)):
         return cells
     return "got a cell in quotes with doubled quotes in it, wanted no quoting in a file with tabs"
@@ -149,42 +161,44 @@ def _unless_quoted(cells: list[str], separator: str) -> list[str] | str:
 
 def _are_numbers(column: Sequence[str]) -> bool:
     """True if most cells that are not empty are numbers."""
-    given = [cell for cell in column if cell.strip()]
-    return 2 * sum(map(_is_number, given)) > len(given)
+    filled = [cell for cell in column if cell.strip()]
+    return 2 * sum(map(_is_number, filled)) > len(filled)
 
 
 def _is_number(cell: str) -> bool:
     return _NUMBER.fullmatch(cell) is not None
 
 
-def _row(names: list[str], cells: list[str], numbers: set[str]) -> dict[str, Any] | str:
+def _read_row(names: list[str], cells: list[str], numeric: set[str]) -> dict[str, Any] | str:
     if len(cells) != len(names):
         return f"got {len(cells)} cells, wanted {len(names)}, one for each column"
     return {
-        name: _number(cell) if name in numbers else cell
+        name: _read_number(cell) if name in numeric else cell
         for name, cell in zip(names, cells, strict=True)
     }
 
 
-def _number(cell: str) -> float | str | None:
+def _read_number(cell: str) -> float | str | None:
     if not cell.strip():
         return None
     return float(cell) if _is_number(cell) else cell
 
 
-# A data file to JSON objects that know their line.
+# Objects with line numbers.
 #
-# A file is JSON lines, one JSON list or a table, gzipped or not, by its content and not its name. A
-# line without a JSON object is malformed, and the others are read; a file without any object is
-# refused. A cell of a table may hold a JSON object on a line of its own, so a file that does not
-# begin with an object, and has few, is read as a table if possible.
+# A cell of a table may contain a line with a JSON object. Therefore a file that does not begin with
+# an object, and has few of them, is read as a table if possible.
 
 
 @dataclass(frozen=True)
 class Line:
-    """One object of a file: the line it begins on, its text as written, and its value.
+    """One object of a file.
 
-    ``holds_rows``: of a table, a cell of it has lines that look like rows.
+    Attributes:
+        number: line on which it begins.
+        raw: its JSON as written.
+        value: the object.
+        holds_rows: the row of a table has a cell with lines that look like rows.
     """
 
     number: int
@@ -195,7 +209,7 @@ class Line:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line without an object: where it begins, its text, and what is wrong."""
+    """A line that is not an object: where it begins, its text, and why."""
 
     number: int
     raw: str
@@ -203,28 +217,27 @@ class BadLine:
 
 
 AnyLine: TypeAlias = Line | BadLine
-# The line that a value begins on, its text, and the value.
+# The line on which a value begins, its JSON, and the value.
 _Value: TypeAlias = tuple[int, str, Any]
 
 
 def read_lines(path: str | Path) -> list[AnyLine]:
-    """Read every object of a file of JSON lines or of one JSON list, or every row of a table.
+    """Read all objects of a file of JSON lines or of a JSON list, or all rows of a table.
 
-    Gzipped files are unpacked. The lines of a Parquet or Arrow file are its rows, those of a JSON
-    list without a line for each item are its items.
+    The line numbers of a Parquet or Arrow file count its rows, and those of a JSON list its items
+    if several are on one line.
 
     Raises:
-        DataError: the file is missing, not UTF-8, a broken list or table, or holds something else
-            than objects; the message says what.
+        DataError: the file is missing, not UTF-8, a broken list or table, or has no objects.
     """
     with unpacked(path) as stream:
         content = stream.read()
     rows = read_binary_table(content, str(path))
     if rows is not None:
-        return [_line_of(row) for row in rows]
+        return [_make_line(row) for row in rows]
     text = _decode(content, str(path))
     if text.lstrip().startswith("["):
-        lines = [_checked(item) for item in _told_apart(list(_list_items(text, str(path))))]
+        lines = [_check_object(item) for item in _number_items(list(_list_items(text, str(path))))]
     else:
         lines = list(json_lines(text))
     first = lines[0] if lines else None
@@ -232,7 +245,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
         return lines
     rows = None if text.lstrip().startswith("{") else read_text_table(text, str(path))
     if rows is not None:
-        return [_line_of_text(row) for row in rows]
+        return [_make_text_line(row) for row in rows]
     if not any(isinstance(line, Line) for line in lines):
         raise DataError(
             f"{path}:{first.number}: {first.reason}; no line of the file is a JSON object"
@@ -250,39 +263,39 @@ def are_json_lines(lines: Iterable[AnyLine]) -> bool:
     return 2 * objects >= count > 0
 
 
-def _line_of_text(row: Row) -> AnyLine:
-    line = _line_of(row)
+def _make_text_line(row: Row) -> AnyLine:
+    line = _make_line(row)
     if isinstance(line, BadLine):
         return line
     return replace(line, holds_rows=holds_rows([*line.value.values()]))
 
 
 def count_swallowed(lines: Iterable[AnyLine]) -> int:
-    """Count the rows of a table with a cell whose lines look like rows."""
+    """Count the rows of a table that have a cell with lines that look like rows."""
     return sum(isinstance(line, Line) and line.holds_rows for line in lines)
 
 
-def _line_of(row: Row) -> AnyLine:
+def _make_line(row: Row) -> AnyLine:
     number, value = row
     if isinstance(value, str):
         return BadLine(number, "", value)
     try:
         return Line(number, as_json(value), value)
     except DataError:
-        # A column of bytes, as images are: nothing here reads or copies it.
+        # A column of bytes, for example images, which nothing here reads.
         return Line(number, as_json(without_other_kinds(value)[0]), value)
 
 
 @contextmanager
 def unpacked(path: str | Path) -> Iterator[BinaryIO]:
-    """The bytes of a file that may be gzipped.
+    """Open a file that may be gzipped; reading from it gives the unpacked bytes.
 
     Raises:
-        DataError: it cannot be read, also by whoever reads from it.
+        DataError: the file cannot be opened, or a read within the context fails.
     """
     try:
         with Path(path).open("rb") as stream:
-            # By its first bytes: what was downloaded may have lost its ending.
+            # Decided by the first bytes, because a downloaded file may lack its ending.
             is_packed = stream.read(2) == b"\x1f\x8b"
             stream.seek(0)
             yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if is_packed else stream
@@ -298,10 +311,10 @@ def _decode(content: bytes, path: str) -> str:
 
 
 def decode_utf8(content: bytes, path: str, first: int = 1) -> str:
-    """The text of whole lines of a file, of which ``first`` is the first one's number.
+    """Decode complete lines of a file; the first one has the number ``first``.
 
     Raises:
-        DataError: it is not UTF-8; the message says in which line.
+        DataError: they are not UTF-8; the message names the line.
     """
     try:
         return content.decode("utf-8")
@@ -314,26 +327,26 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-class _TwiceError(ValueError):
-    """An object with one key twice, of which JSON does not say which holds."""
+class _RepeatedKeyError(ValueError):
+    """An object has a key twice, and JSON does not define which of them counts."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _TwiceError(f"got the key {twice!r:.60} twice in one object, wanted it once")
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _RepeatedKeyError(f"got the key {repeated!r:.60} twice in one object, wanted it once")
     return value
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_make_object)
 _lenient = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _checked(item: _Value) -> AnyLine:
+def _check_object(item: _Value) -> AnyLine:
     number, raw, value = item
-    if isinstance(value, _TwiceError):
+    if isinstance(value, _RepeatedKeyError):
         return BadLine(number, raw, f"malformed JSON: {value}")
     if not isinstance(value, dict):
         return BadLine(number, raw, f"got {raw[:60]!r}, wanted a JSON object")
@@ -343,25 +356,25 @@ def _checked(item: _Value) -> AnyLine:
 
 
 def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
-    """The lines that are not empty, numbered from ``first``."""
-    # Not splitlines(): JSON strings may hold U+2028 and its like.
+    """Yield the lines that are not empty, numbered from ``first``."""
+    # Not splitlines(): JSON strings may contain U+2028 and similar line ends.
     for number, raw in enumerate(text.split("\n"), start=first):
         if raw.strip():
             try:
-                yield _checked((number, raw.rstrip("\r"), _decoder.decode(raw)))
+                yield _check_object((number, raw.rstrip("\r"), _decoder.decode(raw)))
             except (ValueError, RecursionError) as error:
-                yield BadLine(number, raw, f"malformed JSON: {_what_is_wrong(raw, error)}")
+                yield BadLine(number, raw, f"malformed JSON: {_describe_error(raw, error)}")
 
 
-def _what_is_wrong(raw: str, error: Exception) -> str:
-    """The decoder's own words, without the number of a line that it has seen nothing but."""
+def _describe_error(raw: str, error: Exception) -> str:
+    """Describe a decoder's error without its line number, which is 1 for every line."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if "\r" in raw.strip():
-        # Never inside of a string, where JSON has it as an escape.
+        # Not inside a string, where JSON requires it to be escaped.
         return (
-            "got lines that end with a carriage return alone; `tr '\\r' '\\n'` makes line feeds "
-            "of them"
+            "its lines end with a carriage return without a line feed. Convert them by "
+            "`tr '\\r' '\\n'`"
         )
     near = raw[max(0, error.pos - 20) : error.pos + 20]
     return f"{error.msg} at character {error.pos + 1}, near {near!r}"
@@ -371,7 +384,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _list_items(text: str, path: str) -> Iterator[_Value]:
-    """The items of a JSON list, one after the other, so that each knows its line."""
+    """Yield the items of a JSON list with the lines on which they begin."""
     position = _after_space(text, text.index("[") + 1)
     number, counted = 1, 0
     more = not text.startswith("]", position)
@@ -392,28 +405,29 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
 
 
 def _decode_item(text: str, position: int) -> tuple[Any, int]:
-    """The value, or what is wrong with it, and where it ends."""
+    """Decode the value at ``position``, or return its error; also return where it ends."""
     try:
         return _decoder.raw_decode(text, position)
-    except _TwiceError as error:
+    except _RepeatedKeyError as error:
         return error, _lenient.raw_decode(text, position)[1]
 
 
-def _told_apart(items: list[_Value]) -> list[_Value]:
-    """Number items by their place in the list if several begin on one line."""
+def _number_items(items: list[_Value]) -> list[_Value]:
+    """Number items by their position in the list if several begin on one line."""
     if len({number for number, _, _ in items}) == len(items):
         return items
     return [(number, raw, value) for number, (_, raw, value) in enumerate(items, start=1)]
 
 
 def _after_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
 
 
-# A data file in blocks of whole records, so that memory does not grow with it.
+# Blocks of complete records, so that memory does not grow with the file.
 #
-# JSON lines are streamed; a JSON list or a table is read whole, and its rows handed out in blocks.
+# JSON lines are streamed. A JSON list or a table is read at once, and its rows are split into
+# blocks.
 
 BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 512
@@ -422,35 +436,37 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Block:
-    """Whole records of a file: bytes of JSON lines, the first of which is number ``first``.
+    """Complete records of a file.
 
-    Or what was read of them before.
+    Attributes:
+        first: number of the first line.
+        content: bytes of JSON lines, or the rows of a list or table.
     """
 
     first: int
     content: bytes | list[AnyLine]
 
     def lines(self, path: str) -> list[AnyLine]:
-        """Raises DataError, with the line, where they are not UTF-8."""
+        """Parse the lines of the file at ``path``; raise DataError if they are not UTF-8."""
         if isinstance(self.content, list):
             return self.content
         return list(json_lines(decode_utf8(self.content, path, self.first), self.first))
 
 
 class BlockFile:
-    """A file whose lines can be gone through as often as it takes.
+    """A file whose lines can be read several times.
 
     Raises:
-        DataError: as ``read_lines``; what is wrong with JSON lines only as it is come to.
+        DataError: see ``read_lines``. Errors in JSON lines are raised when they are read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = str(path)
-        # A list or a table has no lines to cut at, and is read whole.
+        # A list or a table cannot be cut at its lines, and is read at once.
         self._rows = None if _has_json_lines(self._path) else read_lines(path)
 
     def lines(self) -> Iterator[AnyLine]:
-        """One after the other."""
+        """Yield all lines."""
         if self._rows is not None:
             yield from self._rows
             return
@@ -458,24 +474,24 @@ class BlockFile:
             yield from block.lines(self._path)
 
     def objects(self) -> Iterator[Line]:
-        """Lines that are a JSON object."""
+        """Yield the lines that are a JSON object."""
         return (line for line in self.lines() if isinstance(line, Line))
 
     def blocks(self, lines_per_record: int) -> Iterator[Block]:
-        """The whole file in blocks; a record lies in one block."""
+        """Split the file into blocks; all lines of a record are in the same block."""
         if self._rows is None:
             return _stream(self._path, lines_per_record, BLOCK_BYTES)
-        return _in_blocks(self._rows, lines_per_record * _BLOCK_ROWS)
+        return _split_rows(self._rows, lines_per_record * _BLOCK_ROWS)
 
 
-def _in_blocks(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
-    rest = iter(rows)
-    while block := list(islice(rest, size)):
+def _split_rows(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
+    remaining = iter(rows)
+    while block := list(islice(remaining, size)):
         yield Block(block[0].number, block)
 
 
 def _has_json_lines(path: str) -> bool:
-    """True if each line is a JSON object by itself: no JSON list, no table."""
+    """True if the file is JSON lines, and not a JSON list or a table."""
     with unpacked(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:
@@ -486,16 +502,16 @@ def _has_json_lines(path: str) -> bool:
 
 
 def _stream(path: str, lines_per_record: int, size: int) -> Iterator[Block]:
-    first, number, in_block, whole = 1, 1, 0, 0
+    first, number, block_bytes, num_filled = 1, 1, 0, 0
     block: list[bytes] = []
     for number, raw in enumerate(_raw_lines(path), start=1):
         block.append(raw)
-        in_block += len(raw)
-        # Empty lines are no part of a record.
-        whole += lines_per_record > 1 and bool(raw.decode(errors="replace").strip())
-        if in_block >= size and whole % lines_per_record == 0:
+        block_bytes += len(raw)
+        # Empty lines are not part of a record.
+        num_filled += lines_per_record > 1 and bool(raw.decode(errors="replace").strip())
+        if block_bytes >= size and num_filled % lines_per_record == 0:
             yield Block(first, b"".join(block))
-            first, in_block, block = number + 1, 0, []
+            first, block_bytes, block = number + 1, 0, []
     if block:
         yield Block(first, b"".join(block))
 
@@ -506,10 +522,10 @@ def _raw_lines(path: str) -> Iterator[bytes]:
             yield raw if number else raw.removeprefix(codecs.BOM_UTF8)
 
 
-# Files that cannot be read as data: what they are, and what to do.
+# Files that cannot be read as data: what they are, and how to convert them.
 
-_WANTED = "wanted JSON lines, one JSON list, or a table"
-# The first bytes of a file -> what it is, and how pandas reads it, if it does.
+_READABLE = "wanted JSON lines, one JSON list, or a table"
+# First bytes of a file, what it is, and how pandas reads it, if it can.
 _BINARY = {
     b"PAR1": ("a Parquet file", "read_parquet({path!r})"),
     b"ARROW1": ("an Arrow file", "read_feather({path!r})"),
@@ -520,8 +536,9 @@ _BINARY = {
 }
 
 
-# Encodings of two and four bytes for a letter, as some programs of Windows write them: by their
-# byte order mark, or by the zeros around a first ASCII letter. One mark begins with another.
+# Encodings with two or four bytes per character, as some Windows programs write them. They are
+# recognized by their byte order mark, or by the zero bytes around the first ASCII character. UTF-32
+# comes first, because its little-endian mark begins with that of UTF-16.
 _WIDE = {
     "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     "UTF-16": rb"\xff\xfe|\xfe\xff",
@@ -533,28 +550,31 @@ _WIDE = {
 
 
 def describe_binary(content: bytes, path: str) -> str | None:
-    """Name a binary content by its first bytes, for an error; None for what may be text.
+    """Describe binary content by its first bytes, for an error; None if it may be UTF-8 text.
 
-    A Parquet or an Arrow file is only told of where pyarrow is not installed.
+    A Parquet or Arrow file gets here only if pyarrow is not installed.
     """
     for name, begin in _WIDE.items():
         if re.match(begin, content):
-            return f"got text in {name}, {_WANTED} in UTF-8: `iconv -f {name} -t UTF-8` converts it"
+            return (
+                f"got text in {name}, {_READABLE} in UTF-8. Convert it by "
+                f"`iconv -f {name} -t UTF-8`"
+            )
     for start, (kind, reader) in _BINARY.items():
         if not content.startswith(start):
             continue
         if reader is None:
-            return f"got {kind}, {_WANTED}: unpack it"
-        return f"got {kind}, which pyarrow reads: {_install_or_convert(reader, path)}"
+            return f"got {kind}, {_READABLE}. Unpack it"
+        return f"got {kind}, which needs pyarrow. {_advise_pyarrow(reader, path)}"
     return None
 
 
-def _install_or_convert(reader: str, path: str) -> str:
+def _advise_pyarrow(reader: str, path: str) -> str:
     target = str(Path(path).with_suffix(".jsonl"))
     if target == path:
         target = str(Path(path).with_suffix(".converted.jsonl"))
     return (
-        f"{install_command('tables')} brings it, or convert it by this line of Python, with "
-        f"pandas: import pandas; pandas.{reader.format(path=path)}"
+        f"Install it by {install_command('tables')}, or convert the file by this line of Python, "
+        f"with pandas: import pandas; pandas.{reader.format(path=path)}"
         f'.to_json({target!r}, orient="records", lines=True)'
     )

@@ -1,4 +1,4 @@
-"""A data set of the Hugging Face hub as a file of JSON lines, which everything here reads."""
+"""Download a data set from the Hugging Face hub as a file of JSON lines (``data fetch``)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def fetch(
     subset: str | None = None,
     revision: str | None = None,
 ) -> int:
-    """Write every row of one split; how many there were.
+    """Write all rows of one split to ``output``; return their number.
 
-    The rows pass through and are not kept beside ``output``, which is there once it is whole.
+    The rows are streamed, without another copy on the disk. ``output`` exists once it is complete.
 
     Args:
-        name: of the data set, or a local folder that Hugging Face ``datasets`` reads.
-        subset: its configuration, where it has several.
-        revision: a commit, tag or branch; None is the newest.
+        name: name of the data set, or a local folder that Hugging Face ``datasets`` reads.
+        subset: configuration of the data set, if it has several.
+        revision: commit, tag or branch; None is the newest.
 
     Raises:
         ConfigError: ``datasets`` is not installed, or ``output`` cannot be written.
-        DataError: there is no such data set, subset or split, or it cannot be reached.
+        DataError: there is no such data set, subset or split, or the hub cannot be reached.
     """
     try:
         import datasets
@@ -39,28 +39,28 @@ def fetch(
             f"data fetch needs Hugging Face datasets: {install_command('hub')} ({error})"
         ) from error
     datasets.disable_progress_bars()
-    asked = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
+    described = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
     part = output.with_name(f"{output.name}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lines = part.open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"output: {output} cannot be written: {error}") from error
-    count, left_out = 0, set[str]()
+    count, dropped_columns = 0, set[str]()
     try:
         with lines:
             for row in datasets.load_dataset(
                 name, subset, split=split, revision=revision, streaming=True
             ):
-                row, others = without_other_kinds(without_struct_nulls(row))
-                left_out.update(others)
+                row, dropped = without_other_kinds(without_struct_nulls(row))
+                dropped_columns.update(dropped)
                 lines.write(as_json(row) + "\n")
                 count += 1
         os.replace(part, output)
-    except Exception as error:  # of the many kinds that readers and the hub's client have
-        raise DataError(f"{asked}: {type(error).__name__}: {short(error)}") from error
+    except Exception as error:  # readers and the hub's client raise many types
+        raise DataError(f"{described}: {type(error).__name__}: {short(error)}") from error
     finally:
         part.unlink(missing_ok=True)
-    if left_out:
-        say(f"left out, as JSON cannot hold them: columns {', '.join(sorted(left_out))}")
+    if dropped_columns:
+        say(f"dropped columns that JSON cannot hold: {', '.join(sorted(dropped_columns))}")
     return count

@@ -1,4 +1,7 @@
-"""Preference data as training will see it, without a model: tables, and records in full."""
+"""Show preference data as training will see it: a table for each file, and whole records.
+
+``nemo-aligner data inspect`` prints them. No model is needed; a tokenizer is optional.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,20 @@ from nemo_aligner.data.split import check_names
 from nemo_aligner.data.token_index import ArraysInMemory, IndexRules, make_index
 from nemo_aligner.utils.errors import DataError
 
-# A tokenizer, and the contract that it is used by.
 TextRules = tuple[Tokenizer, ScoringContract]
+"""A tokenizer, and the contract by which it is used."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Options of an inspection; without ``rules`` lengths are characters.
+    """Options of an inspection.
 
-    ``show`` is how many records of a file are printed in full, their special tokens between
-    ``marks``. The contract of a regression model names the attributes of ``reading`` itself.
+    Attributes:
+        rules: tokenizer and contract; without them lengths are characters.
+        show: number of records of each file to print in full.
+        reading: rules by which files are read. The contract of a regression model overrides its
+            attributes.
+        marks: what to print before and after a special token.
     """
 
     rules: TextRules | None = None
@@ -59,27 +66,29 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Inspected:
-    """A part of what is shown; ``is_good`` unless a file or some of its records cannot be used."""
+    """A part of the output; ``is_good`` is False if a file or a record cannot be used."""
 
     text: str
     is_good: bool = True
 
 
 def inspect_files(
-    files: Sequence[str], train: Sequence[str], how: Inspection
+    files: Sequence[str], train: Sequence[str], options: Inspection
 ) -> Iterator[Inspected]:
-    """A table of each file, those of ``train`` first; ``files`` are compared with them.
+    """Yield a table for each file, the training files first, and some records of ``files``.
+
+    The tables of ``files`` count the prompts that are also in the training files.
 
     Raises:
         ConfigError: an attribute has no name, or there is no format of that name.
     """
-    check_names(how.reading.attributes)
+    check_names(options.reading.attributes)
     training: list[FileReport] = []
     for number, path in enumerate([*train, *files]):
         is_training = number < len(train)
         name = "train" if path in train else "file"
         try:
-            file, report = _report_on(path, name, how)
+            file, report = _report_on(path, name, options)
         except DataError as error:
             yield Inspected(f"{name}: {error}", is_good=False)
             continue
@@ -91,12 +100,12 @@ def inspect_files(
         is_good = bool(report.counts["kept"]) and not report.malformed
         yield Inspected(report.table(MOST_LISTED), is_good)
         if not is_training:
-            for record in file.records[: how.show]:
-                yield Inspected(render_record(record, how))
+            for record in file.records[: options.show]:
+                yield Inspected(render_record(record, options))
 
 
-def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileReport]:
-    reading, rules = how.reading, how.rules
+def _report_on(path: str, name: str, options: Inspection) -> tuple[RecordFile, FileReport]:
+    reading, rules = options.reading, options.rules
     if rules is not None and rules[1].record_kind is RecordKind.rating:
         reading = replace(reading, attributes=rules[1].attributes)
     file = parse_file(path, reading)
@@ -108,7 +117,7 @@ def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileR
 
 
 def report_in_characters(file: RecordFile, name: str) -> FileReport:
-    """Report on a file without a tokenizer: lengths are characters."""
+    """Report on a file without a tokenizer, with lengths in characters."""
     texts = [text for record in file.records for text in record.texts]
     replies = measure_replies(texts)
     prompts = [sum(len(said(turn)) for turn in prompt_of(text)) for text in texts]
@@ -137,9 +146,9 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
 
 
 def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
-    """Count duplicates and contradictions as an index does, by texts in place of tokens."""
+    """Count duplicates and contradictions as a token index does, but by text, not tokens."""
     contents = (repr((record.texts, record.ranks, *label_rows(record))) for record in records)
-    # Hashes, as the texts again would double the memory.
+    # Hashes, because copies of the texts would double the memory.
     different = {short_hash(content.encode(errors="surrogatepass")) for content in contents}
     verdicts = [verdict_keys(record) for record in records]
     keys = np.array([key for record_keys in verdicts for key in record_keys], dtype=np.uint64)
@@ -150,47 +159,48 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
     }
 
 
-def render_record(record: Record, how: Inspection) -> str:
-    """A record exactly as it is tokenized or, without rules, as it is read."""
+def render_record(record: Record, options: Inspection) -> str:
+    """Render a record exactly as it is tokenized or, without rules, as it was read."""
     lines = [f"\n{record.origin}" + (f" ({record.source})" if record.source else "")]
     if isinstance(record, Comparison):
         for name, text in zip(text_names(record), record.texts, strict=True):
-            lines += _text_lines(name, text, [], how)
+            lines += _text_lines(name, text, [], options)
         return "\n".join(lines)
     rows = [
-        " ".join("none" if label is None else f"{label:g}" for label in own)
-        for own in label_rows(record)
+        " ".join("none" if label is None else f"{label:g}" for label in row)
+        for row in label_rows(record)
     ]
     name = f"labels {', '.join(rows)}" if any(rows) else "rated"
-    return "\n".join(lines + _text_lines(name, record.texts[0], rows, how))
+    return "\n".join(lines + _text_lines(name, record.texts[0], rows, options))
 
 
-def _text_lines(name: str, text: Text, labels: Sequence[str], how: Inspection) -> list[str]:
-    """Lines of a text; ``labels`` are those of its steps, or of the text."""
-    if how.rules is None:
+def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspection) -> list[str]:
+    """Render a sample; ``labels`` has the labels of each of its steps, or of the whole sample."""
+    if options.rules is None:
         turns = [f"{turn['role']}: {said(turn)}" for turn in messages_of(text)]
         return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
-    tokenizer, contract = how.rules
+    tokenizer, contract = options.rules
     try:
         encoded = contract.encode(tokenizer, text)
     except DataError as error:
         return [f"-- {name}: not used: {error}"]
     ids, reads = encoded.token_ids, encoded.reads
     cut = ", cut on the left" if encoded.truncated else ""
-    lines = [f"-- {name}: {len(ids)} tokens{cut}", mark_specials(ids, tokenizer, how.marks)]
+    lines = [f"-- {name}: {len(ids)} tokens{cut}", mark_specials(ids, tokenizer, options.marks)]
     if reads is None:
         last = tokenizer.decode(ids[-1:])
         return [*lines, f"   scored at the last token: {ids[-1]} {last!r}"]
-    # A label of the whole text, if it has one, is that of its last step.
-    own = [""] * (encoded.lost + len(reads) - len(labels)) + [f", label {each}" for each in labels]
+    # A label of the whole sample is that of its last step.
+    unlabelled = [""] * (encoded.lost + len(reads) - len(labels))
+    shown = [*unlabelled, *(f", label {label}" for label in labels)]
     for number, place in enumerate(reads, encoded.lost):
         token = f"{ids[place]} {tokenizer.decode([ids[place]])!r}"
-        lines.append(f"   step {number + 1} scored at token {place + 1}: {token}{own[number]}")
+        lines.append(f"   step {number + 1} scored at token {place + 1}: {token}{shown[number]}")
     return lines
 
 
 def mark_specials(token_ids: Sequence[int], tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
-    """The text of the tokens, special ones set apart."""
+    """Decode tokens, with ``marks`` before and after each special token."""
     left, right = marks
     parts: list[str] = []
     plain: list[int] = []

@@ -1,4 +1,17 @@
-"""Pack records into PackedBatches under a token budget; a record is never split."""
+"""Packing: which records, or sequences to score, share a PackedBatch.
+
+Training, validation and evaluation pack the records of a data set (``pack_records``), a server
+packs sequences (``pack_sequences``, ``pack_groups``), a critic packs rollouts (``TokenPacking``).
+
+A pack has at most ``model.micro_batch_tokens`` tokens, and a record is never split. Best fit
+decreasing (longest record first, into the fullest pack with enough space) gives the number of
+packs, which are then refilled so that each is the same work. The result depends on the arguments
+alone.
+
+A prefix that samples share is in a pack once: attention is causal, so its tokens have the same
+hidden states in each sample. Token ids are compared, so this works with every chat template and
+with raw text.
+"""
 
 from __future__ import annotations
 
@@ -26,75 +39,64 @@ from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.tokenize import common_prefix
 from nemo_aligner.utils.errors import DataError
 
-# Records into PackedBatches under a token budget; a record is never split.
-#
-# Best fit decreasing (longest record first, into the fullest pack with enough space) gives the
-# number of packs, which are then refilled so that each is the same work. The result depends on the
-# arguments alone.
-#
-# A common prefix of a record's texts, or of several texts to score, is in a pack once: attention is
-# causal, so its tokens have the same states in each text. Token ids are compared, so this holds for
-# every template and for raw text.
-
-# With cached prefixes, the most keys of a pack as a multiple of its budget: a GPU's kernel reads
-# them one after the other.
+# Upper limit of the keys in a pack with cached prefixes, as a multiple of its token budget: a GPU
+# kernel reads these keys one after the other.
 _KEYS_PER_TOKEN = 8
-# A fixed window, so that the time to search it does not grow with the data.
+# Records per part of a search over a data set, which bounds its memory.
 _RECORDS_AT_ONCE = 1 << 18
 
 
 class RecordSize(NamedTuple):
-    """Size of one record in a pack, where the prefix of its sequences is computed once.
+    """Size of one record in a pack, where the shared prefix of its samples is computed once.
 
     Attributes:
-        tokens: with those of the prefix once.
-        sequences: that have a reward each; where turns or steps are scored, rewards.
-        query_keys: pairs of a query and a key that it attends to.
+        tokens: number of tokens, the prefix counted once.
+        rewards: number of rewards of all its samples.
+        query_keys: number of pairs of a query and a key that it attends to.
     """
 
     tokens: int
-    sequences: int
+    rewards: int
     query_keys: float
 
 
 def measure_record(dataset: TokenizedDataset, record: int) -> RecordSize:
-    """The size of one record."""
+    """Measure one record of a data set."""
     lengths, prefix = dataset.lengths(record), int(dataset.prefixes[record])
-    again = len(lengths) - 1
-    # Every token sees itself and all before it; the prefix attends once.
-    seen = sum(length * (length + 1) for length in lengths) / 2
-    rewards = len(lengths) if dataset.steps is None else sum(map(len, dataset.reads(record) or ()))
+    copies_saved = len(lengths) - 1
+    # Every token attends to itself and all before it; the prefix is computed once.
+    query_keys = sum(length * (length + 1) for length in lengths) / 2
     return RecordSize(
-        tokens=sum(lengths) - again * prefix,
-        sequences=rewards,
-        query_keys=seen - again * prefix * (prefix + 1) / 2,
+        tokens=sum(lengths) - copies_saved * prefix,
+        rewards=dataset.num_rewards(record),
+        query_keys=query_keys - copies_saved * prefix * (prefix + 1) / 2,
     )
 
 
 def packed_size(dataset: TokenizedDataset, record: int) -> int:
-    """Tokens of one record in a pack, with the prefix of its sequences counted once."""
+    """Count the tokens of one record in a pack, with the prefix of its samples once."""
     return measure_record(dataset, record).tokens
 
 
 def largest_record(dataset: TokenizedDataset) -> tuple[int, int]:
-    """The first of the largest records by ``packed_size``, and that size."""
-    # Counted on the offsets alone: a mapped file's tokens are not read for it.
-    best = (0, 0)
-    bounds, prefixes = dataset.sequence_bounds.numpy(), dataset.prefixes.numpy()
+    """Find the first of the largest records by ``packed_size``; return it and its size."""
+    # Lengths come from the offsets, so that the tokens of a memory-mapped file are not read.
+    largest = (0, 0)
+    bounds, prefixes = dataset.records.sample_bounds.numpy(), dataset.prefixes.numpy()
     for start in range(0, len(dataset), _RECORDS_AT_ONCE):
-        own = bounds[start : start + _RECORDS_AT_ONCE + 1]
-        totals = np.add.reduceat(dataset.sequences.lengths(own[0], own[-1]), own[:-1] - own[0])
-        sizes = totals - (np.diff(own) - 1) * prefixes[start : start + _RECORDS_AT_ONCE]
-        at = int(sizes.argmax())
-        if sizes[at] > best[1]:
-            best = start + at, int(sizes[at])
-    return best
+        part = bounds[start : start + _RECORDS_AT_ONCE + 1]
+        totals = np.add.reduceat(dataset.sequences.lengths(part[0], part[-1]), part[:-1] - part[0])
+        sizes = totals - (np.diff(part) - 1) * prefixes[start : start + _RECORDS_AT_ONCE]
+        index = int(sizes.argmax())
+        if sizes[index] > largest[1]:
+            largest = start + index, int(sizes[index])
+    return largest
 
 
 def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -> float:
-    """The work of one record, in tokens through the linear layers.
+    """Estimate the work of one record, in units of one token's linear layers.
 
-    ``query_key_cost`` is that of attention between one query and one key
+    ``query_key_cost`` is the work of attention between one query and one key, in the same units
     (``ModelShape.query_key_cost``).
     """
     size = measure_record(dataset, record)
@@ -102,10 +104,10 @@ def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -
 
 
 def share_out(costs: Sequence[float], count: int) -> list[list[int]]:
-    """Indices into ``costs``, split into ``count`` parts of about the same sum.
+    """Split the indices of ``costs`` into ``count`` parts of about equal sums.
 
-    Largest first, each to the part that has least (Graham 1969); none is empty where there are
-    costs enough.
+    The largest comes first, each to the part with the smallest sum so far (Graham 1969). No part is
+    empty if there are at least ``count`` costs.
     """
     return _fill([0] * len(costs), costs, 0, count) or []
 
@@ -117,25 +119,29 @@ def pack_records(
     query_key_cost: float = 0.0,
     first_rows: Sequence[int] | None = None,
 ) -> list[PackedBatch]:
-    """Packs of at most ``micro_batch_tokens`` tokens that hold every record of ``record_ids`` once.
+    """Pack records of a data set into packs of at most ``micro_batch_tokens`` tokens.
 
-    No more packs than best fit needs, with work as even as ``record_cost`` tells. Records keep
-    their order inside a pack. The largest pack is the first: the next ones fit into the memory that
-    it leaves. ``first_rows`` says for each of ``record_ids`` where the first of its rewards belongs
-    (see ``PackedBatch.rows``); without it they follow each other.
+    There are as many packs as best fit needs, with the work (``record_cost``) balanced over them.
+    Records keep their order inside a pack. The largest pack comes first, so that the later ones fit
+    into the memory that it used.
+
+    Args:
+        first_rows: for each of ``record_ids``, position of its first reward (see
+            ``PackedBatch.rows``); by default the rewards follow each other.
 
     Raises:
-        DataError: a record alone is larger than the budget.
+        DataError: one record is larger than the budget.
     """
     sizes = [packed_size(dataset, record) for record in record_ids]
     for record, size in zip(record_ids, sizes, strict=True):
         if size > micro_batch_tokens:
             raise DataError(
-                f"{dataset.origins[record]}: got a record of {size} tokens, wanted at most "
-                f"model.micro_batch_tokens ({micro_batch_tokens})"
+                f"{dataset.origins[record]}: a record of {size} tokens does not fit into a "
+                f"micro-batch of {micro_batch_tokens}. Raise model.micro_batch_tokens, or lower "
+                "model.data.seq_length"
             )
     if first_rows is None:
-        first_rows = dataset.records.select(record_ids).bounds.tolist()
+        first_rows = dataset.records.select(record_ids).record_bounds.tolist()
     costs = [record_cost(dataset, record, query_key_cost) for record in record_ids]
     packs = []
     for members in assign(sizes, costs, micro_batch_tokens):
@@ -147,39 +153,39 @@ def pack_records(
 def _pack(
     dataset: TokenizedDataset, record_ids: Sequence[int], first_rows: Sequence[int]
 ) -> PackedBatch:
-    of_record = [dataset.record(record) for record in record_ids]
+    sequences = [dataset.record(record) for record in record_ids]
     records = dataset.records.select(record_ids)
-    sizes = records.sizes.tolist()
-    reads = [own for record in record_ids for own in dataset.reads(record) or ()]
+    counts = records.record_bounds.diff().tolist()
     return PackedBatch.pack(
-        [sequence for sequences in of_record for sequence in sequences],
+        [sequence for of_record in sequences for sequence in of_record],
         records,
-        [row + n for row, size in zip(first_rows, sizes, strict=True) for n in range(size)],
+        [row + n for row, count in zip(first_rows, counts, strict=True) for n in range(count)],
         [
-            Group(len(own), int(dataset.prefixes[record]))
-            for record, own in zip(record_ids, of_record, strict=True)
+            Group(len(of_record), int(dataset.prefixes[record]))
+            for record, of_record in zip(record_ids, sequences, strict=True)
         ],
-        reads=reads or None,
+        reads=[places for record in record_ids for places in dataset.reads(record)],
     )
 
 
 class SequenceReads(NamedTuple):
-    """Places ``[s]`` int64 that are read in a sequence, and where each reward belongs."""
+    """Positions of the tokens read in a sequence, ``[s]`` int64, and the row of each reward."""
 
     places: Tensor
     rows: list[int]
 
     @classmethod
     def number(cls, places: Sequence[Sequence[int]]) -> list[SequenceReads]:
-        """What is read in each sequence, its rewards one after the other."""
+        """Number the rewards of all sequences, which are read at ``places``, from 0 on."""
         rows = iter(range(sum(map(len, places))))
         return [
-            cls(torch.tensor(own, dtype=torch.int64), [next(rows) for _ in own]) for own in places
+            cls(torch.tensor(positions, dtype=torch.int64), [next(rows) for _ in positions])
+            for positions in places
         ]
 
 
 def one_rotation(tokens: int) -> int:
-    """``ModelShape.length_dependent_rope`` of a model whose texts are all rotated alike."""
+    """Stand in for ``ModelShape.length_dependent_rope`` if RoPE does not depend on the length."""
     return 0
 
 
@@ -189,18 +195,21 @@ def pack_sequences(
     reads: Sequence[SequenceReads] | None = None,
     length_dependent_rope: Callable[[int], int] = one_rotation,
 ) -> list[PackedBatch]:
-    """Packs of single sequences to score; ``rows`` are positions in ``sequences``, or of ``reads``.
+    """Pack sequences to score, sharing their common prefixes.
 
-    ``length_dependent_rope`` is the model's; see ``find_prefix_groups``.
+    Args:
+        reads: for each sequence, which tokens are read and the rows of their rewards; by default
+            the last token, whose row is the index of the sequence.
+        length_dependent_rope: the model's (see ``find_prefix_groups``).
 
     Raises:
-        DataError: a sequence alone is larger than the budget, or empty.
+        DataError: a sequence is empty or larger than the budget.
     """
     for index, sequence in enumerate(sequences):
         if not 0 < len(sequence) <= micro_batch_tokens:
             raise DataError(
-                f"sequence {index}: got {len(sequence)} tokens, wanted 1 to "
-                f"model.micro_batch_tokens ({micro_batch_tokens})"
+                f"sequence {index} has {len(sequence)} tokens; a micro-batch takes 1 to "
+                f"{micro_batch_tokens} (model.micro_batch_tokens)"
             )
     groups = find_prefix_groups(sequences, micro_batch_tokens, None, length_dependent_rope)
     return pack_groups(sequences, groups, micro_batch_tokens, reads=reads)
@@ -213,10 +222,12 @@ def pack_groups(
     stored: Mapping[int, Stored | None] | None = None,
     reads: Sequence[SequenceReads] | None = None,
 ) -> list[PackedBatch]:
-    """Packs of ``groups``, whose members are positions in ``sequences``, as ``rows`` are.
+    """Pack ``groups`` of sequences.
 
-    ``stored`` says of each member what of it is kept, ``reads`` of each what is read of it instead
-    of its last token.
+    Args:
+        groups: their members are indices of ``sequences``.
+        stored: for each member, the tokens whose keys and values to store; by default none.
+        reads: as in ``pack_sequences``.
     """
     packs = []
     weights = [group.weight for group in groups]
@@ -228,7 +239,9 @@ def pack_groups(
                 rows=members
                 if reads is None
                 else [row for member in members for row in reads[member].rows],
-                reads=None if reads is None else [reads[member].places for member in members],
+                reads=None
+                if reads is None
+                else [reads[member].places.tolist() for member in members],
                 groups=[groups[index].in_pack for index in chosen],
                 stored=None if stored is None else [stored[member] for member in members],
             )
@@ -238,13 +251,13 @@ def pack_groups(
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Sequences with a common prefix of ``prefix`` tokens, and what they are in a pack.
+    """Sequences that share a prefix in a pack.
 
     Attributes:
         members: indices of the sequences.
-        prefix: tokens that all of them begin with, after what is cached.
-        size: tokens to compute.
-        cached: cached tokens before the prefix, which are not computed again.
+        prefix: number of tokens that all of them share after the cached ones.
+        size: number of tokens to compute.
+        cached: the cached tokens before the prefix; None if there are none.
     """
 
     members: list[int]
@@ -254,11 +267,12 @@ class PrefixGroup:
 
     @property
     def weight(self) -> int:
-        """Tokens that it takes of a pack's budget."""
+        """Number of tokens that it takes of a pack's budget."""
         return _weight(self.size, len(self.members), self.prefix, _length(self.cached))
 
     @property
     def in_pack(self) -> Group:
+        """The group as ``PackedBatch.pack`` takes it."""
         return Group(len(self.members), _length(self.cached) + self.prefix, self.cached)
 
 
@@ -266,14 +280,14 @@ def _length(cached: CachedPrefix | None) -> int:
     return 0 if cached is None else len(cached.slots)
 
 
-def _weight(size: int, members: int, prefix: int, known: int) -> int:
-    """Tokens to compute, or a share of the keys that are gathered for them, if that is more.
+def _weight(size: int, members: int, prefix: int, cached: int) -> int:
+    """Number of tokens to compute, or the keys gathered for them over ``_KEYS_PER_TOKEN`` if more.
 
-    Only where some are cached: without, keys are bounded by the tokens.
+    Without ``cached`` tokens, the tokens already bound the keys.
     """
-    if not known:
+    if not cached:
         return size
-    keys = size + (members + 1) * (known + prefix)
+    keys = size + (members + 1) * (cached + prefix)
     return max(size, keys // _KEYS_PER_TOKEN)
 
 
@@ -283,12 +297,16 @@ def find_prefix_groups(
     cached: Mapping[int, CachedPrefix | None] | None = None,
     length_dependent_rope: Callable[[int], int] = one_rotation,
 ) -> list[PrefixGroup]:
-    """Group sequences with long common prefixes, at most ``budget`` tokens to a group.
+    """Group sequences with long common prefixes, with at most ``budget`` tokens in a group.
 
-    In the order of their tokens, adjacent ones have the longest prefix in common. One joins the
-    group before it if that saves tokens. Of ``cached``, the keys are the positions to group, which
-    is all without it, the values what those begin with: groups have one and the same. They also
-    have the same ``length_dependent_rope``, which is the model's (of ``ModelShape``).
+    Sequences are sorted by their tokens, so that neighbours share the longest prefixes. A sequence
+    joins the group of its left neighbour if that saves tokens.
+
+    Args:
+        cached: maps the indices of the sequences to group to their cached prefixes; by default all
+            sequences, without. The members of a group have the same cached prefix.
+        length_dependent_rope: number of the RoPE that a length has (``ModelShape``), as in LongRoPE.
+            The members of a group have the same, because hidden states differ between them.
     """
     ordered = _Ordered.of(sequences, cached, length_dependent_rope)
     return [
@@ -299,13 +317,13 @@ def find_prefix_groups(
 
 @dataclass(frozen=True)
 class _Ordered:
-    """Sequences in the order of what they begin with and of their tokens.
+    """Sequences sorted by cached prefix, RoPE and tokens.
 
     Attributes:
-        positions: where each stood.
-        lengths: its tokens that are not cached.
-        common: how many of them the one before it begins with, too.
-        cached: by position.
+        positions: index that each sequence had.
+        lengths: number of its tokens that are not cached.
+        common: how many of these it shares with its left neighbour, 0 for the first.
+        cached: cached prefixes by index.
     """
 
     positions: list[int]
@@ -322,49 +340,49 @@ class _Ordered:
     ) -> _Ordered:
         if cached is None:
             cached = dict.fromkeys(range(len(sequences)))
-        rests = {
+        uncached = {
             position: np.asarray(sequences[position])[_length(prefix) :]
             for position, prefix in cached.items()
         }
-        # Big-endian, so that bytes are in the order of the tokens.
-        keys = {position: rest.astype(">i4").tobytes() for position, rest in rests.items()}
+        # Big-endian, so that bytes sort in the order of the tokens.
+        keys = {position: tokens.astype(">i4").tobytes() for position, tokens in uncached.items()}
         positions = sorted(cached, key=keys.__getitem__)
         kinds = {
             position: (prefix, length_dependent_rope(len(sequences[position])))
             for position, prefix in cached.items()
         }
-        beginnings = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
-        if len(beginnings) > 1:
-            # sort is stable: of one beginning they stay in the order of their tokens.
-            positions.sort(key=lambda position: beginnings[kinds[position]])
-        # Nothing stands before the first; of no sequences there is no first.
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
+        if len(numbers) > 1:
+            # The sort is stable: sequences of one kind stay in the order of their tokens.
+            positions.sort(key=lambda position: numbers[kinds[position]])
+        # The first sequence has no left neighbour; without sequences there is no first one.
         common = [0][: len(positions)]
-        for before, own in pairwise(positions):
-            is_same = kinds[before] == kinds[own]
-            common.append(common_prefix(rests[before], rests[own]) if is_same else 0)
-        lengths = [len(rests[position]) for position in positions]
+        for left, right in pairwise(positions):
+            is_same = kinds[left] == kinds[right]
+            common.append(common_prefix(uncached[left], uncached[right]) if is_same else 0)
+        lengths = [len(uncached[position]) for position in positions]
         return cls(positions, lengths, common, cached)
 
     def runs(self, budget: int, end: int) -> Iterator[tuple[list[int], int, int]]:
-        """Members, prefix and size of each group of those before position ``end``.
+        """Yield members, prefix and size of the groups of the sequences before index ``end``.
 
-        Neither counts what is cached.
+        Prefix and size are in tokens, without the cached ones.
         """
         members: list[int] = []
         prefix = size = 0
-        common = 0  # with the last of the members
-        for position, length, with_before in zip(
+        common = 0  # tokens that the next sequence shares with the last member
+        for position, length, with_left in zip(
             self.positions, self.lengths, self.common, strict=True
         ):
-            common = min(common, with_before)
+            common = min(common, with_left)
             if position >= end:
                 continue
             count = len(members)
             joined = min(common, prefix) if count > 1 else common
             if count * joined > (count - 1) * prefix:
                 total = size + (count - 1) * prefix + length - count * joined
-                known = _length(self.cached[position])
-                if _weight(total, count + 1, joined, known) <= budget:
+                cached = _length(self.cached[position])
+                if _weight(total, count + 1, joined, cached) <= budget:
                     members.append(position)
                     prefix, size, common = joined, total, length
                     continue
@@ -375,7 +393,7 @@ class _Ordered:
             yield members, prefix, size
 
     def fits(self, budget: int, end: int) -> bool:
-        """True if the records before position ``end`` fit into one pack."""
+        """True if the sequences before index ``end`` fit into one pack."""
         total = 0
         for _, _, size in self.runs(budget, end):
             total += size
@@ -385,27 +403,26 @@ class _Ordered:
 
 
 def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
-    """Count the first sequences that fit ``budget`` tokens, common prefixes counted once.
+    """Count how many of the first sequences fit into one pack of ``budget`` tokens, at least one.
 
-    At least one, and as many as can be found to fit by trying four times as many, then halves.
-    Arrays are looked at faster than lists.
+    Shared prefixes are counted once. The search tries four times as many sequences until these do
+    not fit, and then bisects. It is faster with arrays than with lists.
     """
     lengths = list(accumulate(map(len, sequences)))
-    least = min(len(sequences), max(1, bisect_right(lengths, budget)))
-    most = min(len(sequences), budget)  # each has a token of its own
-    while least < most:
-        tried = min(4 * least, most)
+    fitting = min(len(sequences), max(1, bisect_right(lengths, budget)))
+    limit = min(len(sequences), budget)  # each sequence has at least one token of its own
+    while fitting < limit:
+        tried = min(4 * fitting, limit)
         ordered = _Ordered.of(sequences[:tried])
         if not ordered.fits(budget, tried):
-            # Of the first counts above ``least``, so many fit.
-            counts = range(least + 1, tried)
-            return least + bisect_left(counts, True, key=lambda n: not ordered.fits(budget, n))
-        least = tried
-    return least
+            counts = range(fitting + 1, tried)
+            return fitting + bisect_left(counts, True, key=lambda n: not ordered.fits(budget, n))
+        fitting = tried
+    return fitting
 
 
 def packed_tokens(sequences: Sequence[Tokens]) -> int:
-    """Count the tokens of sequences in one pack, common prefixes counted once."""
+    """Count the tokens of sequences in one pack, where shared prefixes are stored once."""
     lengths = [len(sequence) for sequence in sequences]
     if len(lengths) < 2:
         return sum(lengths)
@@ -413,9 +430,9 @@ def packed_tokens(sequences: Sequence[Tokens]) -> int:
 
 
 def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
-    """Indices into ``sizes``, grouped so that no group's sum exceeds ``budget``.
+    """Group the indices of ``sizes`` so that no group's sum of sizes exceeds ``budget``.
 
-    As few groups as best fit makes, and of even cost where that can be had.
+    There are as many groups as best fit needs. Their ``costs`` are balanced if the sizes allow it.
     """
     packs = _best_fit(sizes, budget)
     return _fill(sizes, costs, budget, len(packs)) or packs
@@ -425,7 +442,7 @@ def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free tokens, pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        # The fullest pack with enough space: -1 comes before the number of any.
+        # The fullest pack with enough space; -1 sorts before all pack numbers.
         fitting = bisect_left(space, (sizes[index], -1))
         if fitting == len(space):
             packs.append([])
@@ -440,7 +457,7 @@ def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
 def _fill(
     sizes: Sequence[int], costs: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """``count`` groups, each index where cost is least and space is left; None if there is none."""
+    """Fill ``count`` groups, each index into the cheapest with space left; None if one has none."""
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     spent = [(0.0, group) for group in range(count)]  # a heap
@@ -453,20 +470,20 @@ def _fill(
         cost, group = heappop(spent)
         groups[group].append(index)
         filled[group] += sizes[index]
-        # Packs that were too full for this one may have space for a smaller one.
+        # Groups that were too full for this index may have space for a smaller one.
         for entry in (*full, (cost + costs[index], group)):
             heappush(spent, entry)
     return [sorted(members) for members in groups]
 
 
-# Packs for a critic, in which every token is a record.
+# Packs for a critic, where every token is a record with one reward.
 
 
 @dataclass(frozen=True)
 class TokenPacking:
-    """Rules by which sequences become packs of at most ``micro_batch_tokens`` tokens, of even work.
+    """Packs a critic's sequences into packs of at most ``micro_batch_tokens`` tokens.
 
-    ``query_key_cost`` is that of attention between one query and one key
+    ``query_key_cost`` is the work of attention between one query and one key
     (``ModelShape.query_key_cost``).
     """
 
@@ -474,7 +491,7 @@ class TokenPacking:
     query_key_cost: float = 0.0
 
     def share(self, lengths: Sequence[int], count: int) -> list[list[int]]:
-        """Sequences of each of ``count`` ranks."""
+        """Split sequences of these ``lengths`` over ``count`` ranks; return the indices of each."""
         return share_out([self._cost(length) for length in lengths], count)
 
     def pack(
@@ -483,19 +500,19 @@ class TokenPacking:
         members: Sequence[int],
         labels: LabelColumns | None = None,
     ) -> list[PackedBatch]:
-        """Packs of the sequences that are ``members``; none may exceed the budget.
+        """Pack the sequences at the indices ``members``, none of which exceeds the budget.
 
-        Tokens are counted through all ``sequences``: ``rows`` are their numbers, and ``labels`` has
-        as many records. The largest pack is the first.
+        All tokens of all ``sequences`` are numbered in order: these numbers are the ``rows`` of the
+        packs, and ``labels`` has a row for each. The largest pack comes first.
         """
         lengths = [len(sequence) for sequence in sequences]
         starts = np.cumsum([0, *lengths])
         sizes = [lengths[member] for member in members]
         packs = []
         for chosen in assign(sizes, [self._cost(size) for size in sizes], self.micro_batch_tokens):
-            own = [members[index] for index in chosen]
-            rows = np.concatenate([np.arange(starts[each], starts[each + 1]) for each in own])
-            pack = PackedBatch.pack([sequences[each] for each in own])
+            packed = [members[index] for index in chosen]
+            rows = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in packed])
+            pack = PackedBatch.pack([sequences[member] for member in packed])
             packs.append(_with_every_token(pack, torch.from_numpy(rows), labels))
         return sorted(packs, key=lambda pack: -pack.num_tokens)
 
@@ -505,7 +522,8 @@ class TokenPacking:
 
 def _with_every_token(pack: PackedBatch, rows: Tensor, labels: LabelColumns | None) -> PackedBatch:
     count = pack.num_tokens
-    every = torch.arange(count + 1)
-    own = LabelColumns.none(count) if labels is None else labels.select(rows)
-    records = Records(rows, every, own, torch.zeros_like(rows))
-    return replace(pack, scored_tokens=every[:-1], rows=rows, records=records)
+    bounds = torch.arange(count + 1)
+    labels = LabelColumns.none(count) if labels is None else labels.select(rows)
+    ranks, lengths = torch.zeros_like(rows), torch.full_like(rows, -1)
+    records = Records(rows, bounds, bounds, labels, ranks, lengths)
+    return replace(pack, scored_tokens=bounds[:-1], rows=rows, records=records)

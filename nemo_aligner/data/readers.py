@@ -1,4 +1,9 @@
-"""A data file to records, in any of the formats; what of them is dropped, ``clean.py`` decides."""
+"""Read a data file: its lines to records, in any of the formats.
+
+``open_file`` finds the format of a file and returns ``FileRules``, which make records of its
+blocks; training tokenizes these blocks one by one. ``read_records`` and ``parse_file`` read a whole
+file for evaluation and the ``data`` verbs. ``clean.py`` decides which records are dropped.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +41,7 @@ from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Recor
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 ReaderSettings: TypeAlias = DataConfig | EvaluateDataConfig
-"""A section of the settings that says how files are read."""
+"""A section of the settings that has the keys for reading files."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +49,17 @@ class ReaderConfig:
     """Rules by which files are read.
 
     Attributes:
-        kind: what their records are; None takes either.
-        format: ``auto``, or a name of ``formats/``.
-        attributes: the labels of ratings, in order; without them ratings come with no labels.
-        loss_mask_val: the number that, like null, stands for a missing label.
-        pair_columns: the labels of comparisons, in order.
-        pair_keys: which fields of pairs have their texts, where they have other names.
-        prompts: what is put around them.
-        rule: what becomes of malformed records.
-        ties: keep comparisons whose completions are all tied.
-        neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
-        contradicting: what becomes of comparisons that say the opposite of each other.
+        kind: kind of their records; None takes both.
+        format: ``auto``, or the name of a format in ``formats/``.
+        attributes: label columns of ratings, in order; if empty, ratings have no labels.
+        loss_mask_val: number that stands for a missing label, like null.
+        pair_columns: label columns of comparisons, in order.
+        pair_keys: fields of the prompt and the replies of pairs, if they have other names.
+        prompts: text to put around prompts; None adds nothing.
+        rule: whether malformed records are dropped or an error.
+        ties: keep comparisons whose samples are all tied.
+        neutral: label of a step that is rated neither right nor wrong; None has no label for it.
+        contradicting: whether comparisons with opposite verdicts are kept or dropped.
     """
 
     kind: RecordKind | None = None
@@ -70,8 +75,8 @@ class ReaderConfig:
     contradicting: Contradicting = Contradicting.keep
 
     @classmethod
-    def of(cls, settings: ReaderSettings, section: str, **others: Any) -> ReaderConfig:
-        """The rules of a ``section`` of the settings; ``others`` are what it does not say.
+    def of(cls, settings: ReaderSettings, section: str, **fields: Any) -> ReaderConfig:
+        """Build the rules from a ``section`` of the settings, and the other ``fields``.
 
         Raises:
             ConfigError: see ``PromptWrapping.of``.
@@ -83,25 +88,26 @@ class ReaderConfig:
             rule=MalformedRule(settings.malformed, settings.max_malformed, f"{section}."),
             neutral=settings.neutral_label,
             contradicting=settings.contradicting,
-            **others,
+            **fields,
         )
 
     def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """Names of the label columns of such records."""
+        """Return the names of the label columns of a kind of records."""
         return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
 
     def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """The same of a data set that they may be in beside others, where both kinds are taken."""
+        """Return the label columns of a data set: those of ratings if it may have both kinds."""
         return self.columns_of(kind if self.kind is not None else RecordKind.rating)
 
 
 @dataclass(frozen=True)
 class RecordFile:
-    """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred.
+    """The records of one file.
 
-    ``columns`` are what the records' labels are called; where files of both kinds are taken, what
-    those of ratings are. ``unread`` has the columns that nothing was read of, and how many lines
-    have them.
+    Attributes:
+        columns: names of the label columns (see ``ReaderConfig.set_columns_of``).
+        counts: ``read``, ``kept``, and the count of each reason in ``clean.py`` that occurred.
+        unread: number of lines with each column that was not read.
     """
 
     path: str
@@ -114,15 +120,15 @@ class RecordFile:
     unread: Counter[str] = field(default_factory=Counter)
 
 
-def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
+def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
     """Read a file of comparisons or ratings.
 
     Raises:
         ConfigError: there is no format of that name.
-        DataError: see the table of ``clean.py``; a file with nothing left to use is one, too.
+        DataError: no usable record is left, or see the tables in ``clean.py``.
     """
-    file = parse_file(path, how)
-    check_malformed([file], how.rule)
+    file = parse_file(path, reading)
+    check_malformed([file], reading.rule)
     if not file.records:
         raise nothing_left(file.path, file.counts)
     return file
@@ -130,9 +136,11 @@ def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
 
 @dataclass(frozen=True)
 class FileRules:
-    """Rules by which the lines of one file, of which the format is known, become records.
+    """Rules by which the lines of one file, whose format was found, become records.
 
-    Records with a verdict whose key is in ``contradicted``, or the opposite one, are dropped.
+    Attributes:
+        contradicted: keys of verdicts (``verdict_keys``, lowest bit 0) that the file has both ways;
+            their records are dropped.
     """
 
     path: str
@@ -143,7 +151,7 @@ class FileRules:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the label columns; a label that a record lacks is missing."""
+        """Names of the label columns of the data set."""
         return self.reading.set_columns_of(self.kind)
 
     def records(
@@ -153,25 +161,24 @@ class FileRules:
         malformed: list[MalformedRecord],
         unread: Counter[str] | None = None,
     ) -> Iterator[Record]:
-        """Yield the records of a block that are not dropped for what their texts say.
+        """Yield the records of a block that the rules for text keep.
 
-        The others are counted, or put into ``malformed``; columns that are not read are counted in
-        ``unread``.
+        The others are counted in ``counts``, or added to ``malformed``. Columns that are not read
+        are counted in ``unread``.
         """
-        how = self.reading
-        columns = how.columns_of(self.kind)
+        reading = self.reading
+        columns = reading.columns_of(self.kind)
         counts["rows_in_cells"] += count_swallowed(lines)
-        chosen = format_named(self.format, how.pair_keys)
-        wanted = WantedLabels(columns, how.loss_mask_val, how.neutral)
-        parsed = parse_lines(chosen, lines, self.path, wanted, counts, unread)
-        for each in parsed:
-            record = _with_prompts(each, how.prompts)
+        chosen = format_named(self.format, reading.pair_keys)
+        labels = WantedLabels(columns, reading.loss_mask_val, reading.neutral)
+        for parsed in parse_lines(chosen, lines, self.path, labels, counts, unread):
+            record = _wrap_prompts(parsed, reading.prompts)
             counts["read"] += 1
             if isinstance(record, MalformedRecord):
                 counts["malformed"] += 1
                 malformed.append(record)
                 continue
-            reason = why_drop(record, bool(columns), how.ties)
+            reason = why_drop(record, bool(columns), reading.ties)
             if reason is None and self._is_contradicted(record):
                 reason = "contradicting"
             if reason is not None:
@@ -187,44 +194,46 @@ class FileRules:
         )
 
 
-def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[Block]]:
-    """Find out a file's format; return the rules that make records of it, and its blocks.
+def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Iterator[Block]]:
+    """Find the format of a file; return the rules that make records of it, and its blocks.
 
     Raises:
         ConfigError: there is no format of that name.
-        DataError: the file as a whole cannot be read; see the table of ``clean.py``.
+        DataError: the file cannot be read; see the tables in ``clean.py``.
     """
     file = BlockFile(path)
-    labels = (*how.attributes, *how.pair_columns)
-    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys, labels)
-    # Before any record: an error in the middle would come after hours of tokenizing.
+    labels = (*reading.attributes, *reading.pair_columns)
+    chosen = choose_format(
+        reading.format, reading.kind, file.objects(), str(path), reading.pair_keys, labels
+    )
+    # Checked first: in the middle of the file, the error would come after hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
-    rules = FileRules(str(path), chosen.name, chosen.kind, how)
-    if how.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
+    rules = FileRules(str(path), chosen.name, chosen.kind, reading)
+    if reading.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
         rules = replace(rules, contradicted=_find_contradicted(rules, file, chosen))
     return rules, file.blocks(chosen.lines_per_record)
 
 
 def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> frozenset[int]:
-    """Read the whole file once more than otherwise, for the verdicts that it has both ways."""
+    """Read the file to find the verdicts that it has both ways."""
     keys = array("Q")
     for block in file.blocks(chosen.lines_per_record):
         for record in rules.records(block.lines(rules.path), Counter(), []):
             keys.extend(verdict_keys(record))
     different = np.unique(np.frombuffer(keys, dtype=np.uint64)) if keys else np.zeros(0, np.uint64)
-    # Next to each other, as they differ in the lowest bit.
+    # Opposite verdicts are neighbours, as their keys differ in the lowest bit.
     both = different[1:][different[1:] ^ np.uint64(1) == different[:-1]]
     return frozenset((both & ~np.uint64(1)).tolist())
 
 
-def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:
-    """Read one file, whatever number of its records is malformed, or left to use.
+def parse_file(path: str | Path, reading: ReaderConfig) -> RecordFile:
+    """Read a file, even if many of its records are malformed, or no usable one is left.
 
     Raises:
         ConfigError: there is no format of that name.
-        DataError: the file as a whole cannot be read; see the table of ``clean.py``.
+        DataError: the file cannot be read; see the tables in ``clean.py``.
     """
-    rules, blocks = open_file(path, how)
+    rules, blocks = open_file(path, reading)
     counts: Counter[str] = Counter()
     file = RecordFile(rules.path, rules.kind, rules.format, [], rules.columns)
     for block in blocks:
@@ -234,7 +243,7 @@ def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:
     return file
 
 
-def _with_prompts(
+def _wrap_prompts(
     record: Record | MalformedRecord, prompts: PromptWrapping | None
 ) -> Record | MalformedRecord:
     if prompts is None or isinstance(record, MalformedRecord):
@@ -246,15 +255,15 @@ def _with_prompts(
 
 
 def _have_different_prompts(record: Comparison) -> bool:
-    first, *others = map(question_of, record.texts)
-    return any(other != first for other in others)
+    first, *following = map(question_of, record.texts)
+    return any(prompt != first for prompt in following)
 
 
-# Text around the prompts of a file: a system prompt, more words, or a raw text.
+# Text around the prompts of a file: a system prompt, instructions, or a raw text.
 #
-# A system prompt and a prompt's own words come from files, as NVIDIA-NeMo/RL's data sets have them
-# (``system_prompt_file``, ``prompt_file``); a raw text is written by OpenRLHF's ``input_template``.
-# In the last two ``{}`` is where the prompt goes.
+# System prompt and instructions come from files, as for data sets of NVIDIA-NeMo/RL
+# (``system_prompt_file``, ``prompt_file``). A raw text is written by a template, as OpenRLHF's
+# ``input_template``. ``{}`` stands for the prompt.
 
 PLACE = "{}"
 
@@ -264,10 +273,10 @@ class PromptWrapping:
     """Text to put around every conversation of a file; None adds nothing.
 
     Attributes:
-        system: said by the system, first; a conversation that has a system prompt keeps its own.
-        words: around the last user turn.
-        raw: around the one user turn of a conversation, which becomes a raw text: this and then
-            the reply.
+        system: system prompt, unless a conversation has one.
+        words: template around the last user turn.
+        raw: template around the only user turn of a conversation, which becomes a raw text: the
+            filled template, and then the reply.
     """
 
     system: str | None = None
@@ -276,53 +285,55 @@ class PromptWrapping:
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str) -> PromptWrapping | None:
-        """Read a section of the settings; None where nothing is set.
+        """Read a section of the settings; None if nothing is set.
 
         Raises:
-            ConfigError: a file cannot be read, or the prompt has no place, or two, in a template.
+            ConfigError: a file cannot be read, or a template does not have ``{}`` exactly once.
         """
         files = {"system_prompt_file": settings.system_prompt_file}
         files["prompt_file"] = settings.prompt_file
-        system, words = (_read(path, f"{section}.{name}") for name, path in files.items())
+        system, words = (_read_template(path, f"{section}.{key}") for key, path in files.items())
         _check_place(words, f"{section}.prompt_file")
         _check_place(settings.input_template, f"{section}.input_template")
         if settings.input_template is not None and system is not None:
             raise ConfigError(
-                f"{section}.input_template: a raw text has no turns, so the one of "
-                f"{section}.system_prompt_file cannot be put in front; write it into the template"
+                f"{section}.input_template makes a raw text, which has no system turn, so "
+                f"{section}.system_prompt_file cannot be used with it. Write the system prompt "
+                "into the template"
             )
-        found = cls(system, words, settings.input_template)
-        return None if found == cls() else found
+        wrapping = cls(system, words, settings.input_template)
+        return None if wrapping == cls() else wrapping
 
     def put_around(self, record: Record) -> Record:
-        """``record`` with what its conversations get; raw texts stay as they are.
+        """Put the text around each conversation of a record; raw texts are not changed.
 
         Raises:
-            DataError: a conversation has no user turn to write anything around, or, where it is to
-                become a raw text, something else than one user turn and the reply.
+            DataError: a conversation has no user turn, or, if it is to become a raw text, anything
+                else than one user turn and the reply.
         """
         if isinstance(record, Rating):
-            return replace(record, response=self._write(record.response))
-        return replace(record, texts=tuple(map(self._write, record.texts)))
+            return replace(record, response=self._wrap(record.response))
+        return replace(record, texts=tuple(map(self._wrap, record.texts)))
 
-    def _write(self, text: Text) -> Text:
+    def _wrap(self, text: Text) -> Text:
         if isinstance(text, str):
             return text
         messages = messages_of(text)
         if self.words is not None:
-            messages = _around_last_question(messages, self.words)
+            messages = _wrap_last_question(messages, self.words)
         if self.raw is not None:
             if isinstance(text, Conversation):
                 raise DataError(
-                    "got tools or documents, wanted none, as input_template cannot write them"
+                    "input_template cannot render tools or documents, and this conversation has "
+                    "them"
                 )
-            return _as_raw(messages, self.raw)
+            return _render_raw(messages, self.raw)
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
         return with_messages(text, messages)
 
 
-def _read(path: str | None, key: str) -> str | None:
+def _read_template(path: str | None, key: str) -> str | None:
     if path is None:
         return None
     try:
@@ -334,30 +345,29 @@ def _read(path: str | None, key: str) -> str | None:
 def _check_place(template: str | None, key: str) -> None:
     if template is not None and template.count(PLACE) != 1:
         raise ConfigError(
-            f"{key}: got {PLACE} {template.count(PLACE)} times in {template!r:.80}, wanted it "
-            "once, where the prompt goes"
+            f"{key}: {template!r:.80} has {PLACE} {template.count(PLACE)} times. Write it once, "
+            "where the prompt goes"
         )
 
 
-def _around_last_question(conversation: Messages, words: str) -> Messages:
+def _wrap_last_question(conversation: Messages, words: str) -> Messages:
     roles = [turn["role"] for turn in conversation]
     if "user" not in roles:
         raise DataError(f"got turns of {', '.join(roles)}, wanted a user turn for prompt_file")
     last = len(roles) - 1 - roles[::-1].index("user")
-    asked = {**conversation[last], "content": _put(words, said(conversation[last]))}
-    return [*conversation[:last], asked, *conversation[last + 1 :]]
+    question = {**conversation[last], "content": _fill(words, said(conversation[last]))}
+    return [*conversation[:last], question, *conversation[last + 1 :]]
 
 
-def _as_raw(conversation: Messages, template: str) -> str:
+def _render_raw(conversation: Messages, template: str) -> str:
     roles = [turn["role"] for turn in conversation]
     if roles != ["user", "assistant"]:
         raise DataError(
-            f"got turns of {', '.join(roles)}, wanted one user turn and the reply, as "
-            "input_template needs"
+            f"got turns of {', '.join(roles)}, but input_template needs one user turn and the reply"
         )
-    return _put(template, said(conversation[0])) + said(conversation[1])
+    return _fill(template, said(conversation[0])) + said(conversation[1])
 
 
-def _put(template: str, prompt: str) -> str:
+def _fill(template: str, prompt: str) -> str:
     # Not str.format: a template may have other braces.
     return template.replace(PLACE, prompt)

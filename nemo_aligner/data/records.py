@@ -1,4 +1,9 @@
-"""Preference records in memory, their rewards, and lines of JSON."""
+"""Comparison and Rating, the preference records of all formats; and how records are written.
+
+``formats/`` make records of the lines of a file. Training tokenizes them (``tokenize.py``),
+evaluation scores them. Also here: keys by which duplicate prompts and verdicts are found, rows of
+held-out rewards, and conversion of Python values to lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ from nemo_aligner.contract.messages import as_json as conversation_as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 from nemo_aligner.utils.writing import write_problem, write_whole
 
-# Preference data in memory: comparisons and ratings, each with the file and line it is from.
+# Comparisons and ratings, each with its file and line.
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class MalformedRecord:
-    """A place in a file whose content cannot be used as a record."""
+    """A line that cannot be read as a record, and why."""
 
     origin: Origin
     reason: str
@@ -57,13 +62,13 @@ class MalformedRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two or more completions of a prompt that people, or a rule, put in order.
+    """Two or more samples of one prompt that are ranked.
 
     Attributes:
-        texts: K of them, the prompt included.
-        ranks: rank of every text; a lower one is better, equal ones are tied.
-        source: where the record says it is from; "" if it does not.
-        labels: labels in the columns asked for, None where one is missing.
+        texts: K samples, each with the prompt.
+        ranks: rank of each sample; a lower one is better, equal ones are tied.
+        source: the record's own name of its source; "" if it has none.
+        labels: labels in the requested columns, None if one is missing.
     """
 
     texts: tuple[Text, ...]
@@ -74,23 +79,23 @@ class Comparison:
 
     @property
     def is_tied(self) -> bool:
-        """True if no completion is better than another."""
+        """True if all samples are tied."""
         return len(set(self.ranks)) == 1
 
     @property
     def has_ties(self) -> bool:
-        """True if any two completions are tied."""
+        """True if any two samples are tied."""
         return len(set(self.ranks)) < len(self.ranks)
 
     @classmethod
     def of_pair(
         cls, chosen: Text, rejected: Text, origin: Origin, labels: tuple[float | None, ...] = ()
     ) -> Comparison:
-        """One chosen and one rejected text."""
+        """Build a pair of a chosen and a rejected sample."""
         return cls((chosen, rejected), (0, 1), origin, labels=labels)
 
     def swapped(self) -> Comparison:
-        """The same texts in the opposite order: the best becomes the worst, and stands last."""
+        """Reverse the order of the samples and of their ranks: the best becomes the worst."""
         ends = min(self.ranks) + max(self.ranks)
         ranks = tuple(ends - rank for rank in reversed(self.ranks))
         return replace(self, texts=self.texts[::-1], ranks=ranks)
@@ -98,10 +103,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Rating:
-    """A text with one label per attribute, None where it is missing; ``source`` may be "".
+    """A sample with a label for each attribute.
 
-    Where the record has labels for each of its turns or steps, ``steps`` are those of every one,
-    and ``labels`` are empty.
+    Attributes:
+        response: the sample, with its prompt.
+        labels: a label for each attribute, None if it is missing; empty if ``steps`` has labels.
+        source: the record's own name of its source; "" if it has none.
+        steps: labels of each turn or step; None if the sample is rated as a whole.
     """
 
     response: Text
@@ -116,7 +124,7 @@ class Rating:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """A single rank, as there is one text."""
+        """The rank of the only sample."""
         return (0,)
 
 
@@ -124,20 +132,20 @@ Record: TypeAlias = Comparison | Rating
 
 
 def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
-    """Labels of a record, or of each of its steps."""
+    """List the rows of labels of a record: one, or one for each step if steps are labelled."""
     steps = record.steps if isinstance(record, Rating) else None
     return [record.labels] if steps is None else steps
 
 
 def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:
-    """Return the length, in tokens, of the text that each reward of a sample belongs to.
+    """Return how many tokens each reward of a sample belongs to.
+
+    A reward belongs to its turn or step. The last reward of a sample without step labels belongs to
+    the whole reply.
 
     Args:
-        reply_tokens: length of the whole reply.
-        step_tokens: length of each of its steps.
-
-    A reward belongs to its step alone. The last reward of a sample without step labels is that of
-    the whole reply.
+        reply_tokens: number of tokens of the whole reply.
+        step_tokens: number of tokens of each of its steps; empty if steps are not scored.
     """
     if isinstance(record, Rating) and record.steps is not None:
         return list(step_tokens)
@@ -145,7 +153,7 @@ def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[
 
 
 def text_names(record: Record) -> list[str]:
-    """Names of a record's texts, as errors and listings call them."""
+    """Name the samples of a record, as errors and listings call them."""
     if isinstance(record, Rating):
         return [RATED_COLUMN]
     if record.ranks == (0, 1):
@@ -153,8 +161,8 @@ def text_names(record: Record) -> list[str]:
     return [f"rank {rank}" for rank in record.ranks]
 
 
-# Letters that fonts draw as nothing though Unicode has them as letters or symbols: Hangul fillers
-# and the braille pattern without dots; and marks that only change the letter before them.
+# Characters that Unicode has as letters or symbols, but that fonts draw as nothing: Hangul fillers
+# and the braille pattern without dots; and marks that only change the character before them.
 _DRAWN_AS_NOTHING = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | frozenset(
     map(chr, (*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
 )
@@ -163,26 +171,28 @@ _UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")
 
 
 def is_blank(text: str) -> bool:
-    """True if nobody can see anything of a text, as of one of spaces or zero width spaces alone."""
+    """True if a text shows nothing when printed, for example if it has only zero width spaces."""
     return all(
         letter.isspace() or letter in _DRAWN_AS_NOTHING or category(letter) in _UNSEEN
         for letter in text
     )
 
 
-_NO_CHANCE = 20  # characters that two texts begin with
+# Two raw texts that share this many characters at the beginning are taken to share a prompt.
+_MIN_SHARED_CHARACTERS = 20
 
 
 def prompt_key(record: Record) -> str:
-    """A key that records of the same prompt share, whatever its case and white space.
+    """Return a key that records with the same prompt share; case and white space do not matter.
 
-    Raw text does not say where its prompt ends: a pair's is the whole lines that both texts begin
-    with, or else a beginning that is too long for chance; other texts stand for themselves.
+    Raw text does not show where its prompt ends. The prompt of a raw pair is taken to be the
+    complete lines that both samples begin with, else their shared beginning if it has at least
+    ``_MIN_SHARED_CHARACTERS``. Without either, the key is the samples themselves.
     """
     first = record.texts[0]
     if isinstance(first, str):
-        return _normal(_common_start(record))
-    return "\n".join(f"{turn['role']}: {_normal(said(turn))}" for turn in question_of(first))
+        return _normalize(_common_start(record))
+    return "\n".join(f"{turn['role']}: {_normalize(said(turn))}" for turn in question_of(first))
 
 
 def _common_start(record: Record) -> str:
@@ -193,16 +203,16 @@ def _common_start(record: Record) -> str:
     lines = start[: start.rfind("\n") + 1]
     if lines.strip():
         return lines
-    return start if len(start.strip()) >= _NO_CHANCE else "\n".join(texts)
+    return start if len(start.strip()) >= _MIN_SHARED_CHARACTERS else "\n".join(texts)
 
 
-def _normal(text: str) -> str:
+def _normalize(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
 def short_hash(*parts: bytes) -> int:
-    """64 bits that are the same in every process."""
-    # Not hash(), which has another salt in every process.
+    """Hash bytes to 64 bits, the same in every process."""
+    # Python's hash() has a different salt in each process.
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)
@@ -210,15 +220,15 @@ def short_hash(*parts: bytes) -> int:
 
 
 def prompt_hash(record: Record) -> int:
-    """64 bits that records of the same prompt share, by ``prompt_key``."""
-    # JSON can hold half of a surrogate pair, which plain UTF-8 cannot.
+    """Hash the ``prompt_key`` of a record to 64 bits."""
+    # JSON can contain half of a surrogate pair, which plain UTF-8 cannot encode.
     return short_hash(prompt_key(record).encode(errors="surrogatepass"))
 
 
 def verdict_keys(record: Record) -> list[int]:
-    """A 64-bit key for every two completions of which one is better.
+    """Hash each verdict, which is a pair of samples of which one is better, to 64 bits.
 
-    The keys of two opposite verdicts on the same texts differ in the lowest bit alone.
+    The keys of two opposite verdicts on the same samples differ only in the lowest bit.
     """
     if isinstance(record, Rating):
         return []
@@ -233,25 +243,25 @@ def verdict_keys(record: Record) -> list[int]:
 
 
 def _text_bytes(text: Text) -> bytes:
-    """Bytes that differ between texts that do."""
+    """Encode a sample so that different samples have different bytes."""
     if isinstance(text, str):
         return text.encode(errors="surrogatepass")
     if isinstance(text, Conversation) or not is_plain(text):
         return json.dumps(conversation_as_json(text)).encode()
-    # Much quicker than JSON, and most conversations are so.
+    # Most conversations are plain, and this is much faster than JSON.
     parts = (part for turn in text for part in (turn["role"], turn["content"]))
     return "\0".join(parts).encode(errors="surrogatepass")
 
 
 def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """The lengths of the better and of the worse one of any two completions; ties are left out.
+    """List the lengths of the better and the worse sample of each pair of a record, without ties.
 
-    ``lengths`` are of the replies of all texts of ``records``.
+    ``lengths`` are those of the replies of all samples of ``records``.
     """
-    rest = iter(lengths)
+    remaining = iter(lengths)
     pairs = []
     for record in records:
-        ranked = sorted(zip(record.ranks, rest, strict=False))
+        ranked = sorted(zip(record.ranks, remaining, strict=False))
         pairs += [
             (better, worse)
             for (rank, better), (other, worse) in combinations(ranked, 2)
@@ -260,7 +270,7 @@ def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[
     return pairs
 
 
-# Rewards of held-out records as lines of JSON, as training and evaluation write them.
+# Rewards of held-out records as rows of JSON, which training and evaluation write.
 
 PAIR_COLUMNS = ("chosen", "rejected")
 RATED_COLUMN = "response"
@@ -274,12 +284,14 @@ def reward_row(
     texts: Sequence[Text],
     **more: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Build a row: a record's origin, rewards and texts; ``more`` are labels and the like.
+    """Build a row with the origin, the rewards and the samples of a record.
 
-    ``rewards`` are of a pair ``chosen`` and ``rejected``, of a rating by attribute. A number that
-    is not finite is null.
+    Args:
+        rewards: by ``chosen`` and ``rejected`` for a pair, by attribute for a rating. A value that
+            is not finite becomes null.
+        more: further fields, for example labels.
     """
-    row: dict[str, Any] = {"record": str(origin), "rewards": _finite(rewards)}
+    row: dict[str, Any] = {"record": str(origin), "rewards": _replace_infinite(rewards)}
     if source:
         row["source"] = source
     sides = PAIR_COLUMNS if kind is RecordKind.comparison else (RATED_COLUMN,)
@@ -287,29 +299,31 @@ def reward_row(
         side: text if isinstance(text, str) else conversation_as_json(text)
         for side, text in zip(sides, texts, strict=True)
     }
-    return row | {name: _finite(values) for name, values in more.items() if values}
+    return row | {name: _replace_infinite(values) for name, values in more.items() if values}
 
 
 def row_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The line of each row."""
+    """Convert rows to lines of JSON."""
     return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
 
 
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+def _replace_infinite(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-# Writing lines of preference data, and records of a program.
+# Writing files of preference data, also from the records of a Python program.
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> str:
-    """Write the lines, in UTF-8, into a file whose folder is made if need be.
+    """Write lines in UTF-8 to a file, and make its folder if necessary.
 
-    It may be read at any time: it is whole, old or new. What to say of it: its path, and whether
-    another file was there.
+    A reader sees the complete old or new file at any time.
+
+    Returns:
+        The path, and whether another file was replaced, for a message.
 
     Raises:
-        ConfigError: there is something in the way of the folder, named ``output``.
+        ConfigError: the file cannot be written; the error names the setting ``output``.
     """
     text = "".join(f"{line}\n" for line in lines).encode()
     try:
@@ -317,7 +331,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> str:
         write_whole(path, text)
     except OSError as error:
         raise ConfigError(
-            f"output: got {path.parent}, wanted a folder to write to: {write_problem(path, error)}"
+            f"output: {path.parent} cannot be written: {write_problem(path, error)}. Name another "
+            "folder"
         ) from error
     return f"{path} (in place of another)" if replaces else str(path)
 
@@ -325,15 +340,15 @@ def write_lines(path: Path, lines: Iterable[str]) -> str:
 def write_records(
     path: Path, records: Iterable[Mapping[str, Any]], may_replace: bool = True
 ) -> int:
-    """Write records of a program as JSON lines; how many there are.
+    """Write the records of a Python program as JSON lines; return their number.
 
-    Record N is line N, counted from 1. A file that holds the same already stays as it is, so that
-    what is known of it by its time does, too; no other one is replaced unless ``may_replace``.
+    Record N becomes line N, counted from 1. A file with the same content is not written again, so
+    that its time does not change and its token cache stays valid.
 
     Raises:
-        ConfigError: the file holds other records and may not be replaced, or its folder cannot be
-            written.
-        DataError: one of them is no mapping, or holds what JSON has no kind for (``as_json``).
+        ConfigError: the file has other records and ``may_replace`` is False, or its folder cannot
+            be written.
+        DataError: a record is not a mapping, or has a value that JSON cannot hold (``as_json``).
     """
     unnamed, count = path.with_name(f"{path.name}.partial"), 0
     is_arrow = type(records).__module__.partition(".")[0] == "datasets"
@@ -354,8 +369,8 @@ def write_records(
             return count
         if path.exists() and not may_replace:
             raise ConfigError(
-                f"{path}: it has the records that the run in this folder began with, got "
-                "different ones; wanted the same, or another output"
+                f"{path}: the run in this folder began with other records than these. Pass the "
+                "same records, or choose another output"
             )
         os.replace(unnamed, path)
     except OSError as error:
@@ -365,12 +380,15 @@ def write_records(
     return count
 
 
-# Levels of lists and objects in a record; Python could read some hundreds.
+# Most levels of nested lists and objects in a record; Python can read some hundreds.
 DEEPEST = 100
 
 
 def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
-    """True for the object of a line of JSON in which a function that calls itself could fail."""
+    """True if an object read from ``raw`` is nested more than ``DEEPEST`` levels.
+
+    Recursive functions could exceed Python's recursion limit on it.
+    """
     if raw.count("[") + raw.count("{") <= DEEPEST:
         return False
     level: list[Any] = [value]
@@ -380,50 +398,53 @@ def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
     return bool(level)
 
 
-# Values of Python that have no kind of their own in JSON, and one text that says all of them.
+# Python values that JSON has no type for, but that their ``str`` describes completely.
 _AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)
-# pandas' missing value and date, which are no numbers.
+# Types of pandas' missing value and missing date.
 _MISSING = ("NAType", "NaTType")
 
 
 def as_json(value: Mapping[str, Any]) -> str:
-    """A record as a line of JSON.
+    """Convert a record to a line of JSON.
 
-    A ``Conversation`` becomes its messages, or an object if it has tools or documents; NaN,
-    infinity and missing values of pandas become null, numbers of numpy numbers, and dates, decimal
-    numbers, UUIDs and paths their texts.
+    A ``Conversation`` becomes its messages, or an object if it has tools or documents. NaN,
+    infinity and missing values of pandas become null, numpy numbers become numbers, and dates,
+    decimal numbers, UUIDs and paths become strings.
 
     Raises:
-        DataError: anything else, such as bytes, whose ``str`` is Python's code and not a text; the
-            message says where it is.
+        DataError: it has a value of another type, for example bytes; the message says where.
     """
     try:
-        # At a NaN or such a key this raises, and only then is the value walked through.
-        text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
+        # This raises at a NaN or a key of another type; only then is the value walked through.
+        text = json.dumps(value, ensure_ascii=False, default=_convert, allow_nan=False)
     except RecursionError as error:
         raise DataError("it holds lists or dicts nested too deep for JSON") from error
     except (ValueError, TypeError):
         text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which a reader refuses by its line
+    except UnicodeEncodeError:  # half of a surrogate pair; a reader reports it with its line
         return json.dumps(_json_value(value))
     return text
 
 
 def without_other_kinds(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A row of a table without the columns that JSON cannot hold, as images; and their names."""
-    held, others = {}, []
+    """Drop the columns of a table's row that JSON cannot hold, for example images.
+
+    Returns:
+        The other columns, and the names of the dropped ones.
+    """
+    columns, dropped = {}, []
     for name, cell in row.items():
         try:
-            held[name] = _json_value(cell, name)
+            columns[name] = _json_value(cell, name)
         except DataError:
-            others.append(name)
-    return held, others
+            dropped.append(name)
+    return columns, dropped
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has for one value that is none of its own kinds."""
+def _convert(value: Any) -> Any:
+    """Convert a value of a type that JSON does not have; raise TypeError if there is no way."""
     if isinstance(value, Conversation):
         return conversation_as_json(value)
     if type(value).__name__ in _MISSING:
@@ -435,26 +456,26 @@ def _plain(value: Any) -> Any:
     raise TypeError
 
 
-def _json_value(value: Any, where: str = "") -> Any:
-    """A value of JSON's kinds alone; errors name the place."""
+def _json_value(value: Any, location: str = "") -> Any:
+    """Convert a value and all values in it to JSON's types; errors name the ``location``."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str | int | float | None):
-                raise DataError(f"{where or 'it'}: got the key {shown(key)}, wanted a text")
+                raise DataError(f"{location or 'it'}: got the key {shown(key)}, wanted a string")
         return {
-            str(key): _json_value(each, f"{where}.{key}" if where else str(key))
-            for key, each in value.items()
+            str(key): _json_value(item, f"{location}.{key}" if location else str(key))
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_json_value(each, f"{where}[{number}]") for number, each in enumerate(value)]
+        return [_json_value(item, f"{location}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str | int | float | None):
         return value
     try:
-        return _json_value(_plain(value), where)
+        return _json_value(_convert(value), location)
     except TypeError as error:
         raise DataError(
-            f"{where}: got {type(value).__name__} {shown(value)}, which JSON cannot hold. Make it "
-            "a text, a number, a list or a dict, or leave this column out."
+            f"{location}: got {type(value).__name__} {shown(value)}, which JSON cannot hold. Make "
+            "it a string, a number, a list or a dict, or leave this column out."
         ) from error

@@ -1,4 +1,8 @@
-"""Report on data files before the first step: counts, lengths, overlaps, the length baseline."""
+"""Reports on data files: counts, lengths, labels, prompts that occur in several files.
+
+``FileSummary`` is stored with a file's token index. ``FileReport`` is the table that training and
+``nemo-aligner data inspect`` print.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +34,21 @@ from nemo_aligner.utils.errors import DataError, short
 
 # Prompts in both training and validation files, and records in several files.
 #
-# Both are compared by hashes of 64 bits. Among 10 million different ones, the chance that any two
+# They are compared by 64-bit hashes. Among 10 million different ones, the probability that any two
 # collide is 3 in a million (the birthday bound, n^2 / 2^65).
 
-# Keys looked up at once, so that memory does not grow with the data.
-_AT_ONCE = 1 << 18
+# Keys looked up in one call, so that memory does not grow with the data.
+_KEYS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The P different prompts of a file, each with the first record that has it.
+    """The P different prompts of a file, each with its first record.
 
     Attributes:
         path: the file.
-        keys: ``[P]`` uint64 in ascending order, as ``prompt_hash`` gives them.
-        lines: ``[P]`` int64 lines of the file.
+        keys: ``[P]`` uint64 ``prompt_hash`` of each prompt, in ascending order.
+        lines: ``[P]`` int64 line of the first record with this prompt.
     """
 
     path: str
@@ -53,9 +57,10 @@ class Prompts:
 
     @classmethod
     def of(cls, path: str, records: Iterable[Record]) -> Prompts:
-        found = [(prompt_hash(record), record.origin.line) for record in records]
-        keys = np.array([key for key, _ in found], dtype=np.uint64)
-        lines = np.array([line for _, line in found], dtype=np.int64)
+        """Collect the prompts of the records of a file."""
+        pairs = [(prompt_hash(record), record.origin.line) for record in records]
+        keys = np.array([key for key, _ in pairs], dtype=np.uint64)
+        lines = np.array([line for _, line in pairs], dtype=np.int64)
         return cls(path, *first_of_each(keys, lines))
 
     def __len__(self) -> int:
@@ -63,33 +68,38 @@ class Prompts:
 
 
 def first_of_each(keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different ``keys [N]`` in ascending order, and of each the first of its ``lines``."""
+    """Return the different ``keys [N]`` in ascending order, and the first line of each."""
     different, first = np.unique(keys, return_index=True)
     return different, lines[first]
 
 
-def find_in(keys: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
-    """``[P]`` bool, which of ``keys`` are in any of ``known``, which are in ascending order."""
-    found = np.zeros(len(keys), dtype=bool)
-    for start in range(0, len(keys), _AT_ONCE):
-        some = keys[start : start + _AT_ONCE]
-        for others in known:
-            if len(others):
-                at = np.searchsorted(others, some).clip(max=len(others) - 1)
-                found[start : start + _AT_ONCE] |= others[at] == some
-    return found
+def find_in(keys: np.ndarray, sorted_keys: Sequence[np.ndarray]) -> np.ndarray:
+    """Find which of ``keys [P]`` are in any of the arrays ``sorted_keys``; return ``[P]`` bool."""
+    is_in = np.zeros(len(keys), dtype=bool)
+    for start in range(0, len(keys), _KEYS_AT_ONCE):
+        part = keys[start : start + _KEYS_AT_ONCE]
+        for candidates in sorted_keys:
+            if len(candidates):
+                index = np.searchsorted(candidates, part).clip(max=len(candidates) - 1)
+                is_in[start : start + _KEYS_AT_ONCE] |= candidates[index] == part
+    return is_in
 
 
 def find_contradicted(
-    keys: np.ndarray, counts: np.ndarray, known: Sequence[np.ndarray]
+    keys: np.ndarray, counts: np.ndarray, sorted_keys: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """``[N]`` bool, which records say the opposite of a verdict in any of ``known``.
+    """Find the records that have the opposite of a verdict in ``sorted_keys``.
 
-    ``keys [V]`` are all ``verdict_keys`` of the records, ``counts [N]`` of each; ``known`` are
-    such keys, each array sorted.
+    Args:
+        keys: ``[V]`` uint64 ``verdict_keys`` of all records.
+        counts: ``[N]`` number of these keys of each record.
+        sorted_keys: verdicts to compare with, each array in ascending order.
+
+    Returns:
+        ``[N]`` bool.
     """
     is_contradicted = np.zeros(len(counts), dtype=bool)
-    opposed = find_in(keys ^ np.uint64(1), known)
+    opposed = find_in(keys ^ np.uint64(1), sorted_keys)
     is_contradicted[np.repeat(np.arange(len(counts)), counts)[opposed]] = True
     return is_contradicted
 
@@ -98,28 +108,28 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
     """Count the prompts of a validation file that are also in the training files.
 
     Raises:
-        DataError: there are any, and they are not allowed.
+        DataError: there are any, and ``allowed`` is False.
     """
     prompts = validation.prompts
-    common = find_in(prompts.keys, [report.prompts.keys for report in training])
-    count = int(common.sum())
+    is_common = find_in(prompts.keys, [report.prompts.keys for report in training])
+    count = int(is_common.sum())
     if count and not allowed:
-        at = np.flatnonzero(common)
-        first = at[prompts.lines[at].argmin()]
-        theirs = _find_origin(prompts.keys[first], [report.prompts for report in training])
+        common = np.flatnonzero(is_common)
+        first = common[prompts.lines[common].argmin()]
+        origin = _find_origin(prompts.keys[first], [report.prompts for report in training])
         raise DataError(
             f"{validation.path}: {count} of its {len(prompts)} prompts are also in the training "
             f"files, the first in {Origin(prompts.path, prompts.lines[first])} and in "
-            f"{theirs}: metrics on them say little about new prompts. Split by prompt "
+            f"{origin}: metrics on them say little about new prompts. Split by prompt "
             "(`nemo-aligner data split`), or set model.data.allow_prompt_overlap=true"
         )
     return count
 
 
 def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
-    """The first record with this prompt in the last of the files that have it."""
-    having = [prompts for prompts in training if find_in(key.reshape(1), [prompts.keys])[0]]
-    last = having[-1]
+    """Find the first record with a prompt, in the last of the files that have it."""
+    matching = [prompts for prompts in training if find_in(key.reshape(1), [prompts.keys])[0]]
+    last = matching[-1]
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
 
@@ -127,9 +137,9 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
 
 
 def measure_replies(texts: Sequence[Text], tokenizer: Tokenizer | None = None) -> list[int]:
-    """Lengths of replies, each alone (``reply_of``): in tokens or, without one, in characters.
+    """Measure the replies of samples, in tokens, or in characters without a tokenizer.
 
-    The chat template's words do not count, as in ``ScoringContract.count_reply_tokens``.
+    What the chat template adds does not count, as in ``ScoringContract.count_reply_tokens``.
     """
     replies = [reply_of(text) for text in texts]
     if tokenizer is None:
@@ -138,21 +148,21 @@ def measure_replies(texts: Sequence[Text], tokenizer: Tokenizer | None = None) -
 
 
 def unit_of_lengths(tokenizer: Tokenizer | None) -> str:
-    """Unit of ``measure_replies``."""
+    """Name the unit of ``measure_replies``."""
     return "characters" if tokenizer is None else "tokens"
 
 
 def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | None:
-    """Share of pairs whose better completion is the longer; None where there are no pairs.
+    """Compute the fraction of pairs whose better sample is longer; None without pairs.
 
-    ``lengths`` are of the replies of all texts of ``records``.
+    ``lengths`` are those of the replies of all samples of ``records``.
     """
     pairs = better_and_worse(records, lengths)
     return longer_wins(pairs) if pairs else None
 
 
 def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
-    """Share of pairs whose first length is the larger; a tie counts one half."""
+    """Compute the fraction of pairs whose first length is larger; a tie counts one half."""
     return float(np.mean([0.5 if a == b else float(a > b) for a, b in lengths]))
 
 
@@ -163,17 +173,18 @@ def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
 # * all labels but the farthest hundredth (at least three of them, at most a quarter), and
 # * zero is from the median (1, if that leaves nothing to compare with).
 #
-# By the first, outliers are few: a long tail, or every fiftieth label at the scale's other end, is
-# none. By the second, ratings from 0 to 4 that are nearly all 4 have no outliers, but a 400 is.
+# By the first rule, outliers are few: a long tail is not one, nor is every fiftieth label at the
+# other end of the scale. By the second, ratings from 0 to 4 that are nearly all 4 have no outliers,
+# but a 400 among them is one.
 
-_TIMES = 10
-_FARTHEST = 0.01
-_AT_LEAST = 3
+_MIN_RATIO = 10
+_OUTLIER_FRACTION = 0.01
+_MIN_OUTLIERS = 3
 
 
 @dataclass(frozen=True)
 class FarLabel:
-    """A label in the column ``name``, ``times`` as far from the median as others are."""
+    """An outlier among the labels of the column ``name``, ``times`` as far from the median."""
 
     origin: Origin
     name: str
@@ -186,30 +197,33 @@ class FarLabel:
 
 
 def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
-    """The smallest and the largest label of every column; NaN where there is none."""
+    """Return the smallest and the largest label of each column; NaN if a column has none."""
+    missing = torch.tensor([torch.nan])
     columns = [_present(column) for column in labels.values.double().unbind(1)]
-    none = torch.tensor([torch.nan])
-    known = [column if column.numel() else none for column in columns]
-    return [float(column.min()) for column in known], [float(column.max()) for column in known]
+    columns = [column if column.numel() else missing for column in columns]
+    return [float(column.min()) for column in columns], [float(column.max()) for column in columns]
 
 
 def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel]:
-    """The labels of N records that are far out, by the rule above, the farthest first."""
+    """Find the outliers among labels by the rule above, the farthest first.
+
+    ``origins`` are those of the rows of labels.
+    """
     columns = zip(labels.names, labels.values.double().unbind(1), strict=True)
-    found = [label for name, column in columns for label in _far(name, column, origins)]
-    return sorted(found, key=lambda label: -label.times)
+    outliers = [label for name, column in columns for label in _find_far(name, column, origins)]
+    return sorted(outliers, key=lambda label: -label.times)
 
 
-def _far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[FarLabel]:
-    known = _present(column)
-    if not known.numel():
+def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[FarLabel]:
+    present = _present(column)
+    if not present.numel():
         return
-    median = float(known.median())
-    ordered = (known - median).abs().sort().values
-    apart = min(max(_AT_LEAST, int(_FARTHEST * len(ordered))), len(ordered) // 4)
-    reach = max(float(ordered[len(ordered) - 1 - apart]), abs(median)) or 1.0
-    # NaN, a label that is missing, is not above anything.
-    for index in torch.nonzero((column - median).abs() > _TIMES * reach).flatten().tolist():
+    median = float(present.median())
+    ordered = (present - median).abs().sort().values
+    excluded = min(max(_MIN_OUTLIERS, int(_OUTLIER_FRACTION * len(ordered))), len(ordered) // 4)
+    reach = max(float(ordered[len(ordered) - 1 - excluded]), abs(median)) or 1.0
+    # A missing label is NaN, for which the comparison is False.
+    for index in torch.nonzero((column - median).abs() > _MIN_RATIO * reach).flatten().tolist():
         value = float(column[index])
         yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
 
@@ -250,9 +264,9 @@ class LengthSummary:
 
 @dataclass(frozen=True)
 class LabelSummary:
-    """For each label column: how many labels are missing; mean, minimum and maximum of the others.
+    """For each label column, the number of missing labels, and mean, minimum and maximum.
 
-    The last three are NaN where there are none.
+    The last three are NaN if all labels of the column are missing.
     """
 
     missing: tuple[int, ...] = ()
@@ -271,11 +285,11 @@ class LabelSummary:
 
 @dataclass(frozen=True)
 class PrefixSummary:
-    """Savings from computing the common beginning of a record's texts once.
+    """Tokens saved by computing the shared prefix of a record's samples once.
 
     Attributes:
-        saved: tokens that are not computed again.
-        alone: records whose texts begin with nothing in common.
+        saved: number of tokens that are not computed again.
+        alone: number of records whose samples share no prefix.
     """
 
     saved: int
@@ -284,20 +298,20 @@ class PrefixSummary:
 
 @dataclass(frozen=True)
 class FileSummary:
-    """One file's records that were kept, and the others.
+    """Summary of the records of one file.
 
     Attributes:
-        path, kind, format: the file, what it holds, and how it is written.
-        counts: ``read``, ``kept``, and every reason that occurred.
-        lengths: lengths of all sequences.
-        reply_lengths: lengths of all replies.
-        sources: records of every source; "" for those that name none.
-        labels: summary of the label columns, if any.
-        longer_chosen: share of pairs whose better completion is the longer; None without pairs.
-        prefixes: None where nobody counted.
-        malformed: the first that stand where a record should.
-        far_labels: labels that are far out, the farthest first.
-        unread: columns that were not read, and how many lines have them.
+        path, kind, format: the file, the kind of its records, and the name of its format.
+        counts: ``read``, ``kept``, and the count of each reason in ``clean.py`` that occurred.
+        lengths: lengths of all samples.
+        reply_lengths: lengths of all replies; of turns or steps if these are rated.
+        sources: number of records by source; "" for those without one.
+        labels: summary of the label columns.
+        longer_chosen: fraction of pairs whose better sample is longer; None without pairs.
+        prefixes: None if not counted.
+        malformed: the first malformed records.
+        far_labels: outliers among the labels, the farthest first.
+        unread: number of lines with each column that was not read.
     """
 
     path: str
@@ -315,7 +329,7 @@ class FileSummary:
     unread: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the path: a file may be moved with its index."""
+        """Convert to JSON values, without the path: a file may be moved with its token cache."""
         values = asdict(self)
         del values["path"]
         values["kind"] = self.kind.value
@@ -327,20 +341,20 @@ class FileSummary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], path: str) -> FileSummary:
-        """The inverse of ``to_dict``, of the file at ``path``."""
+        """Read the result of ``to_dict``, for the file at ``path``."""
         prefixes = values["prefixes"]
         parts: dict[str, Any] = {
             "path": path,
             "kind": RecordKind(values["kind"]),
-            "lengths": _record_lengths(values["lengths"]),
-            "reply_lengths": _record_lengths(values["reply_lengths"]),
+            "lengths": _parse_lengths(values["lengths"]),
+            "reply_lengths": _parse_lengths(values["reply_lengths"]),
             "labels": LabelSummary(*(tuple(values["labels"][name]) for name in _LABELS)),
             "prefixes": None if prefixes is None else PrefixSummary(**prefixes),
             "malformed": [
                 MalformedRecord(Origin(path, line), reason) for line, reason in values["malformed"]
             ],
             "far_labels": [
-                FarLabel(Origin(path, line), *rest) for line, *rest in values["far_labels"]
+                FarLabel(Origin(path, line), *fields) for line, *fields in values["far_labels"]
             ],
         }
         return cls(**{**values, **parts})
@@ -349,11 +363,11 @@ class FileSummary:
 _LABELS = ("missing", "means", "lows", "highs")
 
 
-def _record_lengths(values: Mapping[str, Any]) -> LengthSummary:
+def _parse_lengths(values: Mapping[str, Any]) -> LengthSummary:
     return LengthSummary(values["total"], tuple(values["quantiles"]))
 
 
-# Report on one data file, shown before the first step.
+# The table of one data file.
 
 _DROPPED = (
     "malformed",
@@ -372,17 +386,18 @@ _COLUMNS_SHOWN = 12
 
 @dataclass(frozen=True)
 class FileReport:
-    """One file's records as a part of the data.
+    """The records of one file as a part of a data set.
 
     Attributes:
-        name: role of the file in logs, as train or validation.
-        summary: summary of its records.
-        counts: those of the summary, with ``duplicates`` of files before it, and records
-            ``contradicted`` by them, too.
+        name: name of the data set, for example train.
+        summary: summary of the file.
+        counts: counts of the summary; ``duplicates`` and ``contradicted`` also count records that
+            repeat or contradict those of earlier files.
         prompts: prompts of its records.
         unit: unit of lengths: tokens, or characters without a tokenizer.
         columns: names of the label columns.
-        prompts_in_training: prompts that are also in the training files; None of a training file.
+        prompts_in_training: number of prompts that are also in the training files; None for a
+            training file.
     """
 
     name: str
@@ -395,31 +410,32 @@ class FileReport:
 
     @property
     def path(self) -> str:
+        """Path of the file."""
         return self.summary.path
 
     @property
     def malformed(self) -> Sequence[MalformedRecord]:
-        """The first of them, in the file's order."""
+        """The first malformed records, in the order of the file."""
         return self.summary.malformed
 
     def table(self, most_malformed: int = _SHOWN) -> str:
-        """Two columns under the file's name, and under them the first malformed and far out."""
+        """Render the report: two columns, then the first malformed records and outliers."""
         summary = self.summary
         lines = [f"{self.name}: {self.path} ({summary.format})"]
         lines += [fit_row(f"  {name}", value, 28) for name, value in self.rows()]
         count = self.counts.get("malformed", 0)
-        lines += _under("malformed", list_malformed(self.malformed, most_malformed, count))
-        lines += _under("labels that are far out", list_first(summary.far_labels, _SHOWN))
+        lines += _indent("malformed", list_malformed(self.malformed, most_malformed, count))
+        lines += _indent("labels that are far out", list_first(summary.far_labels, _SHOWN))
         return "\n".join(lines)
 
     def rows(self) -> Iterable[tuple[str, object]]:
-        """The two columns."""
+        """Yield the rows of the two columns."""
         counts, summary = self.counts, self.summary
         is_pairs = summary.kind is RecordKind.comparison
         dropped = {name: counts[name] for name in _DROPPED if counts.get(name)}
         yield "records", counts["read"]
         yield "kept", counts["kept"]
-        yield "dropped", _with_parts(sum(dropped.values()), dropped)
+        yield "dropped", _format_parts(sum(dropped.values()), dropped)
         if self.malformed:
             yield "malformed", f"{counts['malformed']} ({malformed_fraction(self):.2%})"
         yield "truncated", counts.get("truncated", 0)
@@ -443,7 +459,7 @@ class FileReport:
             yield "prompts also in training", self.prompts_in_training
         yield from self._content_rows()
 
-    def _by_column(self, values: Sequence[float]) -> str:
+    def _format_columns(self, values: Sequence[float]) -> str:
         named = zip(self.columns, values, strict=True)
         return ", ".join(
             f"{name} {value}" if isinstance(value, int) else f"{name} {value:.4g}"
@@ -466,31 +482,31 @@ class FileReport:
             yield "chosen is the longer", f"{summary.longer_chosen:.1%} (in {self.unit})"
         labels = summary.labels
         if any(map(math.isfinite, labels.means)):
-            yield "labels missing", self._by_column(labels.missing)
-            yield "label means", self._by_column(labels.means)
-            yield "labels from", self._by_column(labels.lows)
-            yield "labels to", self._by_column(labels.highs)
+            yield "labels missing", self._format_columns(labels.missing)
+            yield "label means", self._format_columns(labels.means)
+            yield "labels from", self._format_columns(labels.lows)
+            yield "labels to", self._format_columns(labels.highs)
         if any(summary.sources):
-            yield "sources", _sources(summary.sources)
+            yield "sources", _list_sources(summary.sources)
         in_prompt = {name: counts.get(key, 0) for name, key in COLUMN_COUNTS.items()}
         if any(in_prompt.values()):
             parts = [f"{name} {count}" for name, count in in_prompt.items() if count]
             yield "columns in the prompt", ", ".join(parts)
         if summary.unread:
-            yield "columns not read", _columns(summary.unread)
+            yield "columns not read", _list_columns(summary.unread)
 
 
-def _under(heading: str, lines: Sequence[str]) -> list[str]:
+def _indent(heading: str, lines: Sequence[str]) -> list[str]:
     return [f"  {heading}:", *(f"  {line}" for line in lines)] if lines else []
 
 
-def _with_parts(total: int, parts: Mapping[str, int]) -> str:
+def _format_parts(total: int, parts: Mapping[str, int]) -> str:
     listed = ", ".join(f"{count} {name}" for name, count in parts.items())
     return f"{total} ({listed})" if parts else str(total)
 
 
-def _columns(unread: Mapping[str, int]) -> str:
-    """Columns that were not read; those that may belong to the prompt come first."""
+def _list_columns(unread: Mapping[str, int]) -> str:
+    """List columns that were not read; those that may belong to the prompt come first."""
     ordered = sorted(unread, key=lambda name: (not looks_like_prompt(name), -unread[name], name))
     parts = [
         f"{short(name)} {unread[name]}" + " (part of the prompt?)" * looks_like_prompt(name)
@@ -500,8 +516,8 @@ def _columns(unread: Mapping[str, int]) -> str:
     return ", ".join(parts) + (f", and {more} more" if more else "")
 
 
-def _sources(sources: Mapping[str, int]) -> str:
+def _list_sources(sources: Mapping[str, int]) -> str:
     if len(sources) > MAX_SOURCES:
-        return f"{len(sources)}, too many for metrics of their own"
+        return f"{len(sources)}, too many for metrics by source"
     ordered = sorted(sources.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name or 'none'} {count}" for name, count in ordered)

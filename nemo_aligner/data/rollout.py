@@ -1,4 +1,4 @@
-"""A rollout of PPO: what a critic learns from in one call."""
+"""Rollout: the tokens, returns and mask that a PPO critic learns from in one request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from nemo_aligner.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Rollout:
-    """N sequences, filled up to S tokens.
+    """N sequences, padded to S tokens.
+
+    Element t of ``returns``, ``prev_values`` and ``mask`` belongs to the value at token t, which is
+    the value of the sequence up to this token. The value at the last token is never learned.
 
     Attributes:
         tokens: ``[N, S]`` int64.
-        returns: ``[N, S - 1]`` float32; number t belongs to the value of token t, which is that of
-            the sequence up to it. So do the others. The value of a last token is never learned.
-        prev_values: ``[N, S - 1]`` float32, the values when the rollout was made.
-        mask: ``[N, S - 1]`` float32, 1 or, where there is nothing to learn, 0.
+        returns: ``[N, S - 1]`` float32.
+        prev_values: ``[N, S - 1]`` float32, the critic's values when the rollout was generated.
+        mask: ``[N, S - 1]`` float32, 1 if the value is learned, else 0.
     """
 
     tokens: np.ndarray
@@ -31,17 +33,17 @@ class Rollout:
         return len(self.tokens)
 
     def lengths(self) -> np.ndarray:
-        """``[N]`` int64: how many tokens of each have a say, up to the last that is learned from.
+        """Count the tokens up to the last value that is learned, ``[N]`` int64; 0 if there is none.
 
-        What comes after has none, as attention is causal; 0 is a sequence without any.
+        Attention is causal, so later tokens do not matter.
         """
         learned = self.mask != 0
-        # argmax is where the first True is, here from the end.
+        # argmax finds the first True, here counted from the end.
         last = learned.shape[1] - learned[:, ::-1].argmax(axis=1)
         return np.where(learned.any(axis=1), last, 0)
 
     def in_batches(self, size: int) -> Iterator[Rollout]:
-        """``size`` sequences each, in order; the last may have fewer."""
+        """Split into batches of ``size`` sequences, in order; the last may have fewer."""
         for start in range(0, len(self), size):
             rows = slice(start, start + size)
             yield Rollout(
@@ -49,12 +51,12 @@ class Rollout:
             )
 
     def check(self, seq_length: int, vocab_size: int, global_batch_size: int) -> None:
-        """Refuse what cannot be learned from.
+        """Check that the critic can learn from the rollout.
 
         Raises:
-            DataError: shapes that do not fit each other, a mask of other than 0 and 1, a number
-                that is not finite where it is 1, a sequence that is too long or has an id outside
-                the vocabulary, or a step that has nothing to learn.
+            DataError: the shapes do not fit each other; the mask has another value than 0 and 1; a
+                value is not finite where the mask is 1; a sequence is too long or has a token id
+                outside the vocabulary; or all values of a step are masked.
         """
         self._check_shapes()
         self._check_numbers()
@@ -63,21 +65,21 @@ class Rollout:
             if not batch.mask.any():
                 first = step * global_batch_size
                 raise DataError(
-                    f"mask: got only zeros in rows {first} to {first + len(batch) - 1}, wanted "
-                    "something to learn in every step (model.global_batch_size rows)"
+                    f"mask: got only zeros in rows {first} to {first + len(batch) - 1}. Every step "
+                    "(model.global_batch_size rows) needs at least one 1"
                 )
 
     def _check_shapes(self) -> None:
         shape = self.tokens.shape
         if len(shape) != 2 or shape[0] < 1 or shape[1] < 2:
             raise DataError(f"tokens: got shape {list(shape)}, wanted [N, S], S at least 2")
-        wanted = (shape[0], shape[1] - 1)
+        expected = (shape[0], shape[1] - 1)
         for name in ("returns", "prev_values", "mask"):
-            got = getattr(self, name).shape
-            if got != wanted:
+            actual = getattr(self, name).shape
+            if actual != expected:
                 raise DataError(
-                    f"{name}: got shape {list(got)}, wanted {list(wanted)}: one number for each "
-                    f"of the tokens {list(shape)} but the last"
+                    f"{name}: got shape {list(actual)}, wanted {list(expected)}: one number for "
+                    f"each of the tokens {list(shape)} but the last"
                 )
 
     def _check_numbers(self) -> None:
@@ -98,8 +100,8 @@ class Rollout:
         for row, length in enumerate(self.lengths().tolist()):
             if length > seq_length:
                 raise DataError(
-                    f"mask, row {row}: got {length} tokens up to its last number that is not 0, "
-                    f"wanted at most {seq_length} (seq_length)"
+                    f"mask, row {row}: its last 1 is at token {length}; sequences have at most "
+                    f"{seq_length} tokens (seq_length)"
                 )
             used = self.tokens[row, :length]
             wrong = used[(used < 0) | (used >= vocab_size)]

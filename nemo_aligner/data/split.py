@@ -1,4 +1,8 @@
-"""A file of preference data in two parts, so that no prompt is in both."""
+"""Split a file of preference data into two parts, so that no prompt is in both.
+
+``nemo-aligner data split`` writes them. The report has the length baseline: the accuracy of always
+taking the longer reply.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +28,24 @@ from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_len
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-# Tolerated difference of the held-out part from what was asked for, as a share of it.
+# Tolerated difference of the held-out part from its requested size, as a fraction of that.
 _TOLERANCE = 0.1
-_WORDS_AT_ONCE = 3
+_SHINGLE_WORDS = 3
 
 
 @dataclass(frozen=True)
 class Split:
-    """Rules of a split: hold out ``heldout`` of its records, drawn by ``seed``.
+    """Settings of a split.
 
     Attributes:
-        by: records that share it stay in one part: the whole ``prompt``, or the ``first_prompt``,
+        heldout: fraction of the records to hold out.
+        seed: seed of the draw.
+        by: what keeps records in the same part: the whole ``prompt``, or the ``first_prompt``,
             which is the first user turn of a conversation.
-        similar: with a number, prompts whose sets of three consecutive words have at least this
-            Jaccard similarity stay in one part, too.
+        similar: prompts whose sets of three consecutive words have at least this Jaccard
+            similarity also stay in the same part; None does not compare them.
         reading: rules by which the file is read.
-        tokenizer: counts the tokens of replies, as training does, for the length baseline; without
-            one that is of characters.
+        tokenizer: counts the tokens of replies for the length baseline; None counts characters.
     """
 
     heldout: float = 0.2
@@ -51,67 +56,67 @@ class Split:
     tokenizer: Tokenizer | None = None
 
 
-def split_file(source: Path, folder: Path, how: Split) -> str:
-    """Write ``train.jsonl`` and ``heldout.jsonl``; return a report of both for people.
+def split_file(source: Path, folder: Path, settings: Split) -> str:
+    """Write ``train.jsonl`` and ``heldout.jsonl`` to ``folder``; return a report on both.
 
-    Malformed records are in neither, where they are not an error.
+    Neither has malformed records; by default these are an error.
 
     Raises:
         ConfigError: an attribute has no name, a part would overwrite ``source``, or ``similar``
             needs a package that is not installed.
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
-    check_names(how.reading.attributes)
-    file = read_records(source, how.reading)
-    keys = prompt_keys(file.records, how.by)
-    if how.similar is not None:
-        keys = _merge_keys(keys, _similar_keys(keys, how.similar))
-    held = _held_keys(keys, how.heldout, how.seed)
-    if not held or len(held) == len(set(keys)):
-        raise DataError(_too_few(source, keys, how))
+    check_names(settings.reading.attributes)
+    file = read_records(source, settings.reading)
+    keys = prompt_keys(file.records, settings.by)
+    if settings.similar is not None:
+        keys = _merge_keys(keys, _similar_keys(keys, settings.similar))
+    heldout_keys = _draw_keys(keys, settings.heldout, settings.seed)
+    if not heldout_keys or len(heldout_keys) == len(set(keys)):
+        raise DataError(_describe_too_few(source, keys, settings))
     counts = ", ".join(f"{count} {name}" for name, count in count_records(file.counts).items())
     lines = [f"{source}: {file.format}, {counts}"]
     if file.malformed:
-        lines += ["left out as malformed:", *list_malformed(file.malformed, _MALFORMED_SHOWN)]
+        lines += ["dropped as malformed:", *list_malformed(file.malformed, _MALFORMED_SHOWN)]
     sides: dict[str, list[Record]] = {"train": [], "heldout": []}
     for record, key in zip(file.records, keys, strict=True):
-        sides["heldout" if key in held else "train"].append(record)
+        sides["heldout" if key in heldout_keys else "train"].append(record)
     paths = {name: folder / f"{name}.jsonl" for name in sides}
     _check_apart(source, paths.values())
     file_lines = lines_by_origin(file)
     for name, records in sides.items():
         written = write_lines(paths[name], lines_of_records(records, file_lines))
-        prompts = len(held) if name == "heldout" else len(set(keys)) - len(held)
+        prompts = len({key for key in keys if (key in heldout_keys) == (name == "heldout")})
         lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {written}")
-    lines += _unlike_asked(keys, len(sides["heldout"]), how.heldout)
-    lines += _render_length_baseline(sides["train"], sides["heldout"], how)
+    lines += _note_difference(keys, len(sides["heldout"]), settings.heldout)
+    lines += _render_length_baseline(sides["train"], sides["heldout"], settings)
     return "\n".join(lines)
 
 
-def _too_few(source: Path, keys: Sequence[str], how: Split) -> str:
+def _describe_too_few(source: Path, keys: Sequence[str], settings: Split) -> str:
     prompts = Counter(keys)
-    advice = "; --by prompt tells them apart by their whole prompt" if how.by != "prompt" else ""
+    advice = ". --by prompt compares whole prompts" if settings.by != "prompt" else ""
     if len(prompts) == 1:
         return (
             f"{source}: all {len(keys)} records have the same prompt, and a prompt must not be in "
-            f"both parts; wanted at least 2 prompts{advice}"
+            f"both parts. At least 2 prompts are needed{advice}"
         )
     return (
-        f"{source}: cannot hold out {how.heldout:.0%} of its {len(keys)} records without a prompt "
-        f"in both parts: it has {len(prompts)} prompts, and one of them has "
-        f"{max(prompts.values())} records; wanted more prompts, or another share{advice}"
+        f"{source}: cannot hold out {settings.heldout:.0%} of its {len(keys)} records without a "
+        f"prompt in both parts: it has {len(prompts)} prompts, and one of them has "
+        f"{max(prompts.values())} records. Add prompts, or hold out another fraction{advice}"
     )
 
 
-def _unlike_asked(keys: Sequence[str], held: int, asked: float) -> list[str]:
-    """A line that says so where much less or more is held out than was asked for."""
-    wanted = asked * len(keys)
-    if abs(held - wanted) <= max(1.0, _TOLERANCE * wanted):
+def _note_difference(keys: Sequence[str], count: int, requested: float) -> list[str]:
+    """Write a note if the held-out ``count`` of records differs much from the requested part."""
+    expected = requested * len(keys)
+    if abs(count - expected) <= max(1.0, _TOLERANCE * expected):
         return []
     largest = max(Counter(keys).values())
     return [
-        f"note: held out {held} of {len(keys)} records ({held / len(keys):.1%}) where {asked:.1%} "
-        f"were asked for: a prompt stays in one part, and one has {largest} records"
+        f"note: {count} of {len(keys)} records ({count / len(keys):.1%}) are held out, and not "
+        f"{requested:.1%}: all records of a prompt stay in one part, and one has {largest}"
     ]
 
 
@@ -119,28 +124,28 @@ def _check_apart(source: Path, parts: Iterable[Path]) -> None:
     for path in parts:
         if path.resolve() == Path(source).resolve():
             raise ConfigError(
-                f"output: got {path.parent}, where {path.name} is the file to split; wanted "
-                "another folder"
+                f"output: {path.parent} is the folder of the file to split, {path.name}, which "
+                "would be overwritten. Name another folder"
             )
 
 
 def check_names(attributes: Sequence[str]) -> None:
-    """Refuse what cannot be the keys of labels.
+    """Check the names of label columns.
 
     Raises:
-        ConfigError: one of them is empty.
+        ConfigError: a name is empty.
     """
     if not all(attributes):
         raise ConfigError(f"attributes: got {list(attributes)}, wanted names that are not empty")
 
 
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """Lines of each record as written, by the line on which it begins."""
+    """Return the lines of each record as written, by the number of its first line."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = format_named(file.format, None).lines_per_record
     return {
         first.number: [
-            # An item of a JSON list may have line breaks.
+            # An item of a JSON list may have several lines.
             line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
             for line in lines[start : start + count]
         ]
@@ -149,25 +154,25 @@ def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
 
 
 def lines_of_records(records: Sequence[Record], file_lines: Mapping[int, list[str]]) -> list[str]:
-    """The lines that ``records`` were read from, each once, also where several are of one line.
+    """List the lines that ``records`` were read from; a line with several records occurs once.
 
-    ``file_lines`` are those of ``lines_by_origin``.
+    ``file_lines`` is the result of ``lines_by_origin``.
     """
     numbers = dict.fromkeys(record.origin.line for record in records)
     return [line for number in numbers for line in file_lines[number]]
 
 
 def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
-    """One key per record; records with the same key must stay on one side.
+    """Return a key for each record; records with the same key must stay in the same part.
 
-    Records of one line have one key, even if their prompts differ, as in a tree of messages.
+    Records of the same line have the same key, even if their prompts differ, as in a message tree.
     """
     if by == "first_prompt" and not isinstance(records[0].texts[0], str):
         keys = [" ".join(first_prompt(r.texts[0]).casefold().split()) for r in records]
     else:
         keys = [prompt_key(record) for record in records]
         if isinstance(records[0].texts[0], str):
-            keys = _same_beginnings(keys)
+            keys = _merge_prefixes(keys)
     first_keys: dict[int, str] = {}
     same_line = [
         (first_keys.setdefault(record.origin.line, key), key)
@@ -176,20 +181,20 @@ def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
     return _merge_keys(keys, same_line)
 
 
-def _same_beginnings(begins: Sequence[str]) -> list[str]:
-    """Merge prompts of raw texts: one that begins another counts as the same prompt."""
-    group: dict[str, str] = {}
+def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
+    """Merge prompts of raw texts: a prompt that begins with another one counts as the same."""
+    merged: dict[str, str] = {}
     last = None
-    # In this order a text comes behind those that it begins with.
-    for start in sorted(set(begins)):
-        if last is None or not start.startswith(last):
-            last = start
-        group[start] = last
-    return [group[start] for start in begins]
+    # In sorted order, a text comes after its prefixes.
+    for prompt in sorted(set(prompts)):
+        if last is None or not prompt.startswith(last):
+            last = prompt
+        merged[prompt] = last
+    return [merged[prompt] for prompt in prompts]
 
 
 def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Replace the keys of each of ``pairs``, and of chains of pairs, by one of them."""
+    """Replace the keys of each of ``pairs``, and of chains of pairs, by the same key."""
     same_as = {key: key for key in keys}
 
     def find_root(key: str) -> str:
@@ -203,21 +208,21 @@ def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[s
 
 
 def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of keys that are near duplicates.
+    """Yield the pairs of keys with a Jaccard similarity of at least ``similar``.
 
-    MinHash with locality-sensitive hashing (Broder, 1997) proposes pairs, and their exact Jaccard
-    similarity decides.
+    MinHash with locality-sensitive hashing (Broder 1997) proposes pairs, whose similarity is then
+    computed exactly.
     """
     try:
         from datasketch import MinHash, MinHashLSH
     except ImportError as error:
         raise ConfigError(
-            "similar: finding near duplicates needs the package datasketch; install it, or the "
+            "similar: finding near duplicates needs the package datasketch. Install it, or the "
             "extra `dedup`"
         ) from error
     different = sorted(set(keys))
     shingles = {key: _shingles(key) for key in different}
-    # It proposes pairs below the threshold, too, so that few above it are missed.
+    # A lower threshold, so that few pairs above ``similar`` are missed.
     index = MinHashLSH(threshold=0.8 * similar, num_perm=128, weights=(0.2, 0.8))
     sketches = MinHash.bulk([[word.encode() for word in shingles[key]] for key in different])
     for key, sketch in zip(different, sketches, strict=True):
@@ -230,47 +235,48 @@ def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, st
 
 def _shingles(key: str) -> set[str]:
     words = re.findall(r"\w+", key) or [key]
-    count = max(1, len(words) - _WORDS_AT_ONCE + 1)
-    return {" ".join(words[start : start + _WORDS_AT_ONCE]) for start in range(count)}
+    count = max(1, len(words) - _SHINGLE_WORDS + 1)
+    return {" ".join(words[start : start + _SHINGLE_WORDS]) for start in range(count)}
 
 
-def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
-    """Prompts drawn until they own ``heldout`` of the records.
+def _draw_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
+    """Draw keys until their records are the fraction ``heldout`` of all records.
 
-    A prompt whose records would overshoot that by more than the tolerance is left for training.
+    A key whose records would exceed that by more than the tolerance is skipped.
     """
     sizes = Counter(keys)
-    # Sorted, so that what is drawn does not depend on the order of the file.
+    # Sorted, so that the draw does not depend on the order of the file.
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
-    wanted = heldout * len(keys)
-    held: set[str] = set()
-    owned = 0
+    expected = heldout * len(keys)
+    drawn: set[str] = set()
+    count = 0
     for key in order:
-        if owned >= wanted:
+        if count >= expected:
             break
-        if owned + sizes[key] <= wanted + max(1.0, _TOLERANCE * wanted):
-            held.add(key)
-            owned += sizes[key]
-    return held
+        if count + sizes[key] <= expected + max(1.0, _TOLERANCE * expected):
+            drawn.add(key)
+            count += sizes[key]
+    return drawn
 
 
-# The length baseline: what the length of a reply alone would score.
+# The length baseline: the score of the length of a reply alone.
 
 
 def _render_length_baseline(
-    train: Sequence[Record], heldout: Sequence[Record], how: Split
+    train: Sequence[Record], heldout: Sequence[Record], settings: Split
 ) -> list[str]:
-    """Lines: how often the longer reply of ``heldout`` is right, or Pearson r of its labels."""
-    unit = unit_of_lengths(how.tokenizer)
-    lengths = measure_replies([text for each in heldout for text in each.texts], how.tokenizer)
+    """Report how often the longer reply is better, or Pearson's r of labels and lengths."""
+    tokenizer = settings.tokenizer
+    unit = unit_of_lengths(tokenizer)
+    lengths = measure_replies([text for record in heldout for text in record.texts], tokenizer)
     if isinstance(heldout[0], Comparison):
         wins = longer_chosen(heldout, lengths)
         return [f"always taking the longer reply (in {unit}) is right in {wins:.1%} of heldout"]
-    train_lengths = measure_replies([text for each in train for text in each.texts], how.tokenizer)
+    train_lengths = measure_replies([text for record in train for text in record.texts], tokenizer)
     lines, values = [], []
-    for index, name in enumerate(how.reading.attributes):
-        # A line fitted to the training lengths: of its slope only the sign matters to r.
+    for index, name in enumerate(settings.reading.attributes):
+        # The prediction is a line fitted to the training lengths; only its sign changes r.
         sign = np.sign(_length_correlation(train, train_lengths, index))
         values.append(sign * _length_correlation(heldout, lengths, index))
         lines.append(
@@ -283,13 +289,13 @@ def _render_length_baseline(
 
 
 def _length_correlation(records: Sequence[Record], lengths: Sequence[int], index: int) -> float:
-    """Pearson r of ``lengths`` of replies with one label; 0 where either does not vary."""
+    """Compute Pearson's r of the replies' ``lengths`` and a label; 0 if either is constant."""
     points = [
         (length, record.labels[index])
         for record, length in zip(records, lengths, strict=True)
         if isinstance(record, Rating) and record.labels and record.labels[index] is not None
     ]
-    known = np.array(points, dtype=np.float64).reshape(-1, 2)
-    if len(known) < 2 or not known.std(axis=0).all():
+    columns = np.array(points, dtype=np.float64).reshape(-1, 2)
+    if len(columns) < 2 or not columns.std(axis=0).all():
         return 0.0
-    return float(np.asarray(np.corrcoef(known.T))[0, 1])
+    return float(np.asarray(np.corrcoef(columns.T))[0, 1])

@@ -1,4 +1,7 @@
-"""Texts to score, from lines of JSON, each with a label for people."""
+"""Samples to score from a command line or a file, each with a short label to print.
+
+``nemo-aligner score`` and the quickstart use them.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,22 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import PAIR_COLUMNS, MalformedRecord, Origin, Rating, text_names
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
-_MOST_SHOWN = 80
+# Longest label, in characters.
+_LABEL_LENGTH = 80
 _PLAIN = ("text", "messages")
 _READING = ReaderConfig()
 
 
-def labelled_conversation(given: str) -> tuple[str, Any]:
-    """The conversation of a command line, with its label.
+def labelled_conversation(option: str) -> tuple[str, Any]:
+    """Parse the option ``--conversation``; return its label and the conversation.
 
     Raises:
-        ConfigError: it is no JSON, or no conversation that ends with a reply.
+        ConfigError: it is not JSON, or not a conversation that ends with a reply.
     """
     try:
-        messages = json.loads(given)
+        messages = json.loads(option)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--conversation: got {given[:60]!r}, wanted JSON: {error}") from error
+        raise ConfigError(f"--conversation: got {option[:60]!r}, wanted JSON: {error}") from error
     if isinstance(messages, str):
         raise ConfigError(f"--conversation: got {shown(messages)}, wanted a list of messages")
     try:
@@ -52,16 +56,16 @@ def labelled_conversation(given: str) -> tuple[str, Any]:
 
 
 def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterator[tuple[str, Any]]:
-    """Texts to score from a file: each ``text``, ``messages`` or reply of a record, with its label.
+    """Yield a label and a sample for each sample of a file.
 
-    A line is ``{"text": ...}``, ``{"messages": [...]}``, or of preference data, which is read as
-    for training and evaluation; one with only ``chosen`` or only ``rejected`` gives that text.
-    Nothing is dropped: each text gets a reward, or an error that says why not. A ``text`` next to a
-    pair is the pair written once more, and not read, as in evaluation.
+    A line is ``{"text": ...}``, ``{"messages": [...]}``, or a record of preference data, which is
+    read as in training and evaluation and has several samples. A pair with only ``chosen`` or only
+    ``rejected`` has one. A ``text`` field next to a pair repeats the pair, and is not read. No
+    sample is dropped.
 
     Raises:
         ConfigError: there is no format of that name.
-        DataError: the file cannot be read, or has lines without anything to score; it lists them.
+        DataError: the file cannot be read, or has lines without a sample, which are listed.
     """
     keys = reading.pair_keys or PairKeys()
     lines = [_complete_pair(line, keys) for line in read_lines(path)]
@@ -88,25 +92,29 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
 
 
 def label_of(text: Any) -> str:
-    """A text or a conversation on one line, its middle left out where it is long."""
+    """Print a sample on one line; if it is long, without its middle."""
     if not isinstance(text, str):
         text = " | ".join(map(said, messages_of(text)))
     line = " ".join(text.split())
-    return line if len(line) <= _MOST_SHOWN else f"{line[:38]} ... {line[-37:]}"
+    return line if len(line) <= _LABEL_LENGTH else f"{line[:38]} ... {line[-37:]}"
 
 
 def _is_plain(value: dict[str, Any], reading: ReaderConfig) -> bool:
-    """True for a text or messages by themselves, which no format reads as a record of its own."""
+    """True if a line is a text or messages to score, and not a record of preference data."""
     if reading.pair_keys is not None:
         formats = [format_named(CHAT_PAIRS.name, reading.pair_keys)]
     else:
-        # That one makes a pair of two texts: the texts are the same.
-        formats = [known for known in FORMATS.values() if known is not COMPARISON_TEXT]
-    return any(key in value for key in _PLAIN) and not any(each.matches(value) for each in formats)
+        # COMPARISON_TEXT reads two lines with a text each as a pair, and would match any text.
+        formats = [fmt for fmt in FORMATS.values() if fmt is not COMPARISON_TEXT]
+    return any(key in value for key in _PLAIN) and not any(fmt.matches(value) for fmt in formats)
 
 
 def _complete_pair(line: AnyLine, keys: PairKeys) -> tuple[AnyLine, str | None]:
-    """A pair with its one reply on both sides, and the side it is on; None for any other line."""
+    """Copy the only reply of a pair to its other side, so that it can be read as a pair.
+
+    Returns:
+        The line, and the side that the reply is on; None for any other line.
+    """
     sides = (keys.chosen, keys.rejected)
     present = [key for key in sides if isinstance(line, Line) and key in line.value]
     if isinstance(line, BadLine) or len(present) != 1:
@@ -124,19 +132,19 @@ def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:
     texts = []
     for key in (key for key in _PLAIN if key in value):
         record = Rating(checked(value[key], key), (), origin)
-        # A conversation gets its ``system`` and ``history``, as one of preference data does.
-        texts.append(_with_tools(with_prompt_columns(record, fields, ()).texts[0], value))
+        # ``system`` and ``history`` columns are added, as in preference data.
+        texts.append(_add_tools(with_prompt_columns(record, fields, ()).texts[0], value))
     return [(label_of(text), text) for text in texts]
 
 
-def _with_tools(text: Any, value: dict[str, Any]) -> Any:
+def _add_tools(text: Any, value: dict[str, Any]) -> Any:
     if isinstance(text, str):
         return text
     return with_tools(text, value.get("tools"), value.get("documents"))
 
 
 def _record_texts(line: Line, side: str | None, chosen: Format, path: str) -> list[tuple[str, Any]]:
-    """The texts of a line's records, labelled by their names; of a completed pair, one ``side``."""
+    """List the samples of a line's records with labels; only one ``side`` of a completed pair."""
     texts = []
     for record in parse_lines(chosen, [line], path, WantedLabels()):
         if isinstance(record, MalformedRecord):
@@ -148,14 +156,14 @@ def _record_texts(line: Line, side: str | None, chosen: Format, path: str) -> li
 
 
 def write_first_replies(source: Path, target: Path) -> str:
-    """Write the first two texts of preference data for ``labelled_texts``; both, for people.
+    """Write the first two samples of a file for ``labelled_texts``; return them for printing.
 
     Raises:
         DataError: the file cannot be read.
     """
     records = read_records(source, ReaderConfig()).records
     texts = [text for record in records[:2] for text in record.texts][:2]
-    rows = [{"text": text} if isinstance(text, str) else _row(as_json(text)) for text in texts]
+    rows = [{"text": text} if isinstance(text, str) else _as_row(as_json(text)) for text in texts]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return "\n".join(
         [f"{turn['role']}: {said(turn)}" for turn in prompt_of(texts[0])]
@@ -163,5 +171,5 @@ def write_first_replies(source: Path, target: Path) -> str:
     )
 
 
-def _row(conversation: Any) -> Any:
+def _as_row(conversation: Any) -> Any:
     return {"messages": conversation} if isinstance(conversation, list) else conversation

@@ -1,4 +1,11 @@
-"""The token cache: indexes of data files on disk, made once and checked before use."""
+"""The token cache: token indexes of data files on disk, written once and checked before each use.
+
+The cache of ``<file>`` is the folder ``<file>.index-<rules>/`` next to it, or in
+``model.data.index_dir``. It has a file for each array of a ``FileIndex``, and ``index.json``. Its
+name identifies the rules by which it was made, its content the file that it was made from. A cache
+is written under another name and renamed once it is complete on the disk. On a cluster the first
+rank of each node writes the caches that are missing (``open_indexes``).
+"""
 
 from __future__ import annotations
 
@@ -25,20 +32,16 @@ from nemo_aligner.data.token_index import (
     IndexRules,
     make_index,
 )
-from nemo_aligner.data.tokenize import usable_processes
+from nemo_aligner.data.token_workers import usable_processes
 from nemo_aligner.distributed.collectives import run_on_some
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
 
-# The folder of a file's index, and whether the index still fits the file.
-#
-# ``<file>.index-<rules>/`` has a file for each array, and ``index.json``. Its name identifies the
-# rules, its content the file that it was made from. It is written under another name, and renamed
-# once it is complete on the disk.
+# The cache of one file: its folder, whether it is up to date, and how it is written.
 
-VERSION = 5
+VERSION = 6
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",
@@ -53,7 +56,7 @@ _DECIDE_IDS = (
     "reward_token_id",
 )
 _DECIDE_STEPS = ("scored_position", "step_separator")
-# A file may be written to twice within one tick of its clock (coarse: two seconds on FAT).
+# A file may be written twice within one tick of its file system's clock, which is 2 s on FAT.
 _TICK_NS = 2_000_000_000
 _READ_BYTES = 1 << 22
 _BYTES_PER_PROCESS = 1 << 21
@@ -63,28 +66,28 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FileStat:
-    """Size and times by which a file counts as unchanged without reading it."""
+    """Size and times of a file; while these do not change, its content is taken as unchanged."""
 
     size: int
     mtime_ns: int
-    # mtime can be set back, as cp -p and rsync -t do; ctime cannot.
+    # cp -p and rsync -t set mtime back; ctime cannot be set.
     ctime_ns: int
 
     @classmethod
     def of(cls, path: str) -> FileStat:
-        """Raises DataError where there is no such file."""
+        """Stat a file; raise DataError if it cannot be read."""
         try:
-            found = os.stat(path)
+            stat = os.stat(path)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error}") from error
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def describe_rules(rules: IndexRules) -> dict[str, Any]:
-    """Everything but the file that decides what an index holds, as JSON values."""
+    """List, as JSON values, all that determines an index in addition to the file's content."""
     import tokenizers
 
-    how, contract = rules.reading, rules.contract
+    reading, contract = rules.reading, rules.contract
     steps = {name: getattr(contract, name) for name in _DECIDE_STEPS}
     return {
         **(steps if contract.has_steps else {}),
@@ -92,24 +95,24 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
         "nemo_aligner": __version__,
         "tokenizers": tokenizers.__version__,
         "contract": {name: getattr(contract, name) for name in _DECIDE_IDS},
-        "kind": None if how.kind is None else how.kind.value,
-        "format": how.format,
-        "attributes": list(how.attributes),
-        "loss_mask_val": how.loss_mask_val,
-        "pair_columns": list(how.pair_columns),
-        "pair_keys": None if how.pair_keys is None else asdict(how.pair_keys),
-        "prompts": None if how.prompts is None else asdict(how.prompts),
-        "ties": how.ties,
-        **({} if how.neutral == ReaderConfig.neutral else {"neutral": how.neutral}),
-        "contradicting": how.contradicting.value,
+        "kind": None if reading.kind is None else reading.kind.value,
+        "format": reading.format,
+        "attributes": list(reading.attributes),
+        "loss_mask_val": reading.loss_mask_val,
+        "pair_columns": list(reading.pair_columns),
+        "pair_keys": None if reading.pair_keys is None else asdict(reading.pair_keys),
+        "prompts": None if reading.prompts is None else asdict(reading.prompts),
+        "ties": reading.ties,
+        **({} if reading.neutral == ReaderConfig.neutral else {"neutral": reading.neutral}),
+        "contradicting": reading.contradicting.value,
     }
 
 
 def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
-    """Folder of a file's index: beside the file, or in ``index_dir``."""
+    """Name the cache folder of a file: next to the file, or in ``index_dir``."""
     described = describe_rules(rules)
     if index_dir is not None:
-        # Files of one name from several folders.
+        # Tells files of the same name from several folders apart.
         described["path"] = str(Path(path).resolve())
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     parent = Path(path).parent if index_dir is None else Path(index_dir)
@@ -117,37 +120,38 @@ def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
 
 
 def open_index(folder: Path, path: str) -> FileIndex | None:
-    """The index in ``folder``, if it is whole, and of the file as it is now."""
+    """Open the index in ``folder``; None if it is missing, damaged, or the file has changed."""
     try:
-        held = json.loads((folder / _FACTS).read_text())
+        header = json.loads((folder / _FACTS).read_text())
         arrays = ArraysInFolder(folder)
-        # Sizes first: a copy that was cut off shows in them, without reading it.
-        if arrays.sizes() != held["sizes"] or not _is_of(held, folder, path):
+        # Sizes first: they show a truncated copy without reading it.
+        if arrays.sizes() != header["sizes"] or not _is_up_to_date(header, folder, path):
             return None
-        return FileIndex(IndexFacts.from_dict(held["facts"], path), arrays)
+        return FileIndex(IndexFacts.from_dict(header["facts"], path), arrays)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # of another version, or damaged: it is made anew
+        return None  # written by another version, or damaged: it is written again
 
 
-def _is_of(held: dict[str, Any], folder: Path, path: str) -> bool:
-    now, then = FileStat.of(path), FileStat(**held["stamp"])
-    if now == then and held["settled"]:
+def _is_up_to_date(header: dict[str, Any], folder: Path, path: str) -> bool:
+    """True if the file has the content that the index was made from."""
+    stat, indexed = FileStat.of(path), FileStat(**header["stamp"])
+    if stat == indexed and header["settled"]:
         return True
-    if now.size != then.size or content_digest(path) != held["content"]:
+    if stat.size != indexed.size or content_digest(path) != header["content"]:
         return False
-    held = {**held, "stamp": asdict(now), "settled": _is_settled(now, time.time_ns())}
-    with suppress(OSError):  # it is right without, and read once more at the next start
-        _write_facts(folder, held)
+    header = {**header, "stamp": asdict(stat), "settled": _is_settled(stat, time.time_ns())}
+    with suppress(OSError):  # if it cannot be written, the next start compares the content again
+        _write_facts(folder, header)
     return True
 
 
-def _is_settled(stamp: FileStat, now_ns: int) -> bool:
-    """True if a change after ``now_ns`` would show in the file's times."""
-    return now_ns - stamp.mtime_ns > _TICK_NS
+def _is_settled(stat: FileStat, now_ns: int) -> bool:
+    """True if any change after ``now_ns`` would change the file's times."""
+    return now_ns - stat.mtime_ns > _TICK_NS
 
 
 def content_digest(path: str) -> str:
-    """sha256 (hex) of a file's bytes."""
+    """Compute the sha256 (hex) of a file's bytes."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(_READ_BYTES):
@@ -156,15 +160,15 @@ def content_digest(path: str) -> str:
 
 
 def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
-    """Write the index of a file to ``folder``; its disk must have space for it.
+    """Tokenize a file and write its index to ``folder``.
 
     Raises:
-        ConfigError, DataError: as ``make_index``, or the file changed meanwhile.
-        OSError: nothing can be written there.
+        ConfigError, DataError: see ``make_index``, or the file changed meanwhile.
+        OSError: the folder cannot be written.
     """
     part = make_temporary(f".{folder.name}.part-", folder.parent)
     try:
-        # mkdtemp lets its owner alone in; an index is for all who may read the folder it is in.
+        # mkdtemp gives access to the owner alone; whoever may read the parent may read the index.
         os.chmod(part, folder.parent.stat().st_mode & 0o777)
         _fill(path, rules, part, say)
         _publish(part, folder, path)
@@ -173,41 +177,41 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
 
 
 def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
-    begun, stamp, arrays = time.time_ns(), FileStat.of(path), ArraysInFolder(part)
-    processes = min(usable_processes(), 1 + stamp.size // _BYTES_PER_PROCESS)
-    with ThreadPoolExecutor(1) as beside:
-        # hashlib lets go of the GIL: the file is hashed while it is tokenized.
-        content = beside.submit(content_digest, path)
+    start_ns, stat, arrays = time.time_ns(), FileStat.of(path), ArraysInFolder(part)
+    processes = min(usable_processes(), 1 + stat.size // _BYTES_PER_PROCESS)
+    with ThreadPoolExecutor(1) as hasher:
+        # hashlib releases the GIL, so that the file is hashed while it is tokenized.
+        content = hasher.submit(content_digest, path)
         index = make_index(path, rules, arrays, processes, _ProgressLines(path, say))
         arrays.close()
-        held = {
+        header = {
             "rules": describe_rules(rules),
-            "stamp": asdict(stamp),
-            "settled": _is_settled(stamp, begun),
+            "stamp": asdict(stat),
+            "settled": _is_settled(stat, start_ns),
             "content": content.result(),
             "sizes": arrays.sizes(),
             "facts": index.facts.to_dict(),
         }
-    if FileStat.of(path) != stamp:
-        raise DataError(f"{path}: it changed while it was read; start again when it is complete")
-    _write_facts(part, held)
+    if FileStat.of(path) != stat:
+        raise DataError(f"{path}: it changed while it was read. Start again when it is complete")
+    _write_facts(part, header)
 
 
-def _write_facts(folder: Path, held: dict[str, Any]) -> None:
-    # On the disk before it gets its name: after a crash there is a whole one or none.
+def _write_facts(folder: Path, header: dict[str, Any]) -> None:
+    # Synced before it is renamed: after a crash there is a complete file or none.
     new = folder / f".{_FACTS}.{os.getpid()}"
     with new.open("w") as file:
-        json.dump(held, file, indent=1)
+        json.dump(header, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     new.replace(folder / _FACTS)
 
 
 def _publish(part: Path, folder: Path, path: str) -> None:
-    """Give what is written its name; one that another process has written meanwhile stays."""
+    """Rename ``part`` to ``folder``, unless another process has written the index meanwhile."""
     for _ in range(_TRIES):
         with suppress(OSError):
-            # It fails where there is such a folder, unless that is empty.
+            # This fails if the folder exists and is not empty.
             part.rename(folder)
             return
         if open_index(folder, path) is not None:
@@ -220,49 +224,54 @@ def _publish(part: Path, folder: Path, path: str) -> None:
 
 
 class _ProgressLines:
-    """A line about a file every few seconds."""
+    """Logs how many records of a file are tokenized, every 20 s."""
 
     _SECONDS = 20.0
 
     def __init__(self, path: str, say: Say) -> None:
         self._path, self._say = path, say
-        self._begun = self._last = time.monotonic()
+        self._start = self._last = time.monotonic()
 
     def __call__(self, records: int) -> None:
         now = time.monotonic()
         if now - self._last > self._SECONDS:
             self._last = now
-            rate = records / (now - self._begun)
-            self._say(f"{self._path}: {records} records tokenized, {rate:.0f} a second")
+            rate = records / (now - self._start)
+            self._say(f"{self._path}: {records} records tokenized, {rate:.0f} per second")
 
 
-# The indexes of a run's files on every rank: the first rank of each node makes what is missing.
+# The indexes of a run's files on every rank: the first rank of each node writes missing ones.
 
-# Smaller files are tokenized in a second by every rank, which is not worth a folder.
+# Every rank tokenizes a smaller file itself, which takes about a second.
 SMALL_BYTES = 4 << 20
-# File -> folder of its index, for files that are not small.
+# Cache folders by file, for files that are not small.
 Folders = dict[str, Path]
 
 
 @dataclass(frozen=True)
 class IndexPlace:
-    """Place of the indexes: ``folder``, or beside the files if None; temporary unless ``kept``.
+    """Place of the token caches.
 
-    In a folder of its own every file has one, beside the files those that are not small.
+    Attributes:
+        folder: folder of the caches of all files (``model.data.index_dir``). None puts them next to
+            the files, and only for files of ``SMALL_BYTES`` or more.
+        is_kept: False writes temporary caches (``model.data.keep_index``).
     """
 
     folder: str | None = None
-    kept: bool = True
+    is_kept: bool = True
 
 
 def open_indexes(
     paths: Sequence[str], rules: IndexRules, place: IndexPlace = IndexPlace()
 ) -> list[FileIndex]:
-    """The index of every file, mapped where it is on the disk; every rank calls it.
+    """Open the index of every file, tokenizing those without one; every rank calls it.
+
+    Indexes on the disk are memory-mapped.
 
     Raises:
-        ConfigError: ``place`` cannot be written to.
-        DataError: see ``make_index``; an index cannot be written.
+        ConfigError: ``place`` cannot be written.
+        DataError: an index cannot be written, or see ``make_index``.
     """
     different = list(dict.fromkeys(paths))
     large = [path for path in different if _is_indexed(path, place)]
@@ -278,8 +287,8 @@ def open_indexes(
 
 
 def are_kept(paths: Sequence[str], place: IndexPlace) -> bool:
-    """True if ``open_indexes`` keeps the indexes on the disk."""
-    return place.kept and any(_is_indexed(path, place) for path in paths)
+    """True if ``open_indexes`` keeps an index of these files on the disk."""
+    return place.is_kept and any(_is_indexed(path, place) for path in paths)
 
 
 def _is_indexed(path: str, place: IndexPlace) -> bool:
@@ -289,24 +298,27 @@ def _is_indexed(path: str, place: IndexPlace) -> bool:
 def _open(path: str, folder: Path) -> FileIndex:
     index = open_index(folder, path)
     if index is None:
-        raise DataError(f"{path}: its index {folder} has disappeared; start again")
+        raise DataError(
+            f"{path}: its token cache {folder} has disappeared while the run started. Start again"
+        )
     return index
 
 
 def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
-    """Take the answer of this node's first rank; nodes that share a disk reuse rank 0's files."""
+    """Run ``prepare`` on the first rank of each node; return the result of this node's.
+
+    Rank 0 runs first, so that nodes that share its disk find its files and write none.
+    """
     process, host = find_process(os.environ), socket.gethostname()
 
     def on_node() -> tuple[str, Folders]:
         return host, prepare()
 
-    made = run_on_some(on_node if process.rank == 0 else None)
-    # Rank 0 comes first, so that nodes with its disk find its files and write none.
+    results = run_on_some(on_node if process.rank == 0 else None)
     if process.local_world_size < process.world_size:
         first_elsewhere = process.local_rank == 0 and process.rank > 0
-        made += run_on_some(on_node if first_elsewhere else None)
-    found = [folders for where, folders in filter(None, made) if where == host]
-    return found[0]
+        results += run_on_some(on_node if first_elsewhere else None)
+    return next(folders for name, folders in filter(None, results) if name == host)
 
 
 def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:
@@ -314,19 +326,19 @@ def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:
     if open_index(folder, path) is not None:
         say(f"{path}: already tokenized, in {folder}")
         return folder
-    kept = place.kept and _can_write(folder.parent, place)
-    if not kept:
+    is_kept = place.is_kept and _can_write(folder.parent, place)
+    if not is_kept:
         folder = make_temporary("nemo_aligner_index_") / folder.name
-    say(f"{path}: tokenizing to {folder}" + " (for this run only)" * (not kept))
-    begun = time.monotonic()
+    say(f"{path}: tokenizing to {folder}" + " (for this run only)" * (not is_kept))
+    start = time.monotonic()
     try:
         write_index(path, rules, folder, say)
     except OSError as error:
         raise DataError(
             f"{path}: its tokens cannot be written to {folder}: {write_problem(folder, error)}. "
-            "model.data.index_dir sets another folder"
+            "Set another folder by model.data.index_dir"
         ) from error
-    say(f"{path}: tokenized in {show_duration(time.monotonic() - begun)}")
+    say(f"{path}: tokenized in {show_duration(time.monotonic() - start)}")
     return folder
 
 
@@ -334,14 +346,15 @@ def _can_write(folder: Path, place: IndexPlace) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".nemo_aligner_{os.getpid()}"
-        # Tried, as os.access is wrong where a server has the last word, as on NFS.
+        # Make a folder to find out: os.access is wrong if a server decides, as on NFS.
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
         if place.folder is not None:
             raise ConfigError(
-                f"model.data.index_dir: got {place.folder}, wanted a folder to write to: {error}"
+                f"model.data.index_dir: {place.folder} cannot be written: {error}. Set a folder "
+                "that can be"
             ) from error
-        say(f"{folder}: cannot keep an index beside the data ({error.strerror})")
+        say(f"{folder}: cannot keep a token cache next to the data ({error.strerror})")
         return False
     return True

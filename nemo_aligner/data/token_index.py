@@ -1,4 +1,9 @@
-"""Index of a data file: its records as token ids, and all that a run needs of them, as arrays."""
+"""FileIndex: the records of a data file as arrays of token ids, bounds, labels and hashes.
+
+``make_index`` fills one, block by block, in memory or in a folder of ``token_cache.py``.
+``dataset.py`` joins those of several files to a data set. The arrays of a folder are memory-mapped,
+so that neither records nor tokens take memory in each rank.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +20,11 @@ from typing import Any, BinaryIO, Generic, TypeAlias, TypeVar, overload
 import numpy as np
 import torch
 
-from nemo_aligner.batch.packed import LabelColumns
+from nemo_aligner.batch.packed import LabelColumns, count_label_rows
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.readers import FileRules, ReaderConfig, open_file
+from nemo_aligner.data.readers import ReaderConfig, open_file
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.report import (
     MOST_KEPT,
@@ -32,21 +37,20 @@ from nemo_aligner.data.report import (
     find_contradicted,
     first_of_each,
 )
-from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules, tokenize_blocks
-
-# The index of a data file: its records as token ids, and all that a run needs of them.
+from nemo_aligner.data.token_workers import tokenize_blocks
+from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules
 
 _INT = np.dtype(np.int64)
-_COUNT = np.dtype(np.int32)  # of what every rank has in memory for each pair
+_COUNT = np.dtype(np.int32)  # for arrays that every rank may hold in memory
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
-# Called with the number of records tokenized so far.
 ShowProgress = Callable[[int], None]
+"""Called with the number of records tokenized so far."""
 
 
 @dataclass(frozen=True)
 class IndexRules:
-    """Rules that, with the file, decide what an index holds."""
+    """What determines an index in addition to the file: reading, contract and tokenizer."""
 
     reading: ReaderConfig
     contract: ScoringContract
@@ -55,15 +59,14 @@ class IndexRules:
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """Facts about a file that an index holds beside its arrays.
+    """Facts about a file that an index has in addition to its arrays.
 
     Attributes:
-        summary: summary of the file.
+        summary: summary of the file, for reports.
         columns: names of the label columns.
-        parsed: records that were read and not dropped before they were tokenized.
-        token_type: type of the ids.
-        digest: sha256 (hex) of token ids, labels and ranks (see ``digest_of``).
-        has_steps: whether sequences have a reward for each of their turns or steps.
+        parsed: number of records that were left to tokenize.
+        token_type: numpy type of the stored ids.
+        digest: sha256 (hex) of token ids, labels and ranks (see ``end_digest``).
     """
 
     summary: FileSummary
@@ -71,51 +74,50 @@ class IndexFacts:
     parsed: int
     token_type: str
     digest: str
-    has_steps: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Convert to JSON values."""
         return {**vars(self), "summary": self.summary.to_dict(), "columns": list(self.columns)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], path: str) -> IndexFacts:
-        """The inverse of ``to_dict``, of the file at ``path``."""
+        """Read the result of ``to_dict``, for the file at ``path``."""
         summary = FileSummary.from_dict(values["summary"], path)
         return cls(**{**values, "summary": summary, "columns": tuple(values["columns"])})
 
 
 class FileIndex:
-    """N records with S sequences of T tokens.
+    """N records with Q samples of T tokens and S rewards.
 
     Attributes:
-        tokens: ``[T]`` uint16 or int32, sequence after sequence.
-        offsets: ``[S + 1]`` int64, from 0 to T.
-        bounds: ``[N + 1]`` int64 sequences of the records, from 0 to S.
-        ranks, reply_lengths: ``[S]`` int32, as in ``TokenizedDataset``.
+        tokens: ``[T]`` uint16 or int32, sample after sample.
+        offsets: ``[Q + 1]`` int64, from 0 to T.
+        sample_bounds, reward_bounds: ``[N + 1]`` and ``[Q + 1]`` int64, as in ``Records``.
+        labels: ``[L, C]`` float32, as there.
+        ranks, reply_lengths: ``[Q]`` and ``[S]`` int32, as there.
+        places: ``[S]`` int32, as in ``TokenizedDataset``.
         prefixes: ``[N]`` int32, as there.
-        lines: ``[N]`` int64.
-        sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
-        labels: ``[N, C]`` float32.
-        reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
-            int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
-        record_keys: uint64 in ascending order, of records that differ.
-        verdict_keys, verdict_counts: ``[V]`` uint64, and ``[N]`` int32 of them for each record.
-        prompts: prompts of all records.
+        lines: ``[N]`` int64, line on which each record begins.
+        sources: ``[N]`` int32 index of each record's source in ``facts.summary.sources``.
+        record_keys: uint64 hashes of the different records, in ascending order.
+        verdict_keys: ``[V]`` uint64 hashes of the verdicts (``records.verdict_keys``).
+        verdict_counts: ``[N]`` int32 number of verdicts of each record.
+        prompts: hashes and lines of the different prompts.
     """
 
     def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
         self.facts = facts
         self.tokens = arrays.read("tokens", np.dtype(facts.token_type))
         self.offsets = arrays.read("offsets", _INT)
-        self.bounds = arrays.read("bounds", _INT)
+        self.sample_bounds = arrays.read("sample_bounds", _INT)
+        self.reward_bounds = arrays.read("reward_bounds", _INT)
         self.ranks = arrays.read("ranks", _COUNT)
         self.reply_lengths = arrays.read("reply_lengths", _COUNT)
         self.prefixes = arrays.read("prefixes", _COUNT)
         self.lines = arrays.read("lines", _INT)
         self.sources = arrays.read("sources", np.dtype(np.int32))
         self.labels = _labels(arrays, len(self.lines), facts.columns)
-        self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
-        self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
+        self.places = arrays.read("places", _COUNT)
         self.record_keys = arrays.read("record_keys", _KEY)
         self.verdict_keys = arrays.read("verdict_keys", _KEY)
         self.verdict_counts = arrays.read("verdict_counts", _COUNT)
@@ -142,51 +144,49 @@ def make_index(
     """Tokenize a file into ``arrays``, which are empty.
 
     Raises:
-        ConfigError: there is no format of the name.
-        DataError: the file as a whole cannot be read, or see ``tokenize_blocks``.
+        ConfigError: there is no format of that name.
+        DataError: the file cannot be read, or see ``tokenize_blocks``.
         OSError: the arrays cannot be written.
     """
-    of_file, blocks = open_file(path, rules.reading)
-    to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
-    writer = _Writer(arrays, rules.contract.has_steps)
-    for block in tokenize_blocks(blocks, to_tokens, processes):
+    file_rules, blocks = open_file(path, rules.reading)
+    token_rules = TokenRules(file_rules, rules.contract, rules.tokenizer)
+    writer = _Writer(arrays)
+    for block in tokenize_blocks(blocks, token_rules, processes):
         writer.add(block)
         if show is not None:
             show(writer.records)
-    return FileIndex(writer.finish(of_file, to_tokens.token_type.name), arrays)
+    return FileIndex(writer.finish(token_rules), arrays)
 
 
 class _Writer:
-    """Block after block to arrays; what is left in memory does not grow with them."""
+    """Appends blocks to arrays; its own memory does not grow with the number of records."""
 
-    def __init__(self, arrays: Arrays, has_steps: bool) -> None:
+    def __init__(self, arrays: Arrays) -> None:
         self.records = 0
         self._arrays = arrays
-        self._all = TokenizedBlock()
+        # Sums over the blocks, without their arrays.
+        self._total = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
-        self._ends = {"offsets": 0, "bounds": 0}
+        self._ends = {"offsets": 0, "sample_bounds": 0, "reward_bounds": 0}
         self._digest = hashlib.sha256()
-        if has_steps:
-            self._ends["read_bounds"] = 0
         for name in self._ends:
             arrays.append(name, np.zeros(1, _INT))
 
     def add(self, block: TokenizedBlock) -> None:
         """Append a block."""
-        every, parts = self._all, dict(block.arrays)
-        every.counts.update(block.counts)
-        every.unread.update(block.unread)
-        every.parsed += block.parsed
-        every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
-        every.pairs += block.pairs
-        every.longer += block.longer
+        total, parts = self._total, dict(block.arrays)
+        total.counts.update(block.counts)
+        total.unread.update(block.unread)
+        total.parsed += block.parsed
+        total.malformed += block.malformed[: MOST_KEPT - len(total.malformed)]
+        total.pairs += block.pairs
+        total.longer += block.longer
         self._add_to_digest(parts["tokens"], parts["lengths"])
         self._add_ends("offsets", parts.pop("lengths"))
-        self._add_ends("bounds", parts.pop("sizes"))
-        if "read_bounds" in self._ends:
-            self._add_ends("read_bounds", parts.pop("read_counts"))
-        parts["sources"] = self._codes(block.sources)
+        self._add_ends("sample_bounds", parts.pop("sample_counts"))
+        self._add_ends("reward_bounds", parts.pop("reward_counts"))
+        parts["sources"] = self._number_sources(block.sources)
         for name, part in parts.items():
             self._arrays.append(name, part)
         self.records += len(block.sources)
@@ -196,7 +196,7 @@ class _Writer:
         self._arrays.append(name, ends)
         self._ends[name] += int(lengths.sum())
 
-    def _codes(self, sources: Sequence[str]) -> np.ndarray:
+    def _number_sources(self, sources: Sequence[str]) -> np.ndarray:
         names, counts = self._names, self._sources
         codes = [names.setdefault(source, len(names)) for source in sources]
         counts += [0] * (len(names) - len(counts))
@@ -210,9 +210,9 @@ class _Writer:
             add_sequence(self._digest, tokens[start : start + length])
             start += length
 
-    def finish(self, rules: FileRules, token_type: str) -> IndexFacts:
-        """Summary of all blocks, after the last one."""
-        arrays, every = self._arrays, self._all
+    def finish(self, token_rules: TokenRules) -> IndexFacts:
+        """Summarize all blocks, after the last one was added."""
+        arrays, total, rules = self._arrays, self._total, token_rules.file
         lines = arrays.read("lines", _INT)
         different = np.unique(arrays.read("record_keys", _KEY))
         keys, first_lines = first_of_each(arrays.read("prompt_keys", _KEY), lines)
@@ -223,26 +223,21 @@ class _Writer:
         verdict_counts = arrays.read("verdict_counts", _COUNT)
         opposed = find_contradicted(verdicts, verdict_counts, [np.unique(verdicts)])
         counts = {
-            **every.counts,
+            **total.counts,
             "duplicates": self.records - len(different),
             "contradicted": int(opposed.sum()),
             "kept": self.records,
         }
-        has_steps = "read_bounds" in self._ends
-        labels = _labels(arrays, self.records, rules.columns)
-        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
-        prefixes = arrays.read("prefixes", _COUNT)
-        saved = prefixes * (np.diff(bounds) - 1)
-        reads = arrays.read("reads", _COUNT) if has_steps else None
+        sample_bounds = arrays.read("sample_bounds", _INT)
+        reward_bounds = arrays.read("reward_bounds", _INT)
+        label_rows = count_label_rows(*map(torch.from_numpy, (sample_bounds, reward_bounds)))
+        labels = _labels(arrays, int(label_rows.sum()), rules.columns)
+        prefixes, ranks = arrays.read("prefixes", _COUNT), arrays.read("ranks", _COUNT)
+        saved = prefixes * (np.diff(sample_bounds) - 1)
         reply_lengths = arrays.read("reply_lengths", _COUNT)
-        if has_steps:
-            read_bounds = arrays.read("read_bounds", _INT)
-            bounds = read_bounds[bounds]
-            if rules.kind is RecordKind.comparison:
-                # A text's last reward is the one with the length of the reply.
-                reply_lengths = reply_lengths[read_bounds[1:] - 1]
-        # A row of labels for each record or, of rated steps, for each reward.
-        rows = np.diff(bounds) if len(labels) == bounds[-1] else 1
+        if rules.kind is RecordKind.comparison:
+            # The length of the whole reply is that of the sample's last reward.
+            reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
         summary = FileSummary(
             path=rules.path,
@@ -253,19 +248,22 @@ class _Writer:
             reply_lengths=LengthSummary.of(reply_lengths),
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary.of(columns),
-            longer_chosen=every.longer / every.pairs if every.pairs else None,
+            longer_chosen=total.longer / total.pairs if total.pairs else None,
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
-            malformed=every.malformed,
-            far_labels=far_labels(columns, Origins([(rules.path, np.repeat(lines, rows))])),
-            unread=dict(every.unread),
+            malformed=total.malformed,
+            far_labels=far_labels(
+                columns, Origins([(rules.path, np.repeat(lines, label_rows.numpy()))])
+            ),
+            unread=dict(total.unread),
         )
-        end_digest(self._digest, labels, ranks, bounds, reads)
-        digest = self._digest.hexdigest()
-        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest, has_steps)
+        places = arrays.read("places", _COUNT) if token_rules.contract.has_steps else None
+        end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places)
+        digest, token_type = self._digest.hexdigest(), token_rules.token_type.name
+        return IndexFacts(summary, rules.columns, total.parsed, token_type, digest)
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:
-    """Add the ids of one sequence to a digest, whatever their type."""
+    """Add the ids of one sequence to a digest; their numpy type does not matter."""
     digest.update(len(tokens).to_bytes(8, "little"))
     digest.update(tokens.astype(np.int32).tobytes())
 
@@ -274,22 +272,29 @@ def end_digest(
     digest: Any,
     labels: np.ndarray,
     ranks: np.ndarray,
-    bounds: np.ndarray,
-    reads: np.ndarray | None = None,
+    sample_bounds: np.ndarray,
+    reward_bounds: np.ndarray,
+    places: np.ndarray | None = None,
 ) -> None:
-    """Add labels to a digest, ranks where the order of completions does not say them, and reads."""
+    """Add labels, ranks and ``places`` to a digest.
+
+    Ranks are added only if they differ from the order of the samples, and once for each reward, so
+    that the digests in the states of earlier runs stay valid. ``places`` are None unless the
+    contract scores turns or steps.
+    """
     digest.update(np.ascontiguousarray(labels).tobytes())
-    places = np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))
-    if not np.array_equal(ranks, places):
+    ranks = np.repeat(ranks, np.diff(reward_bounds))
+    bounds = reward_bounds[sample_bounds]
+    if not np.array_equal(ranks, np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))):
         digest.update(ranks.astype(_INT).tobytes())
-    if reads is not None:
-        add_sequence(digest, reads)
+    if places is not None:
+        add_sequence(digest, places)
 
 
-# Named arrays that grow at their end: files of a folder, or bytes in memory.
+# Named arrays to which parts are appended: files of a folder, or bytes in memory.
 #
-# Not megatron-core's IndexedDataset: it has sequences and documents alone, so ranks, labels, reply
-# lengths and lines would need such files beside it anyway.
+# megatron-core's IndexedDataset has only sequences and documents: ranks, labels, reply lengths and
+# lines would need these files in addition.
 
 
 class ArraysInMemory:
@@ -299,27 +304,26 @@ class ArraysInMemory:
         self._bytes: dict[str, bytearray] = {}
 
     def append(self, name: str, part: np.ndarray) -> None:
-        """Append ``part`` to an array."""
+        """Append ``part`` to the array ``name``, which is empty at first."""
         self._bytes.setdefault(name, bytearray()).extend(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace an array."""
+        """Replace the array ``name``."""
         self._bytes[name] = bytearray(array.tobytes())
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """Read a whole array, ``[n]`` or ``[n, width]``."""
-        return _shaped(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
+        """Read all of the array ``name``, ``[n]`` or ``[n, width]``."""
+        return _reshape(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each."""
+        """Measure each array, in bytes."""
         return {name: len(content) for name, content in self._bytes.items()}
 
 
 class ArraysInFolder:
-    """Arrays in files of ``folder``, without a header; they are memory-mapped when read.
+    """Arrays in files of ``folder``, without a header; reading memory-maps them.
 
-    Raises:
-        OSError: a file cannot be read or written.
+    All methods raise OSError if a file cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -327,35 +331,35 @@ class ArraysInFolder:
         self._open: dict[str, BinaryIO] = {}
 
     def append(self, name: str, part: np.ndarray) -> None:
-        """Append ``part`` to an array."""
+        """Append ``part`` to the array ``name``, which is empty at first."""
         if name not in self._open:
             self._open[name] = self._path(name).open("ab")
         self._open[name].write(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace an array."""
+        """Replace the array ``name``."""
         file = self._open.pop(name, None)
         if file is not None:
             file.close()
-        # Not written over: what is mapped of the old file stays.
+        # The old file is unlinked, not overwritten, because it may still be mapped.
         self._path(name).unlink(missing_ok=True)
         self.append(name, array)
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """Map a whole array, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
+        """Map the array ``name``, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
         if name in self._open:
             self._open[name].flush()
         path = self._path(name)
         if not path.exists() or path.stat().st_size == 0:
-            return _shaped(np.zeros(0, dtype), width)
-        return _shaped(np.memmap(path, dtype, mode="c"), width)
+            return _reshape(np.zeros(0, dtype), width)
+        return _reshape(np.memmap(path, dtype, mode="c"), width)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each."""
+        """Measure each array, in bytes."""
         return {path.stem: path.stat().st_size for path in self._folder.glob("*.bin")}
 
     def close(self) -> None:
-        """Have all of it on the disk."""
+        """Write all arrays to the disk, and close their files."""
         for file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
@@ -367,26 +371,26 @@ class ArraysInFolder:
 
 
 Arrays: TypeAlias = ArraysInMemory | ArraysInFolder
-"""Arrays that are written part by part, and read from once they are complete."""
+"""Arrays that are written part by part, and read once they are complete."""
 
 
-def _shaped(array: np.ndarray, width: int | None) -> np.ndarray:
-    # Not a memmap: each slice of one costs much more than one of a plain array.
+def _reshape(array: np.ndarray, width: int | None) -> np.ndarray:
+    # Slicing a memmap is much slower than slicing a plain array.
     plain = array.view(np.ndarray)
     if width is None:
         return plain
     return plain.reshape(-1, width) if width else np.zeros((0, 0), array.dtype)
 
 
-# Views of a data set as sequences of records, without an object for each record.
+# Sequences over the records of several files, without an object in memory for each record.
 #
-# Arrays of several files are not joined, so that mapped ones cost no memory.
+# The arrays of the files are not concatenated, so that mapped ones take no memory.
 
 Item = TypeVar("Item")
 
 
 class FileParts(Sequence[Item], Generic[Item]):
-    """Items of several files, of which each has so many."""
+    """A sequence of the items of several files; ``sizes`` are their numbers of items."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._starts = [0, *accumulate(sizes)]
@@ -402,45 +406,46 @@ class FileParts(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
-            return [self._at(each) for each in range(*index.indices(len(self)))]
-        return self._at(range(len(self))[index])
+            return [self._read(number) for number in range(*index.indices(len(self)))]
+        return self._read(range(len(self))[index])
 
-    def _at(self, index: int) -> Item:
+    def _read(self, index: int) -> Item:
         part = bisect_right(self._starts, index) - 1
-        return self._of_part(part, index - self._starts[part])
+        return self._read_part(part, index - self._starts[part])
 
     @abstractmethod
-    def _of_part(self, part: int, index: int) -> Item: ...
+    def _read_part(self, part: int, index: int) -> Item:
+        """Return an item of the file with the number ``part``."""
 
 
 class Origins(FileParts[Origin]):
-    """File and line of every record; ``parts`` are a path and ``[n]`` lines for each file."""
+    """File and line of each record; ``parts`` are a path and lines ``[n]`` for each file."""
 
     def __init__(self, parts: Sequence[tuple[str, np.ndarray]]) -> None:
         super().__init__([len(lines) for _, lines in parts])
         self._parts = parts
 
-    def _of_part(self, part: int, index: int) -> Origin:
+    def _read_part(self, part: int, index: int) -> Origin:
         path, lines = self._parts[part]
         return Origin(path, int(lines[index]))
 
 
 class Sources(FileParts[str]):
-    """Sources of records; ``parts`` are names, and ``[n]`` indices of the name that each has."""
+    """Source of each record; ``parts`` are names, and an index ``[n]`` into them, for each file."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[str], np.ndarray]]) -> None:
         super().__init__([len(codes) for _, codes in parts])
         self._parts = parts
 
-    def _of_part(self, part: int, index: int) -> str:
+    def _read_part(self, part: int, index: int) -> str:
         names, codes = self._parts[part]
         return names[codes[index]]
 
 
 class TokenSequences(FileParts[np.ndarray]):
-    """S sequences as ``[L]`` int32 each.
+    """Token ids of Q samples, ``[L]`` int32 each.
 
-    ``parts`` are for each file ``[T]`` tokens, and ``[s + 1]`` offsets of its sequences into them.
+    ``parts`` are, for each file, tokens ``[T]`` and offsets ``[q + 1]`` of its samples into them.
     """
 
     def __init__(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -449,25 +454,25 @@ class TokenSequences(FileParts[np.ndarray]):
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> TokenSequences:
-        """Build from sequences that lie anywhere in memory."""
+        """Copy sequences of token ids."""
         flat = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
         offsets = np.array([0, *accumulate(map(len, flat))], dtype=np.int64)
         return cls([(np.concatenate([np.zeros(0, np.int32), *flat]), offsets)])
 
-    def _of_part(self, part: int, index: int) -> np.ndarray:
+    def _read_part(self, part: int, index: int) -> np.ndarray:
         tokens, offsets = self._parts[part]
         return tokens[offsets[index] : offsets[index + 1]].astype(np.int32)
 
     @property
     def num_tokens(self) -> int:
-        """T, of all of them."""
+        """Number of tokens of all samples."""
         return sum(int(offsets[-1]) for _, offsets in self._parts)
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        """``[stop - start]`` int64 tokens of these sequences."""
-        found = [np.zeros(0, np.int64)]
+        """Count the tokens of the samples from ``start`` to ``stop``, ``[stop - start]`` int64."""
+        lengths = [np.zeros(0, np.int64)]
         for (_, offsets), first in zip(self._parts, self._starts, strict=False):
             low = min(max(start - first, 0), len(offsets) - 1)
             high = min(max(stop - first, 0), len(offsets) - 1)
-            found.append(np.diff(offsets[low : high + 1]))
-        return np.concatenate(found)
+            lengths.append(np.diff(offsets[low : high + 1]))
+        return np.concatenate(lengths)

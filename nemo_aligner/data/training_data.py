@@ -1,4 +1,9 @@
-"""Data of a training run: what to train, validate and test on, and which records a step takes."""
+"""Data of a training run: ``TrainingData``, its data sets; ``TrainLoader``, the packs of each step.
+
+``training/prepare.py`` calls ``build_training_data``, which joins the token indexes of all files,
+completes the scoring contract with what the labels determine, and checks that labels and lengths
+fit. ``training/learner.py`` asks ``TrainLoader`` for the packs of a step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,10 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class TrainingData:
-    """All data of a run, the contract that its labels complete, and what is to be learned."""
+    """The data sets of a run, its scoring contract, and its objective.
+
+    The contract has the means of the training labels, and the readout that the objective needs.
+    """
 
     train: TokenizedDataset
     validation: list[TokenizedDataset]
@@ -43,14 +51,15 @@ class TrainingData:
         return [self.train, *self.validation, *self.test]
 
     def table(self) -> str:
-        """The start-up table of every dataset."""
+        """Render the start-up table of every data set."""
         return "\n".join(dataset.table() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:
-        """Limit every validation set to ``count`` records, drawn once; None leaves them whole."""
+        """Limit every validation set to ``count`` records, drawn by ``seed``; None keeps all."""
         if count is None:
             return self
-        return replace(self, validation=[each.draw(count, seed) for each in self.validation])
+        validation = [dataset.draw(count, seed) for dataset in self.validation]
+        return replace(self, validation=validation)
 
 
 def build_training_data(
@@ -61,75 +70,78 @@ def build_training_data(
     measure_label_means: bool = True,
     length_dependent_rope: Callable[[int], int] | None = None,
 ) -> TrainingData:
-    """Open the tokens of ``model.data.data_prefix``, and centre labels on the contract's means.
+    """Tokenize the files of ``model.data.data_prefix``, or open their token caches.
 
-    These are the training set's, unless ``measure_label_means`` is false. Every rank calls it.
-    ``length_dependent_rope`` is the model's (of ``ModelShape``) if texts are not all rotated alike.
+    Every rank calls it.
+
+    Args:
+        contract: its template and tokenizer make the tokens; its label means are replaced.
+        measure_label_means: centre labels on the training set's means; False keeps the contract's.
+        length_dependent_rope: the model's (of ``ModelShape``) if its RoPE depends on the length.
 
     Raises:
-        ConfigError: no training file, a record too large for ``model.micro_batch_tokens``, or see
-            ``build_objective`` and ``open_indexes``.
+        ConfigError: there is no training file, a record is too large for
+            ``model.micro_batch_tokens``, or see ``build_objective`` and ``open_indexes``.
         DataError: see ``open_indexes``, ``check_indexes``, ``join_indexes`` and ``check_overlap``.
     """
     prefix = config.data.data_prefix
     if not prefix.train:
-        raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
-    objective = build_objective(config, contract.attributes, contract.attribute_weights)
+        raise ConfigError("model.data.data_prefix.train: no file to train on. Name at least one")
+    objective = build_objective(
+        config, contract.attributes, contract.attribute_weights, contract.has_steps
+    )
     _check_reads(contract, objective)
     contract = with_aggregate(contract, objective.aggregate)
-    how = how_to_read(config, objective)
+    reading = how_to_read(config, objective)
     indexes = open_indexes(
         prefix.all_files,
-        IndexRules(how, contract, tokenizer),
+        IndexRules(reading, contract, tokenizer),
         IndexPlace(config.data.index_dir, config.data.keep_index),
     )
-    check_indexes(indexes, how.rule)
+    check_indexes(indexes, reading.rule)
     split = len(prefix.train)
     train = join_indexes(indexes[:split], "train")
-    names = [*_names("validation", prefix.validation), *_names("test", prefix.test)]
+    names = [*_name_sets("validation", prefix.validation), *_name_sets("test", prefix.test)]
     heldout = [
         _mark_overlap(join_indexes([index], name), train, config.data.allow_prompt_overlap)
         for index, name in zip(indexes[split:], names, strict=True)
     ]
-    # Where a long text is rotated otherwise (LongRoPE), its states differ from the first token on.
     if length_dependent_rope is not None:
-        train, *heldout = (each.sharing_by(length_dependent_rope) for each in (train, *heldout))
-    # Bins and quantiles may be set by the labels, which are known only now.
-    objective = _fitted(objective, train, contract)
+        train, *heldout = (data.sharing_by(length_dependent_rope) for data in (train, *heldout))
+    # The labels may determine bins and quantiles, and were not known before.
+    objective = _fit_objective(objective, train, contract)
     contract = contract.with_readout(objective.readout)
     for dataset in (train, *heldout):
         _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
-    is_rated = objective.record_kind is RecordKind.rating
-    if is_rated and objective.centres_labels:
-        if measure_label_means:
-            contract = contract.with_label_means(_measured_means(train, contract.attributes))
-        means = dict(zip(contract.attributes, contract.label_means, strict=True))
-        train, heldout = train.centred_on(means), [each.centred_on(means) for each in heldout]
-    elif is_rated and any(contract.label_means):
-        # Of the model to start from, whose labels were centred; these are learned as they are.
-        contract = contract.with_label_means([0.0] * len(contract.attributes))
+    if objective.record_kind is RecordKind.rating:
+        contract = _choose_label_means(contract, objective, train, measure_label_means)
+        if objective.centres_labels:
+            means = dict(zip(contract.attributes, contract.label_means, strict=True))
+            train, *heldout = (data.centred_on(means) for data in (train, *heldout))
     validation, test = heldout[: len(prefix.validation)], heldout[len(prefix.validation) :]
     return TrainingData(train, validation, contract, objective, test)
 
 
 def _check_reads(contract: ScoringContract, objective: Objective) -> None:
-    """Refuse an objective that cannot learn from what the head reads."""
+    """Raise ConfigError if the objective cannot learn from rewards of turns or steps."""
     reads = contract.scored_position
     if contract.has_steps and objective.takes_comparisons:
         raise ConfigError(
-            f"model.head.reads: got {reads}, wanted last_token or reply_mean: model.objective "
-            "learns from pairs and ratings at once, and has no rule for rewards of steps"
+            f"model.head.reads: {reads} is not supported by this model.objective, which learns "
+            "from pairs and ratings at once and has no rule for rewards of steps. Use last_token "
+            "or reply_mean"
         )
     if contract.has_steps and objective.aggregate is None:
         raise ConfigError(
-            f"model.head.reads: got {reads}, wanted last_token or reply_mean: model.objective has "
-            "one reward for each text; model.objective=bradley_terry makes one of all of them"
+            f"model.head.reads: {reads} is not supported by this model.objective, which needs one "
+            "reward for each sample. Use last_token or reply_mean, or "
+            "model.objective=bradley_terry, which aggregates the rewards of steps"
         )
 
 
 def how_to_read(config: ModelConfig, objective: Objective) -> ReaderConfig:
-    """Rules by which the files of ``model.data.data_prefix`` become records."""
+    """Build the rules by which the files of ``model.data.data_prefix`` are read."""
     is_rating = objective.record_kind is RecordKind.rating
     return ReaderConfig.of(
         config.data,
@@ -152,7 +164,18 @@ def _mark_overlap(
     return replace(dataset, reports=reports)
 
 
-def _measured_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:
+def _choose_label_means(
+    contract: ScoringContract, objective: Objective, train: TokenizedDataset, measure: bool
+) -> ScoringContract:
+    if objective.centres_labels and measure:
+        return contract.with_label_means(_measure_means(train, contract.attributes))
+    if not objective.centres_labels and any(contract.label_means):
+        # The model to start from was trained on centred labels; this objective does not centre.
+        return contract.with_label_means([0.0] * len(contract.attributes))
+    return contract
+
+
+def _measure_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:
     # An objective may read more columns than there are attributes.
     labels = train.records.labels
     by_name = dict(zip(labels.names, labels.measured_means(), strict=True))
@@ -160,28 +183,33 @@ def _measured_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple
     for name, mean in zip(attributes, means, strict=True):
         if math.isnan(mean):
             files = [report.path for report in train.reports]
-            raise DataError(f"{files}: no record has a label of {name}")
+            raise DataError(
+                f"{files}: no record has a label of {name}. Add such labels, or remove the "
+                "attribute from model.regression.attributes"
+            )
     return means
 
 
-def _fitted(objective: Objective, train: TokenizedDataset, contract: ScoringContract) -> Objective:
-    """The objective with what it takes from the data, and the head that training starts from."""
-    kept = contract.output_readout
+def _fit_objective(
+    objective: Objective, train: TokenizedDataset, contract: ScoringContract
+) -> Objective:
+    """Complete the objective by the training labels and the readout of the head to start from."""
+    head_readout = contract.output_readout
     try:
-        objective = objective.fitted(train.records.labels, kept)
+        objective = objective.fitted(train.records.labels, head_readout)
     except ValueError as error:
         files = [report.path for report in train.reports]
         raise ConfigError(f"model.objective_kwargs: {error} in {files}") from error
-    if kept is not None and objective.readout != kept:
+    if head_readout is not None and objective.readout != head_readout:
         raise ConfigError(
-            f"model.objective: got one with {_described(objective.readout)} for each "
-            f"attribute, and the reward model to start from has {_described(kept)}; wanted the "
-            "same, or pretrained_checkpoint.new_head=true"
+            f"model.objective: it has {_describe_readout(objective.readout)} for each attribute, "
+            f"and the reward model to start from {_describe_readout(head_readout)}. Choose an "
+            "objective with the same outputs, or set pretrained_checkpoint.new_head=true"
         )
     return objective
 
 
-def _described(readout: Readout | None) -> str:
+def _describe_readout(readout: Readout | None) -> str:
     return "one output" if readout is None else f"{readout.kind} {readout.numbers}"
 
 
@@ -190,18 +218,19 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
     low, high = label_limits(objective, labels.names).unbind(dim=1)
     outside = ((labels.values < low) | (labels.values > high)).nonzero().tolist()
     if outside:
-        record, column = outside[0]
-        least, most = float(low[column]), float(high[column])
-        wanted = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+        row, column = outside[0]
+        lowest, highest = float(low[column]), float(high[column])
+        limits = f"{lowest:g} or more" if highest == math.inf else f"{lowest:g} to {highest:g}"
         raise DataError(
-            f"{dataset.label_origins[record]}: {labels.names[column]}: got "
-            f"{float(labels.values[record, column]):g}, wanted {wanted}, as "
-            f"model.objective needs it ({len(outside)} labels of {dataset.name} are not)"
+            f"{dataset.label_origins[row]}: {labels.names[column]}: the label "
+            f"{float(labels.values[row, column]):g} is not {limits}, as model.objective needs it. "
+            f"Rescale the labels, or choose another objective ({len(outside)} labels of "
+            f"{dataset.name} are out of range)"
         )
 
 
-def _names(part: str, paths: Sequence[str]) -> list[str]:
-    """``<part>-<name>``: the files' names without endings, numbered where two are alike."""
+def _name_sets(part: str, paths: Sequence[str]) -> list[str]:
+    """Name data sets ``<part>-<file name>`` without endings, numbered if two are the same."""
     stems = [Path(path).name.split(".")[0] for path in paths]
     return [
         f"{part}-{stem}" if stems.count(stem) == 1 else f"{part}-{stem}_{number}"
@@ -213,18 +242,18 @@ def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
     largest, size = largest_record(dataset)
     if size > micro_batch_tokens:
         raise ConfigError(
-            f"model.micro_batch_tokens: got {micro_batch_tokens}, wanted at least "
-            f"{size}, the tokens of {dataset.origins[largest]} "
-            f"({len(dataset.lengths(largest))} sequences)"
+            f"model.micro_batch_tokens: got {micro_batch_tokens}, wanted at least {size}, the "
+            f"tokens of the {len(dataset.lengths(largest))} samples of "
+            f"{dataset.origins[largest]}. Raise it, or lower model.data.seq_length"
         )
 
 
-# The records of a step: a function of the step alone, which is all a resumed run needs.
+# The records of a step depend on the number of the step alone, which is all a resumed run needs.
 #
-# The records form one endless stream, epoch after epoch, every epoch in an order of its own that
-# follows from ``(seed, epoch)`` and the weights of files, if there are any. Step k
-# (from 0) takes records ``k * global_batch_size`` up to the next multiple: every batch is full, and
-# one may hold the end of an epoch and the start of the next.
+# The records form one endless stream, epoch after epoch. The order of an epoch follows from
+# ``(seed, epoch)`` and the weights of the files, if there are any. Step k, counted from 0, takes
+# the records from ``k * global_batch_size`` up to the next multiple: every batch is full, and may
+# contain the end of an epoch and the start of the next.
 
 
 @dataclass(frozen=True)
@@ -232,10 +261,10 @@ class StepPlan:
     """Records of one training step, and the rank that computes each.
 
     Attributes:
-        record_ids: records of the global batch, in order; the same at any layout.
-        owners: data parallel rank that computes each of them; every rank has some.
-        packs: packs of this rank, whose number may differ between ranks. Their rows are those of
-            the global batch's rewards.
+        record_ids: records of the global batch, in order; the same with any parallel layout.
+        owners: data parallel rank that computes each record; every rank has at least one.
+        packs: packs of this rank; their number may differ between ranks. Their ``rows`` are
+            positions among the rewards of the global batch.
     """
 
     record_ids: list[int]
@@ -244,9 +273,9 @@ class StepPlan:
 
 
 class TrainLoader:
-    """The plan of every step, with ranks as even as ``packing.record_cost`` tells.
+    """Plans the records and packs of every step; ``packing.record_cost`` balances the ranks.
 
-    The step to come is packed while the present one is computed.
+    A thread packs the next step while the current one is computed.
     """
 
     def __init__(
@@ -263,7 +292,7 @@ class TrainLoader:
         if global_batch_size < dp_size:
             raise ConfigError(
                 f"model.global_batch_size: got {global_batch_size}, wanted at least {dp_size}, one "
-                "record for every data-parallel rank"
+                "record for each data parallel rank"
             )
         self._dataset = dataset
         self._global_batch_size = global_batch_size
@@ -277,34 +306,34 @@ class TrainLoader:
         self._ahead: tuple[int, Future[StepPlan]] | None = None
 
     def total_steps(self, max_epochs: int, max_steps: int | None = None) -> int:
-        """Full batches in ``max_epochs`` epochs, at most ``max_steps``.
+        """Count the full batches in ``max_epochs`` epochs, at most ``max_steps``.
 
         Raises:
-            ConfigError: not even one batch is full.
+            ConfigError: there is no full batch.
         """
         records = max_epochs * len(self._dataset)
         steps = records // self._global_batch_size
         if steps == 0:
             raise ConfigError(
                 f"model.global_batch_size: got {self._global_batch_size}, wanted at most "
-                f"{records}, the records of trainer.rm.max_epochs={max_epochs}"
+                f"{records}, the number of records in trainer.rm.max_epochs={max_epochs}"
             )
         return steps if max_steps is None else min(steps, max_steps)
 
     def global_batch(self, step: int) -> list[int]:
-        """The records of ``step`` over all ranks; the same on every rank and at any layout."""
+        """Return the records of ``step`` over all ranks, the same with any parallel layout."""
         first = step * self._global_batch_size
         return [self._order.record(first + place) for place in range(self._global_batch_size)]
 
     def plan(self, step: int) -> StepPlan:
-        """This rank's view of ``step``, counted from 0."""
+        """Return the plan of ``step``, counted from 0, with the packs of this rank."""
         ahead, self._ahead = self._ahead, None
         plan = ahead[1].result() if ahead and ahead[0] == step else self._plan(step)
         self._ahead = step + 1, self._packer.submit(self._plan, step + 1)
         return plan
 
     def imbalance(self, steps: range) -> Imbalance:
-        """Measure how far the work of ``steps`` is from even."""
+        """Measure how unevenly the work of ``steps`` is balanced."""
         ranks, packs = [], []
         for step in steps:
             batch = self.global_batch(step)
@@ -312,8 +341,8 @@ class TrainLoader:
             work = [sum(self._cost(batch[index]) for index in indices) for indices in rank_shares]
             ranks.append(_largest_to_mean(work))
             for indices in rank_shares:
-                of_rank = self._pack(batch, indices)
-                work = [sum(map(self._cost, pack.records.ids.tolist())) for pack in of_rank]
+                rank_packs = self._pack(batch, indices)
+                work = [sum(map(self._cost, pack.records.ids.tolist())) for pack in rank_packs]
                 packs.append(_largest_to_mean(work))
         return Imbalance(fmean(ranks), fmean(packs))
 
@@ -328,11 +357,11 @@ class TrainLoader:
         )
 
     def _rank_shares(self, batch: Sequence[int]) -> list[list[int]]:
-        """For every rank, the indices into ``batch`` of the records that it computes."""
+        """List, for every rank, the indices into ``batch`` of the records that it computes."""
         return share_out([self._cost(record) for record in batch], self._dp_size)
 
     def _pack(self, batch: Sequence[int], indices: Sequence[int]) -> list[PackedBatch]:
-        bounds = self._dataset.records.select(batch).bounds.tolist()
+        bounds = self._dataset.records.select(batch).record_bounds.tolist()
         return pack_records(
             self._dataset,
             [batch[index] for index in indices],
@@ -347,7 +376,7 @@ class TrainLoader:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """The largest part of a step over the mean one, on average over steps; 1 is even.
+    """Work of the largest part over that of the mean part, averaged over steps; 1 is balanced.
 
     Attributes:
         ranks: imbalance of a step's work over the data parallel ranks.
@@ -369,12 +398,13 @@ def validation_batches(
     dp_size: int,
     query_key_cost: float = 0.0,
 ) -> list[PackedBatch]:
-    """This rank's packs of every record once; empty on a rank beyond the last record.
+    """Pack the share of one rank of a data set, over which each record occurs once.
 
-    Their rows are those of the data set's rewards.
+    The ``rows`` of the packs are positions among the rewards of the data set. There is no pack if
+    there are more ranks than records.
     """
     costs = [record_cost(dataset, record, query_key_cost) for record in range(len(dataset))]
-    mine = share_out(costs, dp_size)[dp_rank]
-    bounds = dataset.records.bounds.tolist()
-    first_rows = [bounds[record] for record in mine]
-    return pack_records(dataset, mine, micro_batch_tokens, query_key_cost, first_rows)
+    local_records = share_out(costs, dp_size)[dp_rank]
+    bounds = dataset.records.record_bounds.tolist()
+    first_rows = [bounds[record] for record in local_records]
+    return pack_records(dataset, local_records, micro_batch_tokens, query_key_cost, first_rows)

@@ -242,12 +242,11 @@ def _evaluate_steps(
     values = torch.tensor(
         [row for step_labels in labels for row in step_labels], dtype=torch.float32
     )
-    texts = torch.zeros(len(rewards), dtype=torch.int64)
-    columns = LabelColumns.of(names, values.view(len(rewards), len(names)), of_rewards=True)
+    columns = LabelColumns.of(names, values.view(len(rewards), len(names)))
     metrics = measure_set(
         default_step_objective(source.contract.readout, source.contract.label_means, names),
         torch.from_numpy(rewards),
-        Records.of(range(len(ratings)), sizes, columns, texts, texts),
+        Records.of(range(len(ratings)), [1] * len(ratings), columns, reward_counts=sizes),
         torch.tensor(lengths),
         [record.source for record in ratings],
     )

@@ -2,8 +2,8 @@
 
 ``model.objective`` names an entry, or ``package.module:Name`` for one from another package: a
 dataclass that inherits from ``base.PairObjective`` or ``base.RatingObjective``. Its fields are
-settings (``model.objective_kwargs``), except ``attributes`` and, if it has them, their ``weights``
-in the merged reward. By default ``model.reward_model_type`` chooses.
+settings (``model.objective_kwargs``), except ``attributes``, ``has_steps`` and, if it has them, the
+attributes' ``weights`` in the merged reward. By default ``model.reward_model_type`` chooses.
 """
 
 from __future__ import annotations
@@ -65,18 +65,22 @@ _KEY = "model.objective"
 _SETTINGS_KEY = "model.objective_kwargs"
 _WEIGHTS = "weights"
 # Not settings: the scoring contract has them.
-_NO_SETTINGS = ("attributes", _WEIGHTS)
+_NO_SETTINGS = ("attributes", "has_steps", _WEIGHTS)
 # What objectives did before they had a setting for it, where its default is something else.
 _EARLIER_SETTINGS: dict[str, dict[str, Any]] = {"binary_cross_entropy": {"scale": LOG_ODDS}}
 
 
 def build_objective(
-    config: ModelConfig, attributes: Sequence[str], weights: Sequence[float] = ()
+    config: ModelConfig,
+    attributes: Sequence[str],
+    weights: Sequence[float] = (),
+    has_steps: bool = False,
 ) -> Objective:
     """Build the objective for a model with a reward for each of ``attributes``.
 
     Args:
         weights: of the attributes in the merged reward, for objectives that use them.
+        has_steps: a sample has a reward for each of its turns or steps.
 
     Raises:
         ConfigError: the objective or one of its settings is unknown or out of range, or it trains
@@ -95,7 +99,7 @@ def build_objective(
     try:
         has_weights = any(field.name == _WEIGHTS for field in fields(kind))
         of_sum = {_WEIGHTS: tuple(weights)} if has_weights else {}
-        return kind(tuple(attributes), **of_sum, **config.objective_kwargs)
+        return kind(tuple(attributes), has_steps=has_steps, **of_sum, **config.objective_kwargs)
     except (TypeError, ValueError, DataError) as error:
         raise ConfigError(f"{_SETTINGS_KEY}: {name}: {error}") from error
 
@@ -115,10 +119,10 @@ def default_step_objective(
     trained with cross-entropy their probability; any other, log-odds.
     """
     if readout is not None and Readout.from_json(readout).kind == SIGMOID:
-        return ProbabilityCrossEntropy(tuple(attributes))
+        return ProbabilityCrossEntropy(tuple(attributes), has_steps=True)
     if readout is not None or any(label_means):
-        return MaskedMse(tuple(attributes))
-    return BinaryCrossEntropy(tuple(attributes), LOG_ODDS)
+        return MaskedMse(tuple(attributes), has_steps=True)
+    return BinaryCrossEntropy(tuple(attributes), LOG_ODDS, has_steps=True)
 
 
 def objective_name(config: ModelConfig) -> str:

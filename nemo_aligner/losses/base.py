@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,11 +46,14 @@ class Objective(ABC):
 
     Attributes:
         attributes: A names, one for each reward of a sample.
+        has_steps: a sample has a reward for each of its turns or steps, as the scoring contract
+            says (``has_steps``); no setting.
         record_kind: kind of records it trains on.
         main_metric: metric that ranks checkpoints by default.
     """
 
     attributes: tuple[str, ...]
+    has_steps: bool = field(default=False, kw_only=True)
     record_kind: ClassVar[RecordKind]
     main_metric: ClassVar[str]
 
@@ -224,13 +227,13 @@ class RatingObjective(Objective):
         }
 
     def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:
-        if not records.labels.of_rewards:
+        if not self.has_steps:
             return None
         # Rounded to fp32 first, as the centred labels are: a label of 0 is then exactly 0 again.
         offsets = torch.tensor(records.labels.offsets(self.attributes)).double()
         rewards, labels = rated.rewards + offsets, rated.labels + offsets
-        sizes = records.sizes.tolist()
-        return StepVerdicts.of(rewards, labels, sizes, self.attributes, self.right_from)
+        counts = records.reward_bounds.diff().tolist()
+        return StepVerdicts.of(rewards, labels, counts, self.attributes, self.right_from)
 
     def _rated(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> RatedRewards:
         outputs = records.as_single(self.output_columns.split(rewards).attributes)

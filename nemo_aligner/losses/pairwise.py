@@ -109,7 +109,7 @@ class BradleyTerry(PairObjective):
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
-        outputs, records = self._of_texts(self.output_columns.split(rewards), records)
+        outputs = self._merge_steps(self.output_columns.split(rewards), records)
         rewards = outputs.attributes[:, 0]
         # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
@@ -155,25 +155,24 @@ class BradleyTerry(PairObjective):
         return {"length_bias": float(self.output_columns.split(rewards).learned[0, 0])}
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        return super().step_metrics(*self._measured(rewards, records))
+        return super().step_metrics(self._measured(rewards, records), records)
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        lengths = reply_lengths[records.text_bounds()[1:] - 1]
-        return super().report(*self._measured(rewards, records), lengths)
+        lengths = reply_lengths[records.reward_bounds[1:] - 1]
+        return super().report(self._measured(rewards, records), records, lengths)
 
-    def _measured(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
-        """As ``_of_texts``, rounded once, as evaluation and a server do it."""
+    def _measured(self, rewards: Tensor, records: Records) -> Tensor:
+        """As ``_merge_steps``, rounded once, as evaluation and a server do it."""
         outputs = self.output_columns.split(rewards.double())
-        merged, records = self._of_texts(outputs, records)
-        return merged.joined().to(rewards.dtype), records
+        return self._merge_steps(outputs, records).joined().to(rewards.dtype)
 
-    def _of_texts(self, outputs: HeadOutputs, records: Records) -> tuple[HeadOutputs, Records]:
-        """One reward of each sample, and the records that own them."""
-        if records.texts is None:
-            return outputs, records
-        merged = aggregate(outputs.attributes, records, self.aggregate)
-        learned = aggregate(outputs.learned, records, Aggregate.last.value)
-        return HeadOutputs(merged, learned), records.of_texts()
+    def _merge_steps(self, outputs: HeadOutputs, records: Records) -> HeadOutputs:
+        """Merge the outputs for the turns or steps of each sample, which gives Q rows."""
+        last = Aggregate.last.value
+        return HeadOutputs(
+            aggregate(outputs.attributes, records, self.aggregate if self.has_steps else last),
+            aggregate(outputs.learned, records, last),
+        )
 
     def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
         """Label ``[P]`` of every pair's record; None if labels are unused."""
@@ -212,20 +211,22 @@ def _focus(behind: Tensor, gamma: float) -> Tensor:
     return torch.exp(gamma * (F.logsigmoid(behind) + math.log(2)).clamp(max=0))
 
 
-# One reward of a text, out of those of its turns or steps.
+# One reward of a sample, out of those of its turns or steps.
 
 
 def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
-    """One reward of each text, ``[Q, A]``, of the rewards ``[S, A]`` of its turns or steps.
+    """One reward of each sample, ``[Q, A]``, of the rewards ``[S, A]`` of its turns or steps.
 
     ``last``, ``min`` and ``mean`` are of the rewards r; ``product`` is ``sum log sigmoid(r)``, the
     logarithm of the product of the steps' probabilities. Lightman et al. 2023, "Let's Verify Step
     by Step", section 2.5, has product and minimum.
     """
-    bounds = records.text_bounds()
+    bounds = records.reward_bounds
+    if records.num_samples == len(rewards) and how != "product":
+        return rewards
     if how == "last":
         return rewards[to_device(bounds[1:] - 1, rewards.device)]
-    # Text by text: a segmented sum would round a text by what stands beside it.
+    # Sample by sample: a segmented sum would round a sample by what stands next to it.
     parts = rewards.split(bounds.diff().tolist())
     if how == "min":
         found = [part.amin(dim=0, keepdim=True) for part in parts]
@@ -240,14 +241,15 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
 
 
 def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
-    """Tokens ``[S]`` of the replies, in the dtype of the rewards and where these are.
+    """Tokens ``[Q]`` of each sample's reply, in the dtype of the rewards and on their device.
 
     Raises:
-        ValueError: nobody counted them.
+        ValueError: they were not counted.
     """
-    if records.reply_lengths is None:
+    lengths = records.reply_lengths[records.reward_bounds[1:] - 1]
+    if bool((lengths < 0).any()):
         raise ValueError("got records whose replies were not counted, wanted their lengths")
-    return to_device(records.reply_lengths, rewards.device).to(rewards.dtype)
+    return to_device(lengths, rewards.device).to(rewards.dtype)
 
 
 def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
@@ -492,11 +494,11 @@ def _choices(records: Records) -> tuple[Tensor, Tensor, int]:
     """Candidates at each choice.
 
     Returns:
-        ``[S, K]`` rows of all completions of the chosen one's record, K the largest record; a mask
-        ``[S, K]`` of the candidates: the chosen one and those ranked below; and the number of
+        ``[Q, K]`` rows of all completions of the chosen one's record, K the largest record; a mask
+        ``[Q, K]`` of the candidates: the chosen one and those ranked below; and the number of
         records that are not one tie.
     """
-    sizes, starts, ranks = records.sizes, records.bounds[:-1], records.ranks
+    starts, sizes, ranks = records.sample_bounds[:-1], records.sample_bounds.diff(), records.ranks
     most = int(sizes.max()) if len(sizes) else 0
     own, places = torch.arange(len(ranks))[:, None], torch.arange(most)
     rows = starts.repeat_interleave(sizes)[:, None] + places

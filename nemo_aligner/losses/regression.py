@@ -344,5 +344,5 @@ class RankingAndRegression(RatingObjective):
 
 def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
     """Indices of the ratings among ``records``, and the rows of their rewards; on the host."""
-    rated = (records.sizes == 1).nonzero().flatten()
-    return rated, records.bounds[:-1][rated]
+    rated = (records.sample_bounds.diff() == 1).nonzero().flatten()
+    return rated, records.record_bounds[:-1][rated]

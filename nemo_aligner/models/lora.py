@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -345,15 +346,13 @@ class LoraDropout:
 
 
 def _number_samples(records: Records) -> list[tuple[int, int]]:
-    """List for each sample the id of its record, and the sample's number in the record.
-
-    There may be fewer samples than rewards: one whose turns or steps are scored has several.
-    """
-    starts = records.text_bounds()[:-1]
-    owners = torch.bucketize(starts, records.bounds[1:], right=True)
-    first_samples = torch.searchsorted(starts, records.bounds[:-1])
-    places = torch.arange(len(starts)) - first_samples[owners]
-    return list(zip(records.ids[owners].tolist(), places.tolist(), strict=True))
+    """List for each sample the id of its record, and the sample's number in the record."""
+    bounds = records.sample_bounds.tolist()
+    return [
+        (record, place)
+        for record, (start, end) in zip(records.ids.tolist(), pairwise(bounds), strict=True)
+        for place in range(end - start)
+    ]
 
 
 def _mixed_number(*numbers: int) -> int:

@@ -22,15 +22,15 @@ def mean_of_replies(hidden: Tensor, replies: ReplyRows) -> Tensor:
     Args:
         replies: which rows belong to which reply.
     """
-    if replies.whole is None:
+    if replies.group_lengths is None:
         parts = hidden.split(list(replies.lengths))
         return torch.stack([reply.float().mean(dim=0) for reply in parts])
     group = parallel_state.get_context_parallel_group()
     if not torch.is_grad_enabled():
         assert replies.places is not None
-        rows = hidden.new_zeros(sum(replies.whole), hidden.size(1))
+        rows = hidden.new_zeros(sum(replies.group_lengths), hidden.size(1))
         dist.all_reduce(rows.index_copy_(0, replies.places, hidden), group=group)
-        return mean_of_replies(rows, ReplyRows(replies.index, replies.whole))
+        return mean_of_replies(rows, ReplyRows(replies.index, replies.group_lengths))
     parts = hidden.split(list(replies.lengths))
     sums: Tensor = all_reduce(torch.stack([part.float().sum(dim=0) for part in parts]), group=group)
-    return sums / sums.new_tensor(replies.whole)[:, None]
+    return sums / sums.new_tensor(replies.group_lengths)[:, None]

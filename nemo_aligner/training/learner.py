@@ -232,12 +232,12 @@ def _show_share(watch: Watch, before: int, size: int, total: int, share: float) 
     watch(before + round(share * size), total)
 
 
-def rewards_of_texts(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
-    """One reward of each text, ``[Q, A]`` float64, of those of its turns or steps ``[S, A]``.
+def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
+    """One reward of each sample, ``[Q, A]`` float64, of those of its turns or steps ``[S, A]``.
 
     They are the ones that evaluation and a server give, rounded to float32 as there.
     """
-    bounds = records.text_bounds()
+    bounds = records.reward_bounds
     if how is Aggregate.last:
         return rewards[bounds[1:] - 1].double()
     return torch.from_numpy(aggregate_texts(rewards.float().numpy(), bounds.tolist(), how)).double()
@@ -267,12 +267,12 @@ def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -
 def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
     """Mean and deviation of every attribute, offsets included, for the scoring contract.
 
-    Of texts, where the objective aggregates the rewards of their turns or steps; else of these.
+    They are of samples if the objective aggregates the rewards of turns or steps, else of these.
     """
     measured = whole_rewards(objective, records.labels, rewards)
     rule = objective.aggregate
-    if records.texts is not None and rule not in (None, Aggregate.last.value):
-        measured = rewards_of_texts(measured, records, Aggregate(rule))
+    if objective.has_steps and rule not in (None, Aggregate.last.value):
+        measured = rewards_of_samples(measured, records, Aggregate(rule))
     averages, deviations = measured.mean(0).tolist(), measured.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
     for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):
@@ -290,7 +290,7 @@ def validation_metric_names(
     """
     names = []
     for dataset in datasets:
-        are_ratings = (dataset.sequence_bounds.diff() == 1).tolist()
+        are_ratings = (dataset.records.sample_bounds.diff() == 1).tolist()
         first: dict[tuple[str, bool], int] = {}
         for index, kind in enumerate(zip(dataset.sources, are_ratings, strict=True)):
             first.setdefault(kind, index)
@@ -399,7 +399,7 @@ def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
     """
     bad = torch.nonzero(~torch.isfinite(rewards).all(dim=1)).flatten()
     if bad.numel():
-        owners = torch.searchsorted(dataset.records.bounds, bad, right=True) - 1
+        owners = torch.searchsorted(dataset.records.record_bounds, bad, right=True) - 1
         whose = _named(dataset, owners.unique().tolist())
         raise TrainingError(f"{dataset.name}: got a reward that is not finite, from {whose}")
 

@@ -229,7 +229,9 @@ def _build_data(
     earlier_contract = earlier if model.data.template in BUILT_IN_TEMPLATES else None
     contract = build_contract(model, base.tokenizer, config.precision, start, earlier_contract)
     # Before the contract is compared with that of the model to start from.
-    objective = build_objective(model, contract.attributes, contract.attribute_weights)
+    objective = build_objective(
+        model, contract.attributes, contract.attribute_weights, contract.has_steps
+    )
     contract = with_aggregate(contract, objective.aggregate)
     if start is not None:
         contract = continue_contract(

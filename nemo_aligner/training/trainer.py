@@ -34,7 +34,7 @@ from nemo_aligner.distributed.collectives import (
     wait_for_device,
 )
 from nemo_aligner.metrics.table import Shown, all_metrics
-from nemo_aligner.training.learner import RewardLearner, rewards_of_texts
+from nemo_aligner.training.learner import RewardLearner, rewards_of_samples
 from nemo_aligner.training.loggers import (
     Gauges,
     StepProgress,
@@ -335,20 +335,18 @@ class HeldoutRewards:
         """Write the records of a set.
 
         Args:
-            rewards: ``[S, A]`` of every sequence, label means added.
+            rewards: ``[S, A]`` of every record, label means added.
         """
         chosen = _draw(len(dataset), self._most)
         if dataset.name not in self._texts:
             self._texts[dataset.name] = self._read_texts(dataset.origins, chosen)
         texts = self._texts[dataset.name]
         if texts:
-            if dataset.steps is not None:
-                how = self._contract.aggregation
-                rewards = rewards_of_texts(rewards.cpu(), dataset.records, how)
-                dataset = replace(dataset, records=dataset.records.of_texts(), steps=None)
+            how = self._contract.aggregation
+            merged = rewards_of_samples(rewards.cpu(), dataset.records, how)
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings
-            rows = describe(dataset, rewards.double().cpu(), chosen, texts)
+            rows = describe(dataset, merged, chosen, texts)
             write_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
 
     def _pairs(
@@ -359,8 +357,8 @@ class HeldoutRewards:
         texts: Sequence[tuple[Text, ...]],
     ) -> list[dict[str, Any]]:
         records = dataset.records.select(chosen)
-        of_texts = rewards[dataset.records.rows(chosen)].numpy()
-        merged = torch.from_numpy(one_reward(of_texts, self._contract.attribute_weights))
+        of_samples = rewards[dataset.records.sample_rows(chosen)].numpy()
+        merged = torch.from_numpy(one_reward(of_samples, self._contract.attribute_weights))
         flat = [text for each in texts for text in each]
         pairs = records.pairs()
         found = torch.stack(pairs.of(merged.view(-1)), dim=1).tolist()
@@ -386,7 +384,9 @@ class HeldoutRewards:
     ) -> list[dict[str, Any]]:
         names, columns = self._contract.attributes, dataset.records.labels
         order = [columns.names.index(name) for name in names]
-        labels = columns.values[:, order].tolist()
+        # The labels of a rating's last reward are those of the whole sample.
+        rows = dataset.records.label_bounds[1:] - 1
+        labels = columns.values[rows][:, order].tolist()
         return [
             reward_row(
                 dataset.kind,

@@ -177,8 +177,8 @@ def test_weights_are_shares_of_every_epoch_and_files_are_gone_through_evenly() -
     for weights in ((1, 1, 1), (3, 5, 7), (0.31, 0.11, 0.58)):
         assert sum(weighted_order(SIZES, 5, weights).shares()) == 45
     for weights, message in (
-        ((1, 2), "got 2 weights, wanted one for each of the 3"),
-        ((1, 1, 1e-6), "gives file 3 none"),
+        ((1, 2), "2 weights for 3 training files"),
+        ((1, 1, 1e-6), "file 3 has none"),
     ):
         with pytest.raises(ConfigError, match=message):
             weighted_order(SIZES, 5, weights)

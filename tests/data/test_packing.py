@@ -17,7 +17,7 @@ from nemo_aligner.batch.packed import (
     Records,
 )
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.dataset import TokenizedDataset, last_places
 from nemo_aligner.data.packing import (
     TokenPacking,
     find_prefix_groups,
@@ -42,10 +42,12 @@ def dataset(lengths: list[int], kind: RecordKind = RecordKind.comparison) -> Tok
     if kind is RecordKind.rating:
         labels = LabelColumns.of(["x", "y"], torch.arange(2.0 * count).reshape(count, 2))
         labels = labels.centred_on({"x": 1.0, "y": 0.5})
+    sequences = TokenSequences.of([[index] * length for index, length in enumerate(lengths)])
     return TokenizedDataset(
         kind=kind,
         name="train",
-        sequences=TokenSequences.of([[index] * length for index, length in enumerate(lengths)]),
+        sequences=sequences,
+        places=last_places(sequences),
         records=Records.of(
             range(count),
             [per_record] * count,
@@ -86,7 +88,7 @@ def test_packs_have_every_record_once_and_whole() -> None:
         assert sorted(chain(*ids_of(packs))) == sorted(wanted)
         for pack in packs:
             assert pack.num_tokens <= 120
-            assert pack.records.sizes.tolist() == [2] * len(pack.records)
+            assert pack.records.record_bounds.diff().tolist() == [2] * len(pack.records)
             for index, record in enumerate(pack.records.ids.tolist()):
                 for side in (0, 1):
                     assert laid_out(pack)[2 * index + side] == list(data.record(record)[side])
@@ -104,10 +106,10 @@ def test_packs_use_the_budget_to_the_last_token_and_refuse_what_is_larger() -> N
     assert [pack.num_tokens for pack in pack_records(dataset([4, 6, 7, 3]), [0, 1], 20)] == [20]
     assert [pack.num_tokens for pack in pack_sequences([[1] * 10], 10)] == [10]
     assert pack_sequences([], 10) == []
-    with pytest.raises(DataError, match=r"a.jsonl:2: got a record of 11 tokens.*\(10\)"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: .* 11 tokens .* micro-batch of 10"):
         pack_records(dataset([1, 2, 5, 6]), [0, 1], 10)
     for bad in ([7] * 11, []):
-        with pytest.raises(DataError, match="sequence 1: got"):
+        with pytest.raises(DataError, match="sequence 1 has"):
             pack_sequences([[7], bad], 10)
 
 
@@ -121,7 +123,8 @@ def test_packs_have_the_common_prefix_of_a_pair_once() -> None:
         pairs = [sequences[start : start + 2] for start in range(0, 60, 2)]
         prefixes = torch.tensor([prefix_of_all(pair) for pair in pairs])
         whole = TokenSequences.of(sequences)
-        data = replace(dataset([1, 1] * 30), sequences=whole, prefixes=prefixes)
+        places = last_places(whole)
+        data = replace(dataset([1, 1] * 30), sequences=whole, places=places, prefixes=prefixes)
         packs = pack_records(data, range(30), 100)
         for pack in packs:
             assert pack.num_tokens <= 100
@@ -202,13 +205,14 @@ def test_packs_of_records_with_more_than_two_sequences() -> None:
         dataset([1, 1]),
         sequences=TokenSequences.of(sequences),
         records=Records.of([0, 1], [3, 1]),
+        places=last_places(TokenSequences.of(sequences)),
         origins=[Origin("a.jsonl", 1)] * 2,
         prefixes=torch.tensor([prefix_of_all(each) for each in (sequences[:3], sequences[3:])]),
     )
     assert [packed_size(data, record) for record in (0, 1)] == [24, 2]
     (pack,) = pack_records(data, [1, 0], 30)
     assert laid_out(pack) == [sequences[3], *sequences[:3]]
-    assert pack.records.bounds.tolist() == [0, 1, 4]
+    assert pack.records.record_bounds.tolist() == [0, 1, 4]
     assert pack.rows.tolist() == [0, 1, 2, 3]
 
 
@@ -301,7 +305,7 @@ def test_drawn_records_are_the_same_ones_every_time() -> None:
     assert numbers == sorted(set(numbers))
     lengths = [len(sequence) for sequence in some.sequences]
     assert lengths == [length for n in numbers for length in (2 * n + 2, 2 * n + 3)]
-    assert some.records.bounds.tolist() == [0, 2, 4, 6, 8, 10]
+    assert some.records.record_bounds.tolist() == [0, 2, 4, 6, 8, 10]
     assert whole.draw(5, seed=3).origins == some.origins
     assert whole.draw(5, seed=4).origins != some.origins
     assert whole.draw(20, seed=3) is whole

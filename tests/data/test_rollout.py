@@ -44,14 +44,14 @@ REFUSED = {
     "mask, row 1: got 0.5, wanted 0 or 1": {
         "mask": np.array([[1, 0, 0, 0], [0, 0.5, 0, 0], [1, 0, 0, 0]])
     },
-    "mask, row 1: got 4 tokens up to its last number that is not 0, wanted at most 3": {
+    "mask, row 1: its last 1 is at token 4; sequences have at most 3": {
         "mask": np.array([[1, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]])
     },
     "tokens, row 2: got token id 999, wanted 0 to 99": {
         "tokens": np.array([[1] * 5, [1] * 5, [999] * 5]),
         "mask": np.array([[1, 0, 0, 0]] * 3),
     },
-    "mask: got only zeros in rows 2 to 2, wanted something to learn in every step": {
+    "mask: got only zeros in rows 2 to 2. Every step": {
         "mask": np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     },
 }

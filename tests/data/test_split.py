@@ -213,7 +213,7 @@ def test_split_is_by_whole_prompts_or_by_first_turns(tmp_path: Path) -> None:
     source = write(tmp_path / "more.jsonl", *chats(Counter(Hello=300, Hi=80, Hey=12, Yo=8)))
     shown = split_file(source, tmp_path / "first", Split(heldout=0.1, by="first_prompt"))
     assert "heldout: 20 records, 2 prompts" in shown
-    assert "note: held out 20 of 400 records (5.0%) where 10.0% were asked for" in shown
+    assert "note: 20 of 400 records (5.0%) are held out, and not 10.0%" in shown
 
 
 def test_split_keeps_near_duplicates_together(tmp_path: Path, run: Run) -> None:
@@ -243,7 +243,8 @@ def test_split_has_malformed_lines_in_neither_part(tmp_path: Path, run: Run) -> 
     arguments = ("data split", source, "--output", tmp_path)
     refused = run(*arguments, code=1)
     assert "hh.jsonl: 2 of its 22 records (9.09%) are malformed\n" in refused.stderr
-    assert "\nmalformed=drop would leave them out, but max_malformed=0.01" in refused.stderr
+    assert "malformed=drop" in refused.stderr
+    assert "max_malformed=0.01" in refused.stderr
     assert not (tmp_path / "train.jsonl").exists()
     done = run(*arguments, "--malformed=drop", "--max-malformed=0.1")
     assert f"{source}: hh, 22 read, 2 malformed, 20 kept" in done.stdout
@@ -258,12 +259,12 @@ def test_split_replaces_other_parts_and_says_so_but_not_its_source(
     source = tiny.write_pairs(tmp_path / "train.jsonl", 30)
     before = source.read_bytes()
     failed = run("data split", source, "--output", tmp_path, code=1)
-    assert failed.stderr.startswith(f"ConfigError: --output: got {tmp_path}, where train.jsonl is")
+    assert failed.stderr.startswith(f"ConfigError: --output: {tmp_path} ")
     assert source.read_bytes() == before
     assert not (tmp_path / "heldout.jsonl").exists()
     for _ in range(2):
         assert "in place of" not in split_file(source, tmp_path / "out", Split())
     again = split_file(source, tmp_path / "out", Split(seed=2))
     assert again.count("(in place of another)") == 2
-    with pytest.raises(ConfigError, match=r"^output: got .*train.jsonl, wanted a folder"):
+    with pytest.raises(ConfigError, match=r"^output: .*train.jsonl "):
         split_file(source, source, Split())

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from nemo_aligner.config.common import Contradicting, Malformed, Overlong
 from nemo_aligner.contract.tokenizer import load_tokenizer
-from nemo_aligner.data import token_cache, token_index, tokenize
+from nemo_aligner.data import token_cache, token_index, token_workers
 from nemo_aligner.data.token_index import ArraysInFolder
 from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -45,7 +45,8 @@ def parts_of(plan: StepPlan) -> list[Any]:
         labels = records.labels
         tensors = [
             pack.tokens, pack.position_ids, pack.cu_seqlens, pack.prefixes, pack.scored_tokens,
-            pack.rows, records.ids, records.bounds, records.ranks, labels.values,
+            pack.rows, records.ids, records.sample_bounds, records.reward_bounds,
+            records.ranks, labels.values,
         ]  # fmt: skip
         found += [(tensor.dtype, tensor.numpy().tobytes()) for tensor in tensors]
         found += [labels.names, labels.means]
@@ -143,7 +144,7 @@ def test_index_made_by_several_processes_is_the_same(
     small_blocks(monkeypatch)
     monkeypatch.setattr(token_cache, "_BYTES_PER_PROCESS", 100)
     monkeypatch.setattr(token_cache, "usable_processes", lambda: 2)
-    monkeypatch.setattr(tokenize, "tokenize_block", None)
+    monkeypatch.setattr(token_workers, "tokenize_block", None)
     settings["index_dir"] = str(tmp_path / "index")
     assert_same(build(contracts, files, **settings), in_memory)
     long = {"prompt": "a", "chosen": "x " * 99, "rejected": "b"}
@@ -242,7 +243,7 @@ def test_index_that_is_damaged_is_made_anew(
     in_memory = build(contracts, [path])
     build(contracts, [path], **place)
     [folder] = (tmp_path / "index").iterdir()
-    for number, name in enumerate(("tokens.bin", "index.json", "bounds.bin"), start=2):
+    for number, name in enumerate(("tokens.bin", "index.json", "sample_bounds.bin"), start=2):
         damaged = folder / name
         damaged.write_bytes(damaged.read_bytes()[:-8])
         assert_same(build(contracts, [path], **place), in_memory)
@@ -333,9 +334,10 @@ def test_index_beside_a_file_where_nothing_can_be_written(
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert_same(build(contracts, [path]), in_memory)
-    assert f"{data}: cannot keep an index beside the data (Read-only" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{data}: cannot keep a token cache next to the data (Read-only" in shown
     assert list(data.iterdir()) == [path]
-    with pytest.raises(ConfigError, match=r"model.data.index_dir: got .*Read-only file system"):
+    with pytest.raises(ConfigError, match=r"model.data.index_dir: .*Read-only file system"):
         build(contracts, [path], index_dir=str(data / "index"))
 
 

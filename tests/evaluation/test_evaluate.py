@@ -139,7 +139,7 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
 
     with pytest.raises(DataError, match=r"pairs.jsonl:9: got keys(.|\n)*data.malformed=drop"):
         evaluate_file(RewardSource.of(Refusing()), path)
-    rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
+    rule = MalformedRule(Malformed.drop, max_fraction=0.2, section="data.")
     report = evaluate_file(RewardSource.of(Refusing()), path, ReaderConfig(rule=rule))
     assert report.counts == {"read": 10, "malformed": 2, "kept": 8}
     table = report.render({}).splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -241,7 +242,7 @@ def test_mixed_report_has_the_metrics_of_the_kinds_that_are_there() -> None:
 def test_mixed_pairs_are_shown_with_what_labels_were_centred_on() -> None:
     records = mixed(LABELS[:1], [2])
     labels = records.labels.centred_on({"help": 2.0, "brief": 1.0})
-    centred = Records(records.ids, records.bounds, labels, records.ranks)
+    centred = replace(records, labels=labels)
     rewards = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     step = WEIGHTED.step_metrics(rewards, centred)
     assert list(step) == [metric.name for metric in PAIRS if metric.in_step]

@@ -27,11 +27,11 @@ MISSING = math.nan
 def stepped(labels: list[list[float]], mean: float | None = None) -> Records:
     """A record of each list: the labels of its steps."""
     flat = torch.tensor([[label] for own in labels for label in own])
-    columns = LabelColumns.of(["right"], flat, of_rewards=True)
+    columns = LabelColumns.of(["right"], flat)
     if mean is not None:
         columns = columns.centred_on({"right": mean})
-    texts = torch.zeros(len(flat), dtype=torch.int32)
-    return Records.of(range(len(labels)), [*map(len, labels)], columns, texts * 0, texts)
+    counts = [*map(len, labels)]
+    return Records.of(range(len(labels)), [1] * len(labels), columns, reward_counts=counts)
 
 
 def sigmoid(x: float) -> float:
@@ -81,12 +81,11 @@ def test_learned_scalar_is_none_of_the_rewards_that_are_aggregated(how: str) -> 
     margin = float(better) - float(worse) + bias * math.log(12 / 8)
     records = Records.of(
         [0],
-        [5],
-        ranks=torch.tensor([0, 0, 0, 1, 1]),
-        texts=torch.tensor([0, 0, 0, 1, 1]),
+        [2],
+        reward_counts=[3, 2],
         reply_lengths=torch.tensor(lengths),
     )
-    objective = BradleyTerry(aggregate=how, learn_length_bias=True)
+    objective = BradleyTerry(aggregate=how, learn_length_bias=True, has_steps=True)
     rewards = torch.tensor([[reward, bias] for reward in (*good, *bad)])
     total, count = objective.loss(rewards.double(), records)
     assert (float(total), int(count)) == (pytest.approx(-math.log(sigmoid(margin)), rel=1e-6), 1)
@@ -109,15 +108,9 @@ def test_trajectories_are_compared_by_their_aggregates(how: str) -> None:
         assert (made.dtype, made[0]) == (np.float32, pytest.approx(of(own), rel=1e-6))
     first, second, third, fourth = map(of, texts)
     wanted = -math.log(sigmoid(first - second)) - math.log(sigmoid(third - fourth))
-    sizes = [len(own) for own in texts]
-    records = Records.of(
-        [0, 1],
-        [sizes[0] + sizes[1], sizes[2] + sizes[3]],
-        ranks=torch.tensor([0, 1, 0, 1]).repeat_interleave(torch.tensor(sizes)),
-        texts=torch.tensor([0, 1, 0, 1]).repeat_interleave(torch.tensor(sizes)),
-    )
+    records = Records.of([0, 1], [2, 2], reward_counts=[len(own) for own in texts])
     flat = [reward for own in texts for reward in own]
-    objective = BradleyTerry(aggregate=how)
+    objective = BradleyTerry(aggregate=how, has_steps=True)
     assert loss_of(objective, flat, records) == (pytest.approx(wanted), 2)
     rewards = torch.tensor(flat)[:, None]
     check_gradient(objective, rewards, records)
@@ -133,9 +126,8 @@ def test_one_step_each_is_bradley_terry_to_the_bit() -> None:
     records = ranked([0, 1], [1, 0], [0, 1])
     rewards = torch.randn(6, 1, generator=torch.Generator().manual_seed(0))
     wanted = BradleyTerry().loss(rewards, records)
-    with_texts = Records.of([0, 1, 2], [2, 2, 2], None, records.ranks, torch.tensor([0, 1] * 3))
     for how in AGGREGATES[:3]:
-        found = BradleyTerry(aggregate=how).loss(rewards, with_texts)
+        found = BradleyTerry(aggregate=how, has_steps=True).loss(rewards, records)
         assert [float(each) for each in found] == [float(each) for each in wanted]
 
 
@@ -159,8 +151,8 @@ def test_probabilities_are_judged_like_their_log_odds() -> None:
     """Labels from 0 to 1 have a probability for a reward unless log-odds are asked for."""
     labels = [[1.0, 1.0, 0.0, MISSING], [1.0, 1.0], [0.0, 1.0], [1.0, MISSING, 0.0]]
     outputs = [1.0, 2.0, -1.0, 5.0, 0.0, -0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    default = BinaryCrossEntropy(("right",))
-    odds = BinaryCrossEntropy(("right",), "log_odds")
+    default = BinaryCrossEntropy(("right",), has_steps=True)
+    odds = BinaryCrossEntropy(("right",), "log_odds", has_steps=True)
     assert (default.scale, default.right_from, odds.right_from) == ("probability", 0.5, 0.0)
     assert odds.readout is None
     assert default.readout is not None
@@ -187,7 +179,7 @@ def test_evaluation_measures_probabilities_by_the_loss_of_training() -> None:
     certain, _ = loss_of(evaluated, [0.0, 1.0], stepped([[1.0, 0.0]]))
     assert 80 < certain < 120
     earlier = default_step_objective(None, [0.0], ["right"])
-    assert earlier == BinaryCrossEntropy(("right",), "log_odds")
+    assert earlier == BinaryCrossEntropy(("right",), "log_odds", has_steps=True)
 
 
 @pytest.mark.parametrize("how", AGGREGATES)
@@ -205,7 +197,9 @@ def test_product_of_probabilities_is_that_of_their_log_odds(how: str) -> None:
 def test_metrics_of_steps() -> None:
     labels = [[1.0, 1.0, 0.0, MISSING], [1.0, 1.0], [0.0, 1.0], [1.0, MISSING, 0.0]]
     rewards = [1.0, 2.0, -1.0, 5.0, 0.0, -0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    found = report_of(BinaryCrossEntropy(("right",), "log_odds"), rewards, stepped(labels))
+    odds_objective = BinaryCrossEntropy(("right",), "log_odds", has_steps=True)
+    mse = MaskedMse(("right",), has_steps=True)
+    found = report_of(odds_objective, rewards, stepped(labels))
     # Wrong: the second of the second text, the first of the third, the last of the fourth.
     assert found["step_accuracy"] == pytest.approx(6 / 9)
     # Found in the first text; the second has none, of which one is found; the third's is not
@@ -221,20 +215,18 @@ def test_metrics_of_steps() -> None:
     assert second == [3, 1.0, pytest.approx(2 / 3)]
     odds = torch.tensor([2.0, -0.5, 1.0], dtype=torch.float64)
     assert found["step_position/2/probability"] == pytest.approx(float(odds.sigmoid().mean()))
-    long = report_of(MaskedMse(("right",)), [*[0.0] * 9, 0.25, 0.75], stepped([[1.0] * 11]))
+    long = report_of(mse, [*[0.0] * 9, 0.25, 0.75], stepped([[1.0] * 11]))
     tenth = [long[f"step_position/10/{name}"] for name in ("labels", "probability", "accuracy")]
     assert tenth == [2, 0.5, 0.5]
     rewards[5] = 0.5
-    found = report_of(BinaryCrossEntropy(("right",), "log_odds"), rewards, stepped(labels))
+    found = report_of(odds_objective, rewards, stepped(labels))
     assert found["first_error_f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)
     # Centred labels are measured where they are; returns are neither right nor wrong.
-    moved = report_of(MaskedMse(("right",)), [r - 0.5 for r in rewards], stepped(labels, mean=0.5))
-    plain = report_of(MaskedMse(("right",)), rewards, stepped(labels))
+    moved = report_of(mse, [r - 0.5 for r in rewards], stepped(labels, mean=0.5))
+    plain = report_of(mse, rewards, stepped(labels))
     for name in ("step_accuracy", "first_error_accuracy", "first_error_f1"):
         assert moved[name] == plain[name]
-    assert "step_accuracy" not in report_of(
-        MaskedMse(("right",)), [1.0, 2.0], stepped([[3.0, 0.0]])
-    )
+    assert "step_accuracy" not in report_of(mse, [1.0, 2.0], stepped([[3.0, 0.0]]))
 
 
 def test_aggregate_is_one_that_is_known() -> None:

@@ -310,13 +310,10 @@ def test_dropout_of_a_text_with_several_rewards_is_that_of_its_record_and_number
     """The masks are of texts, however many of their steps are read."""
 
     def of_steps(ids: list[int], sequences: list[list[int]], counts: list[list[int]]) -> Tensor:
-        texts = [
-            number for of_record in counts for number, n in enumerate(of_record) for _ in range(n)
-        ]
-        records = Records.of(ids, [*map(sum, counts)], texts=torch.tensor(texts))
         flat = [count for of_record in counts for count in of_record]
+        records = Records.of(ids, [*map(len, counts)], reward_counts=flat)
         reads = [
-            torch.arange(len(sequence) - count, len(sequence))
+            range(len(sequence) - count, len(sequence))
             for sequence, count in zip(sequences, flat, strict=True)
         ]
         groups = [Group(len(of_record), 0) for of_record in counts]

@@ -11,7 +11,7 @@ import torch
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import OptimConfig, SchedulerConfig
-from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.dataset import TokenizedDataset, last_places
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.data.tokenize import prefix_of_all
@@ -47,6 +47,7 @@ def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
         name="train",
         sequences=TokenSequences.of(sequences),
         records=Records.of(range(RECORDS), [2] * RECORDS, reply_lengths=lengths),
+        places=lengths - 1,
         origins=origins,
         sources=[""] * RECORDS,
         reports=[],
@@ -59,7 +60,8 @@ def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
             sequences[2 * batch[index] + side] = [POISON] * (15 - side)
     pairs = [sequences[2 * record : 2 * record + 2] for record in range(RECORDS)]
     prefixes = torch.tensor([prefix_of_all(pair) for pair in pairs])
-    return replace(clean, sequences=TokenSequences.of(sequences), prefixes=prefixes)
+    tokens = TokenSequences.of(sequences)
+    return replace(clean, sequences=tokens, places=last_places(tokens), prefixes=prefixes)
 
 
 def lines(data: TokenizedDataset) -> list[str]:

@@ -1,21 +1,29 @@
-"""The public data formats, a file for each kind; found by sniffing the first record, or by name.
+"""The public data formats, and how the format of a file is found. docs/data.md shows each format.
 
-docs/data.md shows a record of each.
+- ``base.py``: ``Format``, and functions that read fields.
+- ``pairs.py``: a chosen and a rejected reply; ``trl.py``: pairs that are read exactly as TRL does.
+- ``rankings.py``: several replies with ranks, scores or the strength of a preference.
+- ``verdicts.py``: published data sets of two or more replies and a verdict.
+- ``ratings.py``: a reply with labels, or with labels for each of its turns or steps.
+- ``prompts.py``: columns with a part of the prompt, for all formats.
 
-But for raw text a string prompt is one user turn, and a string reply one assistant turn. A reply
-that is a list either begins with an assistant turn and goes on from the prompt, or is the whole
-conversation and must then begin with the prompt (contain it, if the prompt is a string); in
-``chat_pairs`` ``prompt`` may be left out then. HelpSteer's way to write several turns into one
-prompt is known where its data is (``split_turns``). Conversations of any format get the record's
-``tools``, a list of objects or its JSON text, ``documents``, where that is a list of objects, and
-its ``system`` prompt and ``history`` (``prompts.py``).
-Of other keys only ``source``, ``subset`` or ``kind`` is read, the first of them that holds a text
-or a number: metrics are also given apart for each.
-Label columns of pairs are fields of their names; where a format says by how much a completion is
-better, ``label_margin`` is that, unless the record has a field of this name.
+To add a format, define it in one of these files and list it in ``FORMATS``. ``choose_format`` takes
+the first one that recognizes a record of the file, or the one that ``model.data.format`` names;
+``parse_lines`` makes records of lines. A record without a key that its format needs is malformed,
+and ``clean.py`` decides what happens to it.
 
-``FORMATS`` is the registry; of several that a first record fits, the first is taken. What a record
-lacks makes it a malformed one; what becomes of those is decided elsewhere (``clean.py``).
+Rules that all formats share:
+
+- Except in raw text, a string prompt is one user turn, and a string reply one assistant turn. A
+  reply that is a list either begins with an assistant turn and continues the prompt, or is the
+  whole conversation and must then begin with the prompt (contain it, if the prompt is a string). In
+  ``chat_pairs`` a whole conversation needs no ``prompt``.
+- Conversations get the record's ``tools`` (a list of objects, or its JSON), ``documents`` (a list
+  of objects), and its ``system`` prompt and ``history`` (``prompts.py``).
+- The source of a record is the first of ``source``, ``subset`` and ``kind`` that is a string or a
+  number. Metrics are also computed by source. No other keys are read.
+- Label columns of pairs are fields with their names. If a format tells by how much a reply is
+  better, that is the ``label_margin`` of a record without a field of this name.
 """
 
 from __future__ import annotations
@@ -78,14 +86,14 @@ from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Ratin
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _BAD_LINES_SHOWN = 3
-# The most common formats, which an error spells out.
+# The most common formats, whose keys an error lists.
 _COMMON = ("chat_pairs", "rated_chat")
-# Endings of TRL's columns of tokens, today's and earlier ones.
+# Endings of the columns with token ids that TRL writes, in current and earlier versions.
 _TOKEN_IDS = ("ids", "input_ids")
 
 FORMATS: dict[str, Format] = {
-    known.name: known
-    for known in (
+    registered.name: registered
+    for registered in (
         COMPARISON_TEXT,
         HH,
         TEXT_PAIRS,
@@ -116,7 +124,7 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# Their records fit a format above, too, and are read in another way: only by name.
+# Their records also have a format above, and are read differently: these are chosen only by name.
 NAMED_FORMATS: dict[str, Format] = {TRL.name: TRL}
 
 
@@ -128,47 +136,53 @@ def choose_format(
     pair_keys: PairKeys | None = None,
     labels: Sequence[str] = (),
 ) -> Format:
-    """The format called ``fmt``, or for ``auto`` the one that the first record of any fits.
+    """Choose the format called ``fmt``, or for ``auto`` the first one that recognizes a record.
 
-    With ``pair_keys`` it is ``chat_pairs`` by these keys. Columns called ``labels`` say nothing of
-    a record's format.
+    Args:
+        kind: kind of records that the format must have; None takes both.
+        lines: lines of the file.
+        pair_keys: read ``chat_pairs`` with these keys.
+        labels: label columns, which are ignored when a format is recognized.
 
     Raises:
-        ConfigError: there is no format of that name, or it holds another kind of records, or has
-            no keys to name.
-        DataError: the file is empty, or no record of it fits a format of this kind.
+        ConfigError: there is no format of that name, it has another kind of records, or
+            ``pair_keys`` do not apply to it.
+        DataError: the file is empty, or no format of this kind recognizes a record.
     """
     if pair_keys is not None:
-        return _pairs_by(pair_keys, fmt, kind)
-    fitting = [known for known in FORMATS.values() if kind in (None, known.kind)]
+        return _choose_pairs(pair_keys, fmt, kind)
+    fitting = [candidate for candidate in FORMATS.values() if kind in (None, candidate.kind)]
     if fmt != "auto":
-        named = [known for known in NAMED_FORMATS.values() if kind in (None, known.kind)]
-        by_name = {known.name: known for known in (*fitting, *named)}
+        named = [
+            candidate for candidate in NAMED_FORMATS.values() if kind in (None, candidate.kind)
+        ]
+        by_name = {candidate.name: candidate for candidate in (*fitting, *named)}
         if fmt not in by_name:
             names = ", ".join(by_name)
             raise ConfigError(f"model.data.format: got {fmt!r}, wanted auto or one of {names}")
         return by_name[fmt]
-    # Not of the first record alone: that may be the malformed one.
+    # Try all records, because the first one may be malformed.
     first = None
     for line in lines:
         first = first or line
         value = {key: cell for key, cell in line.value.items() if key not in labels}
-        for known in fitting:
-            if known.is_certain(line.value) or known.is_certain(value):
-                return known
+        for candidate in fitting:
+            if candidate.is_certain(line.value) or candidate.is_certain(value):
+                return candidate
     if first is None:
         raise DataError(f"{path}: the file has no records")
     raise DataError(
-        f"{path}:{first.number}: got a record with keys {_keys(first)}{_hint(first, fitting)}"
+        f"{path}:{first.number}: got a record with keys {_list_keys(first)}"
+        f"{_advise_unknown(first, fitting)}"
     )
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
-    """The format that ``choose_format`` gave, by its name and with the same ``pair_keys``."""
+    """Return the format that ``choose_format`` chose, by its name and the same ``pair_keys``."""
     return {**FORMATS, **NAMED_FORMATS}[name] if pair_keys is None else pairs_by(pair_keys)
 
 
-def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
+def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
     by_keys = pairs_by(keys)
     if fmt not in ("auto", by_keys.name):
         raise ConfigError(
@@ -183,17 +197,17 @@ def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
     return by_keys
 
 
-def _hint(line: Line, fitting: Sequence[Format]) -> str:
-    """Advice on a record that fits none of the wanted formats."""
+def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
+    """Write the end of the error about a record that has none of the formats ``fitting``."""
     if any({f"chosen_{ids}", f"rejected_{ids}"} <= set(line.value) for ids in _TOKEN_IDS):
         return (
             ". These are token ids of a data set that TRL has tokenized. Pass the texts that it "
-            "was made of: the scoring contract says how texts become token ids"
+            "was made of: the scoring contract determines how texts become token ids"
         )
-    for known in FORMATS.values():
-        if known.is_certain(line.value):
-            needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"
-            return f". It fits {known.name}, for model.reward_model_type={needs}"
+    for candidate in FORMATS.values():
+        if candidate.is_certain(line.value):
+            needs = "regression" if candidate.kind is RecordKind.rating else "binary_ranking"
+            return f". It fits {candidate.name}, for model.reward_model_type={needs}"
     prompts = prompt_like(line.value)
     if TEXT_PAIRS in fitting and TEXT_PAIRS.matches(line.value) and prompts:
         return (
@@ -208,46 +222,49 @@ def _hint(line: Line, fitting: Sequence[Format]) -> str:
     misspelt = _find_misspelt(line.value, fitting)
     if misspelt is not None:
         return f"; {misspelt}"
-    common = "; ".join(f"{each.wanted} ({each.name})" for each in fitting if each.name in _COMMON)
-    others = ", ".join(each.name for each in fitting if each.name not in _COMMON)
+    common = "; ".join(f"{fmt.wanted} ({fmt.name})" for fmt in fitting if fmt.name in _COMMON)
+    less_common = ", ".join(fmt.name for fmt in fitting if fmt.name not in _COMMON)
     return (
-        f"; wanted {common}; or those of {others} (docs/data.md has their keys). Fields of a pair "
-        "that have other names: --prompt-key, --chosen-key, --rejected-key, in training "
-        "model.data.prompt_key and so on"
+        f"; wanted {common}; or those of {less_common} (docs/data.md lists their keys). If the "
+        "fields of a pair have other names, set --prompt-key, --chosen-key and --rejected-key "
+        "(model.data.prompt_key and so on in training)"
     )
 
 
 def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | None:
-    """Suggest keys of ``value`` that may be misspelt ones of a format; None if none are near."""
-    found: list[tuple[int, Format, dict[str, str]]] = []
-    for known in fitting:
-        keys = set(known.sample[0])
-        lacking, other = sorted(keys - set(value)), sorted(set(value) - keys)
-        near = {key: difflib.get_close_matches(key, other, n=1) for key in lacking}
+    """Suggest which keys of ``value`` may be misspelt keys of a format; None if none are close."""
+    matches: list[tuple[int, Format, dict[str, str]]] = []
+    for candidate in fitting:
+        keys = set(candidate.sample[0])
+        lacking, extra = sorted(keys - set(value)), sorted(set(value) - keys)
+        near = {key: difflib.get_close_matches(key, extra, n=1) for key in lacking}
         names = {key: close[0] for key, close in near.items() if close}
-        if names and known.matches({**value, **{key: value[name] for key, name in names.items()}}):
-            found.append((len(keys), known, names))
-    if not found:
+        corrected = {**value, **{key: value[name] for key, name in names.items()}}
+        if names and candidate.matches(corrected):
+            matches.append((len(keys), candidate, names))
+    if not matches:
         return None
-    # The more keys fit, the less likely it is by chance.
-    _, meant, names = max(found, key=lambda each: each[0])
+    # The more keys match, the less likely it is by chance.
+    _, likely, names = max(matches, key=lambda match: match[0])
     fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
-    return f"did you mean {fields}? {meant.name} wants {meant.wanted}"
+    return f"did you mean {fields}? {likely.name} wants {likely.wanted}"
 
 
 def parse_lines(
     chosen: Format,
     lines: Sequence[AnyLine],
     path: str,
-    wanted: WantedLabels,
+    columns: WantedLabels,
     counts: Counter[str] | None = None,
     unread: Counter[str] | None = None,
 ) -> Iterator[Record | MalformedRecord]:
-    """The records that lines of the format ``chosen`` make, and what is none, in order.
+    """Yield the records of lines of the format ``chosen``, and malformed records, in order.
 
-    ``lines`` are of whole records, as those of a file are that ``check_lines_are_whole`` lets pass.
-    In ``counts`` are lines with a column that became a part of the prompt (``COLUMN_COUNTS``), in
-    ``unread`` those with each column that was not read.
+    Args:
+        lines: lines of complete records (see ``check_lines_are_whole``).
+        columns: label columns to read.
+        counts: counts, by ``COLUMN_COUNTS``, lines with a column that became a part of the prompt.
+        unread: counts lines with each column that was not read.
     """
     size = chosen.lines_per_record
     counts = Counter() if counts is None else counts
@@ -255,13 +272,13 @@ def parse_lines(
     for start in range(0, len(lines), size):
         group = lines[start : start + size]
         fields = [Fields(line.value if isinstance(line, Line) else {}) for line in group]
-        parsed = _parse_records(chosen, group, fields, path, wanted)
+        parsed = _parse_records(chosen, group, fields, path, columns)
         yield from parsed
         if not any(isinstance(record, MalformedRecord) for record in parsed):
             counts.update(COLUMN_COUNTS[name] for name in fields[0].names_in_prompt)
-            # Lines of one record share what is said of it once, as its source.
+            # A field that was read from one line of a record counts as read in its other lines.
             names_read = set().union(*(line.names_read for line in fields))
-            names = (name for line in fields for name in line.unread(wanted.names))
+            names = (name for line in fields for name in line.unread(columns.names))
             unread.update(name for name in names if name not in names_read)
 
 
@@ -270,59 +287,64 @@ def _parse_records(
     group: Sequence[AnyLine],
     fields: Sequence[Fields],
     path: str,
-    wanted: WantedLabels,
+    columns: WantedLabels,
 ) -> Sequence[Record | MalformedRecord]:
     for line in group:
-        reason = _why_unfit(chosen, line)
+        reason = _explain_mismatch(chosen, line)
         if isinstance(line, BadLine) or reason:
             return [MalformedRecord(Origin(path, line.number), reason)]
     origin, value = Origin(path, group[0].number), fields[0]
     try:
-        parsed = chosen.parse([*fields], origin, wanted)
+        parsed = chosen.parse([*fields], origin, columns)
         parts = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
-        # A column may be read by the format itself, and is then what the format says.
+        # A column that the format itself has read is not a part of the prompt.
         by_format = value.names_read.copy()
         records = []
         for part in parts:
             value.names_read = by_format.copy()
-            records.append(_with_tools(with_prompt_columns(part, value, wanted.names), value))
+            records.append(_add_tools(with_prompt_columns(part, value, columns.names), value))
     except DataError as error:
         return [MalformedRecord(origin, str(error))]
-    return [replace(record, source=record.source or _source(value)) for record in records]
+    return [replace(record, source=record.source or _find_source(value)) for record in records]
 
 
-def _with_tools(record: Record, value: Fields) -> Record:
-    """A record of conversations with the tools and documents that its fields have."""
+def _add_tools(record: Record, value: Fields) -> Record:
+    """Add the tools and documents of a record's fields to its conversations."""
     if isinstance(record.texts[0], str):
         return record
     if value.get("chat_template_kwargs"):
         raise DataError(
-            "chat_template_kwargs: got some in a record, wanted none: "
-            "model.data.chat_template_kwargs applies to all records"
+            "chat_template_kwargs of single records are not supported. Set "
+            "model.data.chat_template_kwargs, which applies to all records"
         )
     tools, documents = value.get("tools"), dict.get(value, "documents")
-    # A field of this name may be anything; the documents of a chat template are objects.
-    is_list = isinstance(documents, list) and all(isinstance(each, dict) for each in documents)
+    # Other data may have a field of this name; the documents of a chat template are objects.
+    is_list = isinstance(documents, list) and all(isinstance(item, dict) for item in documents)
     documents = value["documents"] if is_list and "documents" in value else None
     if not (tools or documents):
         return record
     if any(isinstance(text, Conversation) for text in record.texts):
-        raise DataError("tools: got some next to a conversation that has its own, wanted one")
+        raise DataError(
+            "tools: the record has tools or documents, and so has its conversation. Keep one of "
+            "the two"
+        )
     if isinstance(record, Rating):
         return replace(record, response=with_tools(record.response, tools, documents))
     texts = tuple(with_tools(text, tools, documents) for text in record.texts)
     return replace(record, texts=texts)
 
 
-# Two objects on one line.
+# Matches two objects on one line.
 _JOINED = re.compile(r"\}\s*\{")
 
 
 def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -> None:
-    """Check a format of several lines per record: one line too many would shift all that follow.
+    """Check the lines of a format with several lines per record.
+
+    One line too many would shift all records after it.
 
     Raises:
-        DataError: which lines of the whole file make a record is not known.
+        DataError: it is not certain which lines of the file belong to the same record.
     """
     if chosen.lines_per_record == 1:
         return
@@ -337,15 +359,16 @@ def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -
             bad.append(line)
             if _JOINED.search(line.raw):
                 joined.append(line)
-            # One line that was broken in two leaves two in a row that are no JSON.
+            # A line that was broken in two leaves two adjacent lines that are not JSON.
             if isinstance(last, BadLine):
                 broken.append(last)
         last = line
     if joined or broken:
         line = (joined or broken)[0]
         raise DataError(
-            f"{path}:{line.number}: {line.reason}; this may be several lines in one, or one line "
-            f"in several, and then which lines make a record of {chosen.name} is not known"
+            f"{path}:{line.number}: {line.reason}. Several lines may have been joined here, or one "
+            f"broken, so that it is not certain which lines make a record of {chosen.name}. Fix "
+            "this line"
         )
     if last is not None and count % chosen.lines_per_record:
         also = "".join(f"; line {line.number}: {line.reason}" for line in bad[:_BAD_LINES_SHOWN])
@@ -355,28 +378,28 @@ def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -
         )
 
 
-def _why_unfit(chosen: Format, line: AnyLine) -> str:
-    """Why the line is none of the format; empty if it is one."""
+def _explain_mismatch(chosen: Format, line: AnyLine) -> str:
+    """Explain why a line does not have the format; return "" if it has."""
     if isinstance(line, BadLine):
         return line.reason
     if chosen.matches(line.value):
         return ""
-    known_by = [known.name for known in FORMATS.values() if known.is_certain(line.value)]
-    # It may be one of this name whose fields have other keys than were asked for.
-    others = [name for name in known_by if name != chosen.name]
-    if others:
+    recognized = [fmt.name for fmt in FORMATS.values() if fmt.is_certain(line.value)]
+    # ``chosen`` itself may be among these, if it is read with other keys (``pair_keys``).
+    different = [name for name in recognized if name != chosen.name]
+    if different:
         return (
-            f"mixed formats in one file: got a record of {' or '.join(others)} (keys "
-            f"{_keys(line)}), wanted {chosen.name}: {chosen.wanted}"
+            f"mixed formats in one file: got a record of {' or '.join(different)} (keys "
+            f"{_list_keys(line)}), wanted {chosen.name}: {chosen.wanted}"
         )
     misspelt = _find_misspelt(line.value, [chosen])
-    return f"got keys {_keys(line)}; {misspelt or f'{chosen.name} wants {chosen.wanted}'}"
+    return f"got keys {_list_keys(line)}; {misspelt or f'{chosen.name} wants {chosen.wanted}'}"
 
 
-def _keys(line: Line) -> str:
+def _list_keys(line: Line) -> str:
     return ", ".join(map(repr, line.value)) or "none"
 
 
-def _source(value: dict[str, Any]) -> str:
-    named = (read_source(value.get(key)) for key in ("source", "subset", "kind"))
-    return next(filter(None, named), "")
+def _find_source(value: dict[str, Any]) -> str:
+    sources = (read_source(value.get(key)) for key in ("source", "subset", "kind"))
+    return next(filter(None, sources), "")

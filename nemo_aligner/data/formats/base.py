@@ -1,4 +1,8 @@
-"""Format: how records of a public format are recognized and read; errors name the field."""
+"""Format: how records of a public format are recognized and read; and functions to read fields.
+
+Each file of this folder defines some formats. Errors of the functions here name the field;
+``parse_lines`` adds file and line.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,14 @@ from nemo_aligner.utils.errors import DataError, writable
 class Fields(dict[str, Any]):
     """An object of a file that remembers which of its fields were read.
 
-    So the table of a file can name the columns that no rule of its format has looked at, without a
-    list of columns in every format.
+    The report on a file lists the columns that were not read. Because of this class, a format needs
+    no list of its columns.
     """
 
     def __init__(self, value: dict[str, Any]) -> None:
         super().__init__(value)
         self.names_read: set[str] = set()
-        # Of those, the ones that hold a part of the prompt next to the messages.
+        # Those of ``names_read`` that became a part of the prompt in addition to the messages.
         self.names_in_prompt: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -46,25 +50,25 @@ class Fields(dict[str, Any]):
         self.names_read.add(name)
         return super().get(name, default)
 
-    def unread(self, others: Sequence[str] = ()) -> list[str]:
-        """Names of fields, except ``others``, that hold something and were not read."""
+    def unread(self, excluded: Sequence[str] = ()) -> list[str]:
+        """List the fields, except ``excluded``, that are not empty and were not read."""
         return [
             name
             for name, content in self.items()
             if name not in self.names_read
-            and name not in others
+            and name not in excluded
             and content not in (None, "", [], {})
         ]
 
 
 @dataclass(frozen=True)
 class WantedLabels:
-    """The label columns that a reader has to find.
+    """The label columns to read.
 
     Attributes:
-        names: of the columns, in order; none are read where it is empty.
-        missing: the number that, like null, stands for a missing label.
-        neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
+        names: names of the columns, in order; if empty, no labels are read.
+        missing: number that stands for a missing label, like null.
+        neutral: label of a step that is rated neither right nor wrong; None has no label for it.
     """
 
     names: Sequence[str] = ()
@@ -74,7 +78,7 @@ class WantedLabels:
 
 @dataclass(frozen=True)
 class PairKeys:
-    """Names of a pair's fields: its prompt, its chosen and its rejected reply."""
+    """Names of the fields of a pair: prompt, chosen and rejected reply."""
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -82,7 +86,7 @@ class PairKeys:
 
     @classmethod
     def of(cls, prompt: str | None, chosen: str | None, rejected: str | None) -> PairKeys | None:
-        """The usual one where one is None; None if all are."""
+        """Fill in the usual names for those that are None; return None if all are."""
         if all(key is None for key in (prompt, chosen, rejected)):
             return None
         return cls(prompt or cls.prompt, chosen or cls.chosen, rejected or cls.rejected)
@@ -93,16 +97,16 @@ class Format:
     """A public format.
 
     Attributes:
-        name: as ``model.data.format`` has it.
-        kind: what its records are.
-        matches: whether an object of a file can be read as a record of it, or as a line of one.
-        wanted: the keys by which it is known, for errors.
-        parse: a record, or some, of the objects that it is made of; raises DataError without file
-            and line, which the caller knows.
-        sample: the objects of one record.
-        lines_per_record: objects that make a record.
-        recognizes: whether an object is one for sure, so that ``auto`` may take it; None is the
-            same as ``matches``.
+        name: name in ``model.data.format``.
+        kind: kind of its records.
+        matches: returns True if an object can be read as a record, or a line of one.
+        wanted: description of its keys, for errors.
+        parse: makes one record, or several, of the objects of a record. It raises DataError without
+            file and line, which the caller adds.
+        sample: the objects of an example record.
+        lines_per_record: number of objects of a record.
+        recognizes: returns True if an object certainly has this format, so that ``auto`` may choose
+            it; None uses ``matches``.
     """
 
     name: str
@@ -115,28 +119,28 @@ class Format:
     recognizes: Callable[[dict[str, Any]], bool] | None = None
 
     def is_certain(self, value: dict[str, Any]) -> bool:
-        """True if an object is surely a record of this format, or a line of one."""
+        """True if an object is certainly a record of this format, or a line of one."""
         return (self.recognizes or self.matches)(value)
 
 
 def has(*keys: str) -> Callable[[dict[str, Any]], bool]:
-    """A test for objects that have all of ``keys``."""
+    """Return a function that tests whether an object has all of ``keys``."""
     return lambda value: set(keys) <= set(value)
 
 
-# Texts, conversations and labels out of a record's fields; each error names the field.
+# Functions that read texts, conversations and labels from fields.
 
-# The column that says by how much the chosen reply is better, as objectives ask for it.
+# The label column with the difference in quality of the chosen and the rejected reply.
 LABEL_MARGIN = "label_margin"
-# Labels are float32.
+# The largest float32, which is the type of labels.
 _LARGEST = (2 - 2**-23) * 2.0**127
-_FEWEST = 2  # completions of a comparison
-# Where a turn begins inside a prompt of HelpSteer and HelpSteer2.
+_MIN_COMPLETIONS = 2
+# Beginning of a turn inside a prompt of HelpSteer and HelpSteer2.
 _TURN = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
 
 
 def read_string(value: dict[str, Any], key: str) -> str:
-    """A field that is a text."""
+    """Read a field that is a string."""
     if key not in value:
         raise DataError(f"missing key {key!r}, got {', '.join(map(repr, value)) or 'none'}")
     text = value[key]
@@ -147,7 +151,7 @@ def read_string(value: dict[str, Any], key: str) -> str:
 
 
 def checked(text: Any, key: str) -> Any:
-    """The text or conversation of a field, as ``read_text`` gives it."""
+    """Check the text or conversation of a field by ``read_text``, and return it."""
     text = _standard_turns(text, key)
     try:
         return read_text(text)
@@ -156,7 +160,7 @@ def checked(text: Any, key: str) -> Any:
 
 
 def read_turns(turns: list[Any], key: str) -> Messages:
-    """The messages of a field, whoever speaks last."""
+    """Read the messages of a field, which may end with any role."""
     turns = _standard_turns(turns, key)
     try:
         return read_messages(turns)
@@ -164,21 +168,21 @@ def read_turns(turns: list[Any], key: str) -> Messages:
         raise DataError(f"{key}: {error}") from error
 
 
-# ShareGPT's messages have ``from`` and ``value``, and names of their own for who speaks. In
-# LLaMA-Factory's and ms-swift's data a call of a tool is a message, whose JSON is the call's name
-# and arguments, or a list of calls; and so is its result.
+# ShareGPT's messages have ``from`` and ``value`` fields and other role names. In the data of
+# LLaMA-Factory and ms-swift a tool call is a message, whose content is the JSON of the call or of a
+# list of calls; its result is another message.
 _FROM, _VALUE = "from", "value"
 _SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 _RESULTS = ("observation", "function_response", "tool_response")
 _CALLS = ("function_call", "tool_call")
 
 
-# Roles of messages that need no translation: most of all data.
+# Roles that need no translation, as in most data.
 _STANDARD_ROLES = ("user", "assistant", "system", "tool", "developer")
 
 
 def is_assistant(turn: dict[str, Any]) -> bool:
-    """True for a message of the assistant, in any writing that is read."""
+    """True for a message of the assistant, in any of these forms."""
     role = turn.get("role") or turn.get(_FROM)
     if not isinstance(role, str):
         return False
@@ -186,7 +190,7 @@ def is_assistant(turn: dict[str, Any]) -> bool:
 
 
 def _standard_turns(turns: Any, key: str) -> Any:
-    """A list of messages in ShareGPT's writing in the usual one; anything else unchanged."""
+    """Translate a list of messages from ShareGPT's form; return anything else unchanged."""
     if not isinstance(turns, list):
         return turns
     if all(isinstance(turn, dict) and turn.get("role") in _STANDARD_ROLES for turn in turns):
@@ -197,7 +201,7 @@ def _standard_turns(turns: Any, key: str) -> Any:
     ]
 
 
-def _standard_turn(turn: dict[str, Any], where: str) -> dict[str, Any]:
+def _standard_turn(turn: dict[str, Any], location: str) -> dict[str, Any]:
     if "role" not in turn and {_FROM, _VALUE} <= set(turn):
         names = {_FROM: "role", _VALUE: "content"}
         turn = {names.get(key, key): content for key, content in turn.items()}
@@ -212,13 +216,13 @@ def _standard_turn(turn: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: got {calls!r:.60} of {role}, wanted JSON: {error}") from error
+        raise DataError(f"{location}: got {calls!r:.60} of {role}, wanted JSON: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]
     return {**turn, "role": "assistant", "content": None, "tool_calls": calls}
 
 
 def read_source(value: object) -> str:
-    """Source of a record, from a text or a number, as tables print it; empty for anything else."""
+    """Read the source of a record, a string or number, as tables print it; else return ""."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
     is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
@@ -226,57 +230,61 @@ def read_source(value: object) -> str:
 
 
 def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str, Any]]:
-    """A field that is a list of two or more objects, each with the keys that are ``needed``."""
-    found = value[key]
-    if not isinstance(found, list) or len(found) < _FEWEST:
-        raise DataError(f"{key}: got {found!r:.60}, wanted a list of two or more objects")
-    for number, one in enumerate(found):
-        if not isinstance(one, dict) or not set(needed) <= set(one):
+    """Read a field that is a list of two or more objects, each with the keys ``needed``."""
+    objects = value[key]
+    if not isinstance(objects, list) or len(objects) < _MIN_COMPLETIONS:
+        raise DataError(f"{key}: got {objects!r:.60}, wanted a list of two or more objects")
+    for number, item in enumerate(objects):
+        if not isinstance(item, dict) or not set(needed) <= set(item):
             raise DataError(
-                f"{key}[{number}]: got {one!r:.60}, wanted an object with "
+                f"{key}[{number}]: got {item!r:.60}, wanted an object with "
                 f"{' and '.join(map(repr, needed))}"
             )
-    return found
+    return objects
 
 
 def split_turns(prompt: object) -> object:
-    """A prompt of several turns in HelpSteer's writing as messages; any other one as it is.
+    """Split a prompt of several turns in HelpSteer's form into messages; return others unchanged.
 
     Turns after the first begin with a line ``<extra_id_1>User`` or ``<extra_id_1>Assistant`` (the
     card of the data set nvidia/HelpSteer2).
     """
     if not isinstance(prompt, str):
         return prompt
-    first, *rest = _TURN.split(prompt)
-    if not rest:
+    first, *parts = _TURN.split(prompt)
+    if not parts:
         return prompt
-    roles = ["user", *(name.lower() for name in rest[::2])]
+    roles = ["user", *(name.lower() for name in parts[::2])]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise DataError(
             f"prompt: got turns of {', '.join(roles)}, wanted user and assistant in turn, "
             "ending with the user"
         )
-    said = [first, *rest[1::2]]
-    return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    contents = [first, *parts[1::2]]
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
 
 
 def read_conversation(
     prompt: object, reply: object, key: str, prompt_key: str = "prompt"
 ) -> Messages | Conversation:
-    """Prompt and reply put together by the rule of the formats.
+    """Join prompt and reply to a conversation, by the rule that all formats share (``__init__``).
 
     Each is a string, messages or an object with ``messages``, ``tools`` and ``documents``; the
-    reply may also be one message.
+    reply may also be a single message.
+
+    Args:
+        key: name of the reply's field, for errors.
+        prompt_key: name of the prompt's field.
     """
     if _has_messages(reply):
         text = read_conversation(prompt, reply["messages"], key, prompt_key)
-        return _with_tools_of(reply, text, key)
+        return _add_tools(reply, text, key)
     if _has_messages(prompt):
         text = read_conversation(prompt["messages"], reply, key, prompt_key)
-        return _with_tools_of(prompt, text, prompt_key)
+        return _add_tools(prompt, text, prompt_key)
     is_message = isinstance(reply, dict) and not {"role", _FROM}.isdisjoint(reply)
     turns = _standard_turns([reply] if is_message else reply, key)
-    return _put_together(_standard_turns(prompt, prompt_key), turns, key, prompt_key)
+    return _join(_standard_turns(prompt, prompt_key), turns, key, prompt_key)
 
 
 def _has_messages(part: Any) -> TypeGuard[dict[str, Any]]:
@@ -284,18 +292,18 @@ def _has_messages(part: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(part, dict) and isinstance(part.get("messages"), list)
 
 
-def _with_tools_of(
+def _add_tools(
     part: dict[str, Any], text: Messages | Conversation, key: str
 ) -> Messages | Conversation:
     try:
-        whole = with_tools(text, part.get("tools"), part.get("documents"))
+        conversation = with_tools(text, part.get("tools"), part.get("documents"))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    assert not isinstance(whole, str)  # as text is none
-    return whole
+    assert not isinstance(conversation, str)  # because ``text`` is not
+    return conversation
 
 
-def _put_together(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
+def _join(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
     if not isinstance(reply, str | list) or reply == []:
         raise DataError(f"{key}: got {reply!r:.60}, wanted a string or a list of messages")
     if not isinstance(prompt, str | list | None):
@@ -308,8 +316,8 @@ def _put_together(prompt: Any, reply: Any, key: str, prompt_key: str) -> Message
     if isinstance(first, dict) and first.get("role") == "assistant":
         if prompt is None:
             raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return _joined(before, turns, key, prompt_key)
+        question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return _concatenate(question, turns, key, prompt_key)
     conversation: Messages = checked(turns, key)
     if isinstance(prompt, str):
         holds_prompt = {"role": "user", "content": prompt} in conversation
@@ -324,50 +332,55 @@ def _put_together(prompt: Any, reply: Any, key: str, prompt_key: str) -> Message
     return conversation
 
 
-def _joined(before: list[Any], turns: list[Any], key: str, prompt_key: str) -> Messages:
+def _concatenate(question: list[Any], turns: list[Any], key: str, prompt_key: str) -> Messages:
     try:
-        whole: Messages = checked([*before, *turns], key)
+        conversation: Messages = checked([*question, *turns], key)
     except DataError:
-        # Which of the two fields it is in, and where.
-        read_turns(before, prompt_key)
+        # Raise the error of the field that caused it, with the position in this field.
+        read_turns(question, prompt_key)
         read_turns(turns, key)
         raise
-    return whole
+    return conversation
 
 
-def read_labels(value: dict[str, Any], wanted: WantedLabels, why: str) -> tuple[float | None, ...]:
-    """The label of every wanted column, by the field of its name; ``why`` says who wants it."""
-    missing = [name for name in wanted.names if name not in value]
+def read_labels(
+    value: dict[str, Any], columns: WantedLabels, purpose: str
+) -> tuple[float | None, ...]:
+    """Read the label of each column from the field of its name.
+
+    ``purpose`` says in errors what the columns are for.
+    """
+    missing = [name for name in columns.names if name not in value]
     if missing:
         near = suggestion(missing[0], value)
-        meant = "" if near is None else f"did you mean {near!r}? "
+        hint = "" if near is None else f"did you mean {near!r}? "
         raise DataError(
-            f"missing key {missing[0]!r}, {why}; {meant}this record has "
-            f"{', '.join(map(repr, value))} (a label that is not known is null)"
+            f"missing key {missing[0]!r}, {purpose}; {hint}this record has "
+            f"{', '.join(map(repr, value))} (write null for a label that is not known)"
         )
-    return tuple(read_label(value[name], name, wanted) for name in wanted.names)
+    return tuple(read_label(value[name], name, columns) for name in columns.names)
 
 
-def read_pair_labels(value: dict[str, Any], wanted: WantedLabels) -> tuple[float | None, ...]:
-    """``read_labels`` of a pair, whose columns an objective asks for."""
-    return read_labels(value, wanted, "a label column that model.objective reads")
+def read_pair_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
+    """Read the labels of a pair, whose columns the objective names."""
+    return read_labels(value, columns, "a label column that model.objective reads")
 
 
-def read_label(value: object, name: str, wanted: WantedLabels) -> float | None:
-    """A label, None where it is missing."""
+def read_label(value: object, name: str, columns: WantedLabels) -> float | None:
+    """Read a label; None if it is missing."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{name}: got {value!r:.60}, wanted a number, or null where it is missing")
-    if value == wanted.missing:
+    if value == columns.missing:
         return None
-    # A whole number may be too large for a float; NaN is not within the bounds, either.
+    # An integer may be too large for a float; NaN fails the comparison, too.
     if not -_LARGEST <= value <= _LARGEST:
         raise DataError(f"{name}: got {value!r:.60}, wanted a number that fits float32")
     return float(value)
 
 
-# Completions in order of how good they are, by ranks, scores or the strength of a preference.
+# Comparisons from ranks, scores or the strength of a preference.
 
 
 def ranked(
@@ -376,9 +389,10 @@ def ranked(
     origin: Origin,
     labels: tuple[float | None, ...] = (),
 ) -> Comparison:
-    """The texts best first; a lower ``standing`` is better, and texts with equal ones are tied.
+    """Sort samples to a comparison, the best one first.
 
-    Tied texts stay in the order that they came in; ranks begin with 0 and leave none out.
+    A sample with a lower ``standing`` is better, and equal ones are tied. Tied samples keep their
+    order. The ranks are 0, 1, 2 and so on.
     """
     order = sorted(range(len(texts)), key=standing.__getitem__)
     levels = sorted(set(standing))

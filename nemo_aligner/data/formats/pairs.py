@@ -1,4 +1,4 @@
-"""Pairs, a chosen and a rejected reply, as trainers write them: TRL, LLaMA-Factory, OpenAI, ..."""
+"""Formats of a chosen and a rejected reply: TRL, LLaMA-Factory, ms-swift, OpenAI, HH-RLHF."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from nemo_aligner.data.formats.prompts import advise_prompt_key, prompt_like
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 
-# HH-RLHF's writing (Bai et al. 2022, arXiv:2204.05862): ``"\n\nHuman: ... \n\nAssistant: ..."``.
+# HH-RLHF (Bai et al. 2022, arXiv:2204.05862): texts ``"\n\nHuman: ... \n\nAssistant: ..."``.
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_hh(value: dict[str, Any]) -> bool:
-    """True if a pair's texts are written this way."""
+    """True if the texts of a pair have this form."""
     if not {"chosen", "rejected"} <= set(value):
         return False
     start = value.get("prompt", value["chosen"])
     return isinstance(start, str) and start.startswith("\n\nHuman:")
 
 
-def _parse_hh(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_hh(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     prompt = read_string(values[0], "prompt") if "prompt" in values[0] else ""
     chosen, rejected = (
-        checked(turns_of(_whole(prompt, read_string(values[0], key), key), key), key)
+        checked(turns_of(_prepend_prompt(prompt, read_string(values[0], key), key), key), key)
         for key in ("chosen", "rejected")
     )
-    return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
+    return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], columns))
 
 
-def _whole(prompt: str, text: str, key: str) -> str:
-    """Prompt and reply, of which the second field may have both."""
+def _prepend_prompt(prompt: str, text: str, key: str) -> str:
+    """Join prompt and reply, unless ``text`` already contains the prompt."""
     if text.startswith(prompt):
         return text
     if text.startswith("\n\nHuman:"):
@@ -61,17 +61,17 @@ def _whole(prompt: str, text: str, key: str) -> str:
 
 
 def turns_of(text: str, key: str) -> Messages:
-    """The messages of a text in this writing, whoever speaks last.
+    """Split a text of this form into messages, which may end with either role.
 
     Raises:
-        DataError: it is in another; ``key`` is the field that it stands in.
+        DataError: it has another form; the error names the field ``key``.
     """
-    before, *rest = _TURN.split(text)
-    if before.strip() or not rest:
+    head, *parts = _TURN.split(text)
+    if head.strip() or not parts:
         raise DataError(f"{key}: got {text[:40]!r}, wanted a text that begins with '\\n\\nHuman:'")
     return [
-        {"role": _ROLES[speaker], "content": said.strip()}
-        for speaker, said in zip(rest[::2], rest[1::2], strict=True)
+        {"role": _ROLES[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     ]
 
 
@@ -92,33 +92,33 @@ HH = Format(
 
 # Prompt, chosen and rejected reply, each a string or a list of messages.
 #
-# TRL's conversational pairs, UltraFeedback as binarized, Tulu 3's and Skywork's preferences are so,
-# and under other names what NeMo RL's ``BinaryPreferenceDataset`` reads (NVIDIA-NeMo/RL,
-# docs/guides/rm.md, "Datasets").
+# TRL's conversational pairs, binarized UltraFeedback, and the preferences of Tulu 3 and Skywork
+# have this form; with other keys, so has the data of NeMo RL's ``BinaryPreferenceDataset``
+# (NVIDIA-NeMo/RL, docs/guides/rm.md, "Datasets").
 
 _CHAT_PAIRS = "chat_pairs"
 _CHAT_SAMPLE = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 
 
 def pairs_by(keys: PairKeys) -> Format:
-    """Pairs whose fields are called by ``keys``."""
+    """Return the format of pairs whose fields have the names ``keys``."""
 
     def matches(value: dict[str, Any]) -> bool:
         return {keys.chosen, keys.rejected} <= set(value) and (
             keys.prompt in value or not isinstance(value[keys.chosen], str)
         )
 
-    def parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+    def parse(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
         prompt = _read_prompt(values[0], keys.prompt)
         if prompt is None and _begins_with_reply(values[0][keys.chosen]):
             advice = [advise_prompt_key(name) for name in prompt_like(values[0])]
-            why = f"missing key {keys.prompt!r}: {keys.chosen} begins with the reply"
-            raise DataError(". ".join([why, *advice[:1]]))
+            problem = f"missing key {keys.prompt!r}: {keys.chosen} begins with the reply"
+            raise DataError(". ".join([problem, *advice[:1]]))
         chosen, rejected = (
             read_conversation(prompt, values[0][key], key, keys.prompt)
             for key in (keys.chosen, keys.rejected)
         )
-        labels = read_margin_labels(values[0], wanted)
+        labels = read_margin_labels(values[0], columns)
         return Comparison.of_pair(chosen, rejected, origin, labels=labels)
 
     return Format(
@@ -136,12 +136,12 @@ _INSTRUCTION, _INPUT = "instruction", "input"
 
 
 def _read_prompt(value: dict[str, Any], key: str) -> Any:
-    """The prompt of a pair, with the ``input`` of Alpaca's ``instruction`` on the lines below."""
+    """Read the prompt of a pair; Alpaca's ``input`` is appended to its ``instruction``."""
     prompt = value.get(key)
     if key != _INSTRUCTION or not isinstance(prompt, str) or not value.get(_INPUT):
         return prompt
-    given = read_string(value, _INPUT)
-    return "\n".join(part for part in (prompt, given) if part)
+    task_input = read_string(value, _INPUT)
+    return "\n".join(part for part in (prompt, task_input) if part)
 
 
 def _are_alpaca(value: dict[str, Any]) -> bool:
@@ -155,7 +155,7 @@ def _are_alpaca(value: dict[str, Any]) -> bool:
 
 
 def _begins_with_reply(reply: Any) -> bool:
-    """True if a reply, as one text, message or list of them, lacks its prompt."""
+    """True if a reply, which is a text, message or list of messages, has no prompt."""
     first = reply[0] if isinstance(reply, list) and reply else reply
     if isinstance(first, dict):
         return is_assistant(first)
@@ -163,7 +163,7 @@ def _begins_with_reply(reply: Any) -> bool:
 
 
 def _key_of_conversation(value: dict[str, Any]) -> str | None:
-    """The field with the messages before the reply, in pairs of LLaMA-Factory's ShareGPT form."""
+    """Find the field with the messages before the reply, in LLaMA-Factory's ShareGPT pairs."""
     if not {"chosen", "rejected"} <= set(value) or "prompt" in value:
         return None
     for key in ("conversations", "messages"):
@@ -174,11 +174,11 @@ def _key_of_conversation(value: dict[str, Any]) -> str | None:
     return None
 
 
-_WITH_USUAL_KEYS = pairs_by(PairKeys())
+_DEFAULT_PAIRS = pairs_by(PairKeys())
 CHAT_PAIRS = replace(
-    _WITH_USUAL_KEYS,
+    _DEFAULT_PAIRS,
     matches=lambda value: (
-        _WITH_USUAL_KEYS.matches(value)
+        _DEFAULT_PAIRS.matches(value)
         and not is_hh(value)
         and not _are_alpaca(value)
         and _key_of_conversation(value) is None
@@ -186,9 +186,10 @@ CHAT_PAIRS = replace(
 )
 
 
-# LLaMA-Factory's pairs (its data/README.md, "Preference Dataset"): Alpaca's columns, whose prompt
-# is the instruction and, on the lines below it, the input; and ShareGPT's, where the conversation
-# stands before two messages. ``system`` and ``history`` are read of both (``prompts.py``).
+# LLaMA-Factory's pairs (its data/README.md, "Preference Dataset"): with Alpaca's columns, the
+# prompt is the instruction, followed by the input on the next lines; in ShareGPT's form, the
+# conversation is followed by two messages. Both may have ``system`` and ``history`` columns
+# (``prompts.py``).
 
 ALPACA_PAIRS = replace(
     pairs_by(PairKeys(prompt=_INSTRUCTION)),
@@ -200,11 +201,11 @@ ALPACA_PAIRS = replace(
 
 
 def _parse_sharegpt(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     key = _key_of_conversation(values[0])
-    assert key is not None  # is what the format is known by
-    return pairs_by(PairKeys(prompt=key)).parse(values, origin, wanted)  # type: ignore[return-value]
+    assert key is not None  # the format is recognized by it
+    return pairs_by(PairKeys(prompt=key)).parse(values, origin, columns)  # type: ignore[return-value]
 
 
 SHAREGPT_PAIRS = Format(
@@ -223,8 +224,8 @@ SHAREGPT_PAIRS = Format(
 )
 
 
-# ms-swift's pairs (its documentation, "Custom dataset", RLHF): messages whose end is the chosen
-# reply, and another reply in its place, or a whole conversation.
+# ms-swift's pairs (its documentation, "Custom dataset", RLHF): messages that end with the chosen
+# reply, and either a rejected reply or a whole rejected conversation.
 
 _REJECTED_RESPONSE, _REJECTED_MESSAGES = "rejected_response", "rejected_messages"
 
@@ -235,7 +236,7 @@ def _are_swift(value: dict[str, Any]) -> bool:
     )
 
 
-def _parse_swift(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_swift(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     value = values[0]
     chosen = checked(value["messages"], "messages")
     if value.get(_REJECTED_MESSAGES):
@@ -244,16 +245,16 @@ def _parse_swift(values: list[dict[str, Any]], origin: Origin, wanted: WantedLab
         roles = [turn["role"] for turn in chosen]
         if "user" not in roles:
             raise DataError(f"messages: got turns of {', '.join(roles)}, wanted one of the user")
-        # The whole of the last answer is replaced, with its calls of tools and their results.
+        # All messages after the last question are replaced, with tool calls and their results.
         end = len(roles) - roles[::-1].index("user")
-        # Tables and data sets of the hub fill columns that a row does not have with null.
+        # In tables and data sets of the hub, a column that a row does not have is null.
         reply = value.get(_REJECTED_RESPONSE)
         if reply is None:
             raise DataError(
                 f"{_REJECTED_RESPONSE}: got None, and no {_REJECTED_MESSAGES!r}; wanted one of them"
             )
         rejected = read_conversation(chosen[:end], reply, _REJECTED_RESPONSE)
-    return Comparison.of_pair(chosen, rejected, origin, labels=read_margin_labels(value, wanted))
+    return Comparison.of_pair(chosen, rejected, origin, labels=read_margin_labels(value, columns))
 
 
 MS_SWIFT_PAIRS = Format(
@@ -275,7 +276,7 @@ MS_SWIFT_PAIRS = Format(
 )
 
 
-# Two raw texts, prompt included: TRL's standard format with an implicit prompt.
+# Two raw texts that include the prompt: TRL's standard format with an implicit prompt.
 
 
 def _are_texts(value: dict[str, Any]) -> bool:
@@ -288,15 +289,15 @@ def _are_texts(value: dict[str, Any]) -> bool:
 
 
 def _are_whole_texts(value: dict[str, Any]) -> bool:
-    """True unless another column may be the prompt of the texts, which only its owner knows."""
+    """True for two texts, unless another column may be their prompt."""
     return _are_texts(value) and not prompt_like(value)
 
 
 def _parse_text_pairs(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     chosen, rejected = (read_string(values[0], key) for key in ("chosen", "rejected"))
-    labels = read_margin_labels(values[0], wanted)
+    labels = read_margin_labels(values[0], columns)
     return Comparison.of_pair(chosen, rejected, origin, labels=labels)
 
 
@@ -311,29 +312,29 @@ TEXT_PAIRS = Format(
 )
 
 
-# Two adjacent lines of raw text, as NeMo-Aligner has them.
+# Two adjacent lines of raw text, as in NeMo-Aligner.
 
 
 def _parse_comparison_text(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     chosen, rejected = (read_string(value, "text") for value in values)
-    return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
+    return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], columns))
 
 
-# Other formats' keys: their records may have a whole text beside, as dumps of a template do.
-_OTHERS = {"label", "prompt", "chosen", "rejected", "response", "completions", "messages"}
-# All that lines of a pair have. A line with more may be one of a corpus, of messages or of ratings,
-# where two neighbours are no pair.
-_OF_TEXT = {"text", "source", "subset", "kind", LABEL_MARGIN}
+# Keys of other formats, whose records may have a ``text`` field in addition.
+_FOREIGN_KEYS = {"label", "prompt", "chosen", "rejected", "response", "completions", "messages"}
+# The only keys of a line of a pair. A line with other keys may be one of a corpus, of messages or
+# of ratings, where two adjacent lines are not a pair.
+_TEXT_KEYS = {"text", "source", "subset", "kind", LABEL_MARGIN}
 
 
 def _is_text(value: dict[str, Any]) -> bool:
-    return "text" in value and _OTHERS.isdisjoint(value)
+    return "text" in value and _FOREIGN_KEYS.isdisjoint(value)
 
 
 def _is_text_alone(value: dict[str, Any]) -> bool:
-    return "text" in value and set(value) <= _OF_TEXT
+    return "text" in value and set(value) <= _TEXT_KEYS
 
 
 COMPARISON_TEXT = Format(
@@ -348,10 +349,10 @@ COMPARISON_TEXT = Format(
 )
 
 
-# By how much a chosen reply is better, out of what public pairs call its score.
+# The margin of a pair, from the scores of public data sets.
 
-# Names of the chosen and the rejected reply's scores: in UltraFeedback as binarized for
-# Zephyr and by TRL, in argilla's editions of it, and by RLHFlow.
+# Names of the scores of the chosen and the rejected reply: in UltraFeedback as binarized for Zephyr
+# and by TRL, in argilla's editions of it, and in RLHFlow's data.
 _SCORES = (
     ("score_chosen", "score_rejected"),
     ("chosen-rating", "rejected-rating"),
@@ -360,54 +361,54 @@ _SCORES = (
 )
 
 
-def read_margin_labels(value: dict[str, Any], wanted: WantedLabels) -> tuple[float | None, ...]:
-    """``read_pair_labels``; a ``label_margin`` may also be TRL's ``margin``, or of two scores.
+def read_margin_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
+    """Read the labels of a pair; ``label_margin`` may also come from ``margin`` (TRL) or scores.
 
-    Scores are fields of the record, or of its ``metadata``. The margin is that of the chosen reply
-    over the rejected one, and negative where that has the higher score.
+    Scores are fields of the record, or of its ``metadata``. The margin is the score of the chosen
+    reply minus that of the rejected one, and may be negative.
     """
-    if LABEL_MARGIN in wanted.names and LABEL_MARGIN not in value:
-        return read_pair_labels({**_margin(value, wanted), **value}, wanted)
-    return read_pair_labels(value, wanted)
+    if LABEL_MARGIN in columns.names and LABEL_MARGIN not in value:
+        return read_pair_labels({**_read_margin(value, columns), **value}, columns)
+    return read_pair_labels(value, columns)
 
 
-def _margin(value: dict[str, Any], wanted: WantedLabels) -> dict[str, float | None]:
+def _read_margin(value: dict[str, Any], columns: WantedLabels) -> dict[str, float | None]:
     if "margin" in value:
-        return {LABEL_MARGIN: read_label(value["margin"], "margin", wanted)}
+        return {LABEL_MARGIN: read_label(value["margin"], "margin", columns)}
     metadata = value.get("metadata")
     for scored in (value, metadata if isinstance(metadata, dict) else {}):
         for keys in _SCORES:
             if set(keys) <= set(scored):
-                chosen, rejected = (read_label(scored[key], key, wanted) for key in keys)
+                chosen, rejected = (read_label(scored[key], key, columns) for key in keys)
                 if chosen is None or rejected is None:
                     return {LABEL_MARGIN: None}
                 return {LABEL_MARGIN: chosen - rejected}
     return {}
 
 
-# OpenAI's preference fine-tuning: a request of the chat API, and two outputs, the better named.
+# OpenAI's preference fine-tuning: a request to the chat API, a preferred and another output.
 #
-# ``input`` has ``messages`` and, where there are any, ``tools``; both outputs are messages that go
-# on from it (OpenAI, "Direct preference optimization", preparing the data).
+# ``input`` has ``messages`` and may have ``tools``; both outputs are messages that continue it
+# (OpenAI, "Direct preference optimization", preparing the data).
 
 _OUTPUTS = ("preferred_output", "non_preferred_output")
 _PROMPT = "input.messages"
 
 
 def _parse_openai_preference(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
-    asked = value["input"]
-    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
-        raise DataError(f"input: got {asked!r:.60}, wanted an object with messages, a list")
+    request = value["input"]
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
+        raise DataError(f"input: got {request!r:.60}, wanted an object with messages, a list")
     better, worse = (
         with_tools(
-            read_conversation(asked["messages"], value[key], key, _PROMPT), asked.get("tools")
+            read_conversation(request["messages"], value[key], key, _PROMPT), request.get("tools")
         )
         for key in _OUTPUTS
     )
-    return Comparison.of_pair(better, worse, origin, labels=read_pair_labels(value, wanted))
+    return Comparison.of_pair(better, worse, origin, labels=read_pair_labels(value, columns))
 
 
 OPENAI_PREFERENCE = Format(

@@ -1,7 +1,7 @@
-"""Columns that hold a part of the prompt outside the messages: system prompts and earlier turns.
+"""Columns with a part of the prompt that is not in the messages: system prompts, earlier turns.
 
-Trainers keep these apart from the question (LLaMA-Factory's ``system`` and ``history``, Orca's
-``system``). A model that never sees them would learn that the chosen reply is right without them.
+Data of LLaMA-Factory has ``system`` and ``history`` columns, Orca a ``system`` column. Without them
+the model would learn to prefer replies to a prompt that it has not seen.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
-# By the name of such a column, what the lines that have it are counted as.
+# The name in ``counts`` for lines with each of these columns.
 COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
 
 
 def count_records(counts: Mapping[str, int]) -> dict[str, int]:
-    """Leave the counts of records: how many were read, dropped by each reason, and kept."""
-    of_columns = COLUMN_COUNTS.values()
-    return {name: count for name, count in counts.items() if name not in of_columns}
+    """Select the counts of records from those of records and columns."""
+    column_names = COLUMN_COUNTS.values()
+    return {name: count for name, count in counts.items() if name not in column_names}
 
 
 _SYSTEM_ROLES = ("system", "developer")
-# Words that columns with a part of a prompt are called by, alone or behind another word
-# (``user_prompt``); a number may follow.
+# Names of columns with a part of the prompt: one of these words, also after another word
+# (``user_prompt``), and with a number after it.
 _PROMPT_WORDS = re.compile(
     r"(.*[^a-z])?"
     r"(prompt|question|instruction|input|query|context|message|conversation|dialog(ue)?|history"
@@ -41,22 +41,23 @@ _PROMPT_WORDS = re.compile(
 
 def looks_like_prompt(name: str) -> bool:
     """True if a column of this name usually holds a prompt, or a part of one."""
-    # userPrompt is read as user_prompt.
+    # Split camel case: userPrompt becomes user_prompt.
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     return _PROMPT_WORDS.fullmatch(words) is not None
 
 
 def prompt_like(value: dict[str, Any]) -> list[str]:
-    """Columns of a record that hold a text or a list, and are called like a part of a prompt.
+    """List the columns of a record that are likely to hold a part of the prompt.
 
-    The likeliest to hold the question come first.
+    They have such a name, and hold a string or a list. Those that are likely to hold the question
+    come first.
     """
     names = [name for name, cell in value.items() if _has_text(cell) and looks_like_prompt(name)]
     return sorted(names, key=lambda name: name in (*_SYSTEM, _HISTORY))
 
 
 def advise_prompt_key(name: str) -> str:
-    """What to do if a column of this name is the prompt."""
+    """Advise what to do if the column ``name`` is the prompt."""
     flag = f"--prompt-key {name} (model.data.prompt_key={name} in training)"
     return f"If {name!r} is the prompt, set {flag}"
 
@@ -66,24 +67,24 @@ def _has_text(cell: object) -> bool:
 
 
 def with_prompt_columns(record: Record, fields: Fields, labels: Container[str]) -> Record:
-    """Put a record's ``history`` and ``system`` in front of its conversations.
+    """Put a record's ``history`` and ``system`` columns in front of its conversations.
 
-    A conversation that begins with these turns already has them once. Unread stay the columns of
-    raw texts, a column that the format reads as something else, and one that is a label.
+    Turns that a conversation already begins with are not added again. The columns are not read if
+    the samples are raw texts, if the format reads them as something else, or if they are labels.
 
     Raises:
-        DataError: a column holds something else, or the conversation has another system prompt.
+        DataError: a column has another type, or a conversation has another system prompt.
     """
     if isinstance(record.texts[0], str):
         return record
-    record = _put_in(record, fields, _HISTORY, _read_history(fields, labels), _add_history)
+    record = _add_turns(record, fields, _HISTORY, _read_history(fields, labels), _add_history)
     for name in _SYSTEM:
         turns = _read_system(fields, name, labels)
-        record = _put_in(record, fields, name, turns, _add_system)
+        record = _add_turns(record, fields, name, turns, _add_system)
     return record
 
 
-def _put_in(
+def _add_turns(
     record: Record,
     fields: Fields,
     name: str,
@@ -95,7 +96,7 @@ def _put_in(
     fields.names_in_prompt.add(name)
 
     def extend(text: Text) -> Text:
-        assert not isinstance(text, str)  # with_prompt_columns has let raw texts pass
+        assert not isinstance(text, str)  # with_prompt_columns does not change raw texts
         return with_messages(text, add(messages_of(text), turns))
 
     if isinstance(record, Rating):
@@ -103,17 +104,17 @@ def _put_in(
     return replace(record, texts=tuple(map(extend, record.texts)))
 
 
-def _is_open(fields: Fields, name: str, labels: Container[str]) -> bool:
+def _is_available(fields: Fields, name: str, labels: Container[str]) -> bool:
     return name in fields and name not in fields.names_read and name not in labels
 
 
 def _read_history(fields: Fields, labels: Container[str]) -> Messages:
-    """Earlier turns: messages, or pairs of a user's text and the reply to it.
+    """Read earlier turns: messages, or pairs of a user's text and the reply to it.
 
-    A history in any other form, such as one text, stays unread.
+    A history of another type, for example a string, is not read.
     """
     history = dict.get(fields, _HISTORY)
-    if not _is_open(fields, _HISTORY, labels) or not isinstance(history, list):
+    if not _is_available(fields, _HISTORY, labels) or not isinstance(history, list):
         return []
     if not all(isinstance(turn, list | dict) for turn in history):
         return []
@@ -136,9 +137,9 @@ def _read_history(fields: Fields, labels: Container[str]) -> Messages:
 
 def _read_system(fields: Fields, name: str, labels: Container[str]) -> Messages:
     prompt = dict.get(fields, name)
-    if not _is_open(fields, name, labels) or not isinstance(prompt, str):
+    if not _is_available(fields, name, labels) or not isinstance(prompt, str):
         return []
-    fields[name]  # from here on it counts as read, also where there is nothing in it
+    fields[name]  # marks it as read, even if it is empty
     return [] if is_blank(prompt) else read_turns([{"role": "system", "content": prompt}], name)
 
 
@@ -146,9 +147,9 @@ def _add_history(messages: Messages, turns: Messages) -> Messages:
     start = 0
     while messages[start]["role"] in _SYSTEM_ROLES:
         start += 1
-    behind = messages[start:]
-    is_there = len(behind) > len(turns) and behind[: len(turns)] == turns
-    return messages if is_there else [*messages[:start], *turns, *behind]
+    following = messages[start:]
+    is_present = len(following) > len(turns) and following[: len(turns)] == turns
+    return messages if is_present else [*messages[:start], *turns, *following]
 
 
 def _add_system(messages: Messages, turns: Messages) -> Messages:

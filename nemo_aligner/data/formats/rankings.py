@@ -1,4 +1,4 @@
-"""Completions in order of preference: NeMo RL, HelpSteer, UltraFeedback, QA-Feedback, PandaLM."""
+"""Formats of ranked replies: NeMo RL, HelpSteer, UltraFeedback, QA-Feedback, PandaLM."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ from nemo_aligner.data.formats.base import (
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 
-# NeMo RL's ``PreferenceDataset``: a context, and completions with a rank each.
+# NeMo RL's ``PreferenceDataset``: a context, and completions with ranks.
 #
-# A lower rank is better, as NeMo RL's guide of reward models says (NVIDIA-NeMo/RL,
-# docs/guides/rm.md, "Datasets"). It trains on two completions; here there may be more, and equal
-# ranks are a tie.
+# A lower rank is better (NVIDIA-NeMo/RL, docs/guides/rm.md, "Datasets"). NeMo RL trains on two
+# completions. Here there may be more, and equal ranks are a tie.
 
 
 def _parse_nemo_rl_preference(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
     completions = read_objects(value, "completions", "rank", "completion")
     texts = [
         read_conversation(
-            value["context"], one["completion"], f"completions[{number}].completion", "context"
+            value["context"], item["completion"], f"completions[{number}].completion", "context"
         )
-        for number, one in enumerate(completions)
+        for number, item in enumerate(completions)
     ]
-    ranks = [_rank(one["rank"], number) for number, one in enumerate(completions)]
-    return ranked(texts, ranks, origin, read_pair_labels(value, wanted))
+    ranks = [_read_rank(item["rank"], number) for number, item in enumerate(completions)]
+    return ranked(texts, ranks, origin, read_pair_labels(value, columns))
 
 
-def _rank(rank: object, number: int) -> int:
+def _read_rank(rank: object, number: int) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise DataError(f"completions[{number}].rank: got {rank!r:.60}, wanted a whole number")
     return rank
@@ -74,20 +73,20 @@ NEMO_RL_PREFERENCE = Format(
 )
 
 
-# HelpSteer2-Preference: two responses to a prompt, and which is better by how much.
+# HelpSteer2-Preference: two responses to a prompt, and by how much the second is better.
 #
 # Wang et al. 2024, arXiv:2410.01257. ``preference_strength`` is from -3 (response 1 is much better)
-# to 3 (response 2 is much better), by the card of the data set nvidia/HelpSteer2. A prompt may have
-# several turns (``split_turns``).
+# to 3 (response 2 is much better; see the card of nvidia/HelpSteer2). A prompt may have several
+# turns (``split_turns``).
 
 
 def _parse_helpsteer2_preference(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
     prompt = split_turns(value["prompt"])
     texts = [read_conversation(prompt, value[key], key) for key in ("response_1", "response_2")]
-    return ranked_by_strength(texts, "preference_strength", value, origin, wanted)
+    return ranked_by_strength(texts, "preference_strength", value, origin, columns)
 
 
 HELPSTEER2_PREFERENCE = Format(
@@ -100,22 +99,22 @@ HELPSTEER2_PREFERENCE = Format(
 )
 
 
-# HelpSteer3-Preference: two responses to a context, and which is better by how much.
+# HelpSteer3-Preference: two responses to a context, and by how much the second is better.
 #
 # Wang et al. 2025, arXiv:2505.11475. ``overall_preference`` is from -3 (response 1 is much better)
-# to 3 (response 2 is much better), by the card of the data set nvidia/HelpSteer3; NeMo RL reads the
-# sign so, too. Its ``domain`` is the source.
+# to 3 (response 2 is much better; see the card of nvidia/HelpSteer3), as NeMo RL reads it, too.
+# ``domain`` is the source.
 
 
 def _parse_helpsteer3(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
     texts = [
         read_conversation(value["context"], value[key], key, "context")
         for key in ("response1", "response2")
     ]
-    record = ranked_by_strength(texts, "overall_preference", value, origin, wanted)
+    record = ranked_by_strength(texts, "overall_preference", value, origin, columns)
     return replace(record, source=read_source(value.get("domain")))
 
 
@@ -141,12 +140,12 @@ _STRONGEST = 3
 
 
 def ranked_by_strength(
-    texts: Sequence[Text], key: str, value: dict[str, Any], origin: Origin, wanted: WantedLabels
+    texts: Sequence[Text], key: str, value: dict[str, Any], origin: Origin, columns: WantedLabels
 ) -> Comparison:
-    """Two texts by the field ``key``: by how much the second is better than the first.
+    """Compare two samples by the field ``key``, which says by how much the second is better.
 
-    It is from -3 (the first is much better) to 3 (the second is); 0 is a tie. Where the record has
-    no ``label_margin``, its absolute value is one.
+    It is from -3 (the first is much better) to 3 (the second is much better); 0 is a tie. Its
+    absolute value is the ``label_margin``, unless the record has a field of this name.
     """
     strength = value[key]
     is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
@@ -155,47 +154,47 @@ def ranked_by_strength(
             f"{key}: got {strength!r:.60}, wanted a number from -{_STRONGEST} (the first response "
             f"is much better) to {_STRONGEST} (the second is); 0 is a tie"
         )
-    labels = read_pair_labels({LABEL_MARGIN: abs(strength), **value}, wanted)
+    labels = read_pair_labels({LABEL_MARGIN: abs(strength), **value}, columns)
     return ranked(texts, (strength, -strength), origin, labels)
 
 
 # UltraFeedback: an instruction, and completions with scores.
 #
-# Cui et al. 2023, arXiv:2310.01377. The order is that of ``fine-grained_score``, the mean of four
-# aspects' ratings, where every completion has one, and otherwise that of ``overall_score``, which
-# was 10 instead of 1 for many completions of the data's first version (OpenBMB/UltraFeedback,
-# "Update"). Equal scores are a tie.
+# Cui et al. 2023, arXiv:2310.01377. Completions are ranked by ``fine-grained_score``, the mean of
+# the ratings of four aspects, if all of them have one, else by ``overall_score``. In the first
+# version of the data, many completions with an ``overall_score`` of 1 have 10
+# (OpenBMB/UltraFeedback, "Update"). Equal scores are a tie.
 
 _SCORES = ("fine-grained_score", "overall_score")
 
 
 def _parse_ultrafeedback(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
     completions = read_objects(value, "completions", "response")
     texts = [
         read_conversation(
-            value["instruction"], one["response"], f"completions[{n}].response", "instruction"
+            value["instruction"], item["response"], f"completions[{n}].response", "instruction"
         )
-        for n, one in enumerate(completions)
+        for n, item in enumerate(completions)
     ]
-    scores = _scores(completions)
-    # More than two completions differ by more than one number.
+    scores = _read_scores(completions)
+    # Only a pair has a single margin.
     margin = {LABEL_MARGIN: abs(scores[0] - scores[1])} if len(scores) == 2 else {}
-    labels = read_pair_labels({**margin, **value}, wanted)
+    labels = read_pair_labels({**margin, **value}, columns)
     return ranked(texts, [-score for score in scores], origin, labels)
 
 
-def _scores(completions: list[dict[str, Any]]) -> list[float]:
+def _read_scores(completions: list[dict[str, Any]]) -> list[float]:
     for key in _SCORES:
-        given = [
-            read_label(one.get(key), f"completions[{number}].{key}", WantedLabels())
-            for number, one in enumerate(completions)
+        scores = [
+            read_label(item.get(key), f"completions[{number}].{key}", WantedLabels())
+            for number, item in enumerate(completions)
         ]
-        scores = [score for score in given if score is not None]
-        if len(scores) == len(given):
-            return scores
+        present = [score for score in scores if score is not None]
+        if len(present) == len(scores):
+            return present
     raise DataError(f"completions: wanted a number in all of them, {' or '.join(_SCORES)}")
 
 
@@ -219,32 +218,32 @@ ULTRAFEEDBACK = Format(
 )
 
 
-# QA-Feedback: four answers to a question, each compared with every other.
+# QA-Feedback: four answers to a question, of which all pairs are compared.
 #
-# Wu et al. 2023, arXiv:2306.01693. ``preference`` has six labels, of answers 1 and 2, 1 and 3, 1
-# and 4, 2 and 3, 2 and 4, 3 and 4: 1 where the first is preferred, 2 where the second is, 0 for
-# neither (allenai/FineGrainedRLHF, tasks/qa_feedback/data/README.md). Answers are ranked by how
-# many they are preferred to, less how many are preferred to them. That keeps every preference of
-# the published ``dev_feedback.json``; "neither" is not always kept, for of its 500 questions 22
-# have labels that no ranking has. The passages that the answers were written from stand before the
-# question.
+# Wu et al. 2023, arXiv:2306.01693. ``preference`` has six labels, for answers 1 and 2, 1 and 3, 1
+# and 4, 2 and 3, 2 and 4, 3 and 4: 1 if the first is preferred, 2 if the second is, 0 for neither
+# (allenai/FineGrainedRLHF, tasks/qa_feedback/data/README.md). Answers are ranked by their number of
+# wins minus losses. In the published ``dev_feedback.json`` this agrees with all preferences, but
+# not with every "neither": the labels of 22 of its 500 questions do not fit any ranking. The
+# passages from which the answers were written are put before the question.
 
 _ANSWERS = tuple(f"prediction {number}" for number in range(1, 5))
 _PAIRS = tuple(combinations(range(len(_ANSWERS)), 2))
 
 
 def _parse_qa_feedback(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
-    prompt = "\n\n".join([*_passages(value.get("passages", [])), read_string(value, "question")])
+    passages = _read_passages(value.get("passages", []))
+    prompt = "\n\n".join([*passages, read_string(value, "question")])
     texts = [read_conversation(prompt, read_string(value, key), key) for key in _ANSWERS]
-    labels = read_pair_labels(value, wanted)
-    return ranked(texts, _net_losses(value["preference"]), origin, labels)
+    labels = read_pair_labels(value, columns)
+    return ranked(texts, _count_net_losses(value["preference"]), origin, labels)
 
 
-def _passages(passages: object) -> list[str]:
-    """Texts of passages, each a title and sentences."""
+def _read_passages(passages: object) -> list[str]:
+    """Read passages, each of which is a list of a title and sentences."""
     if not isinstance(passages, list) or not all(
         isinstance(passage, list) and passage and all(isinstance(part, str) for part in passage)
         for passage in passages
@@ -253,7 +252,7 @@ def _passages(passages: object) -> list[str]:
     return [f"{title}\n{' '.join(sentences)}" for title, *sentences in passages]
 
 
-def _net_losses(preference: object) -> list[int]:
+def _count_net_losses(preference: object) -> list[int]:
     if (
         not isinstance(preference, list)
         or len(preference) != len(_PAIRS)
@@ -291,31 +290,31 @@ QA_FEEDBACK = Format(
 )
 
 
-# PandaLM's test set: two responses to an instruction, judged by three people.
+# PandaLM's test set: two responses to an instruction, judged by three annotators.
 #
-# Wang et al. 2023, arXiv:2306.05087. An annotator's label is 1 or 2, the response that is better,
-# or 0 where they are alike (WeOpenML/PandaLM, README, "Test data"). What two of the three say
-# counts; it is a tie if they say three different things. The input stands below the instruction.
+# Wang et al. 2023, arXiv:2306.05087. An annotator's label is 1 or 2, the better response, or 0 for
+# a tie (WeOpenML/PandaLM, README, "Test data"). The majority decides; three different labels are a
+# tie. The input is appended to the instruction.
 
 _RESPONSES = ("response1", "response2")
 _ANNOTATORS = ("annotator1", "annotator2", "annotator3")
-# A label -> whether the second response is better (1), or the first (-1).
+# By label: 1 if the second response is better, -1 if the first is.
 _VOTES = {0: 0, 1: -1, 2: 1}
 
 
 def _parse_pandalm(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
     parts = [read_string(value, key) for key in ("instruction", "input") if key in value]
     prompt = "\n\n".join(part for part in parts if part.strip())
     texts = [read_conversation(prompt, read_string(value, key), key) for key in _RESPONSES]
-    # Of three votes the one in the middle is that of any two that agree.
-    vote = median(_vote(value, key) for key in _ANNOTATORS)
-    return ranked(texts, (vote, -vote), origin, read_pair_labels(value, wanted))
+    # If two of three votes agree, the median is theirs.
+    vote = median(_read_vote(value, key) for key in _ANNOTATORS)
+    return ranked(texts, (vote, -vote), origin, read_pair_labels(value, columns))
 
 
-def _vote(value: dict[str, Any], key: str) -> int:
+def _read_vote(value: dict[str, Any], key: str) -> int:
     label = value[key]
     if isinstance(label, bool) or not isinstance(label, int) or label not in _VOTES:
         raise DataError(f"{key}: got {label!r:.60}, wanted 1 or 2, the better response, or 0")

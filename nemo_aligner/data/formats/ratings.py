@@ -1,7 +1,8 @@
-"""Rated replies, and replies with a label for each step or turn.
+"""Formats of rated replies, and of replies with labels for each of their turns or steps.
 
-Which tokens of a text are read, and what stands between two steps, is the scoring contract's
-business (``contract/steps.py``). A reply in steps comes from here as parts of text, one for each.
+A reply in steps is a message whose content is a list of text parts, one for each step. The scoring
+contract (``contract/steps.py``) decides how the parts are joined and at which tokens they are
+scored.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from nemo_aligner.data.formats.base import (
 from nemo_aligner.data.records import Origin, Rating, is_blank
 from nemo_aligner.utils.errors import DataError, shown
 
-# Prompt and response, and a field with a number or null for each attribute.
-#
-# HelpSteer and HelpSteer2 are written so (Wang et al. 2023, arXiv:2311.09528, and 2024,
-# arXiv:2406.08673).
+# Prompt and response, and a field with a number or null for each attribute, as in HelpSteer and
+# HelpSteer2 (Wang et al. 2023, arXiv:2311.09528, and 2024, arXiv:2406.08673).
 
 
-def _parse_rated_chat(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+def _parse_rated_chat(
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
+) -> Rating:
     value = values[0]
-    labels = read_labels(value, wanted, "an attribute of model.regression.attributes")
+    labels = read_labels(value, columns, "an attribute of model.regression.attributes")
     conversation = read_conversation(split_turns(value["prompt"]), value["response"], "response")
     return Rating(conversation, labels, origin)
 
@@ -50,19 +51,21 @@ RATED_CHAT = Format(
 )
 
 
-# Raw text with a number or null for each attribute, as NeMo-Aligner has it.
+# Raw text with a number or null for each attribute, as in NeMo-Aligner.
 
 
-def _parse_rated_text(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
-    given = values[0]["label"]
-    given = given if isinstance(given, list) else [given]
-    if wanted.names and len(given) != len(wanted.names):
+def _parse_rated_text(
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
+) -> Rating:
+    label = values[0]["label"]
+    numbers = label if isinstance(label, list) else [label]
+    if columns.names and len(numbers) != len(columns.names):
         raise DataError(
-            f"label: got {len(given)} numbers, wanted {len(wanted.names)}, one for each of "
-            f"{', '.join(wanted.names)}"
+            f"label: got {len(numbers)} numbers, wanted {len(columns.names)}, one for each of "
+            f"{', '.join(columns.names)}"
         )
-    named = zip([f"label of {name}" for name in wanted.names], given, strict=False)
-    labels = tuple(read_label(value, name, wanted) for name, value in named)
+    named = zip([f"label of {name}" for name in columns.names], numbers, strict=False)
+    labels = tuple(read_label(value, name, columns) for name, value in named)
     return Rating(checked(values[0]["text"], "text"), labels, origin)
 
 
@@ -76,9 +79,9 @@ RATED_TEXT = Format(
 )
 
 
-# One reply with whether it is a good one: TRL's unpaired preferences (its documentation, "Dataset
-# formats") and ms-swift's, as KTO learns from them (Ethayarajh et al. 2024, arXiv:2402.01306). The
-# attribute may have any name.
+# One reply and whether it is good: unpaired preferences of TRL (its documentation, "Dataset
+# formats") and ms-swift, as used by KTO (Ethayarajh et al. 2024, arXiv:2402.01306). The attribute
+# may have any name.
 
 
 def _is_unpaired(value: dict[str, Any]) -> bool:
@@ -87,9 +90,9 @@ def _is_unpaired(value: dict[str, Any]) -> bool:
     )
 
 
-def _parse_unpaired(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+def _parse_unpaired(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Rating:
     value = values[0]
-    labels = _read_step_labels(value["label"], "label", wanted)
+    labels = _read_step_labels(value["label"], "label", columns)
     if {"prompt", "completion"} <= set(value):
         conversation = read_conversation(value["prompt"], value["completion"], "completion")
         return Rating(conversation, labels, origin)
@@ -111,26 +114,27 @@ UNPAIRED = Format(
 Labels = tuple[float | None, ...]
 
 
-def _read_step_labels(given: Any, where: str, wanted: WantedLabels) -> Labels:
-    """The labels of one step: a bool or number, or several as a list or by their names."""
-    names = wanted.names
-    if isinstance(given, Mapping):
-        missing = [name for name in names if name not in given]
+def _read_step_labels(label: Any, location: str, columns: WantedLabels) -> Labels:
+    """Read the labels of one step: a bool or number, a list of them, or an object by attribute."""
+    names = columns.names
+    if isinstance(label, Mapping):
+        missing = [name for name in names if name not in label]
         if missing:
-            raise DataError(f"{where}: got {shown(given)}, wanted a number of {missing[0]!r}")
-        given = [given[name] for name in names]
-    values = given if isinstance(given, list) else [given]
-    if given is None:
+            raise DataError(f"{location}: got {shown(label)}, wanted a number of {missing[0]!r}")
+        label = [label[name] for name in names]
+    values = label if isinstance(label, list) else [label]
+    if label is None:
         values = [None] * len(names)
     if names and len(values) != len(names):
         raise DataError(
-            f"{where}: got {len(values)} labels, wanted {len(names)}, of {', '.join(names)}"
+            f"{location}: got {len(values)} labels, wanted {len(names)}, of {', '.join(names)}"
         )
-    plain = [float(value) if isinstance(value, bool) else value for value in values]
-    return tuple(read_label(value, where, wanted) for _, value in zip(names, plain, strict=False))
+    numbers = [float(value) if isinstance(value, bool) else value for value in values]
+    named = zip(names, numbers, strict=False)
+    return tuple(read_label(number, location, columns) for _, number in named)
 
 
-def _rating(
+def _build_rating(
     prompt: Any,
     steps: Sequence[Any],
     labels: Sequence[Labels],
@@ -150,18 +154,21 @@ def _rating(
 # "Dataset formats"), also those of trl-lib/prm800k and trl-lib/math_shepherd.
 
 
-def _parse_stepwise(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+def _parse_stepwise(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Rating:
     value = values[0]
-    steps, given = value["completions"], value["labels"]
+    steps, step_labels = value["completions"], value["labels"]
     for key in ("completions", "labels"):
         if not isinstance(value[key], list) or not value[key]:
             raise DataError(f"{key}: got {shown(value[key])}, wanted a list, one for each step")
-    if len(steps) != len(given):
-        raise DataError(f"labels: got {len(given)} of them, wanted {len(steps)}, as completions")
+    if len(steps) != len(step_labels):
+        raise DataError(
+            f"labels: got {len(step_labels)} of them, wanted {len(steps)}, one for each completion"
+        )
     labels = [
-        _read_step_labels(label, f"labels[{number}]", wanted) for number, label in enumerate(given)
+        _read_step_labels(label, f"labels[{number}]", columns)
+        for number, label in enumerate(step_labels)
     ]
-    return _rating(value["prompt"], steps, labels, origin, "completions")
+    return _build_rating(value["prompt"], steps, labels, origin, "completions")
 
 
 STEPWISE = Format(
@@ -174,8 +181,9 @@ STEPWISE = Format(
 )
 
 
-# Math-Shepherd as it is published (Wang et al. 2023, arXiv:2312.08935): a mark behind every step,
-# in whose place ``label`` has a sign. The first step begins within the text of the prompt.
+# Math-Shepherd as published (Wang et al. 2023, arXiv:2312.08935): ``input`` has a mark after every
+# step, and ``label`` is the same text with a sign instead of each mark. The first step begins
+# inside the text of the prompt.
 
 _MARK = "\u043a\u0438"
 _SIGNS = {"+": 1.0, "-": 0.0}
@@ -188,40 +196,40 @@ def _is_math_shepherd(value: dict[str, Any]) -> bool:
 
 
 def _parse_math_shepherd(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Rating:
     value = values[0]
-    *pieces, behind = read_string(value, "input").split(_MARK)
-    signs, at = read_string(value, "label"), 0
+    *pieces, tail = read_string(value, "input").split(_MARK)
+    signs, position = read_string(value, "label"), 0
     labels: list[Labels] = []
     for piece in pieces:
-        at += len(piece)
-        if signs[at - len(piece) : at] != piece or signs[at : at + 1] not in _SIGNS:
+        start, position = position, position + len(piece)
+        if signs[start:position] != piece or signs[position : position + 1] not in _SIGNS:
             raise DataError(
-                f"label: got {signs[at : at + 20]!r} behind step {len(labels) + 1}, wanted + or - "
-                f"in the place of every {_MARK} of input, and else the same text"
+                f"label: got {signs[position : position + 20]!r} after step {len(labels) + 1}, "
+                f"wanted the text of input with + or - instead of every {_MARK}"
             )
-        labels.append(_read_step_labels(_SIGNS[signs[at]], "label", wanted))
-        at += 1
+        labels.append(_read_step_labels(_SIGNS[signs[position]], "label", columns))
+        position += 1
     begin = _FIRST.search(pieces[0])
-    if begin is None or behind.strip():
+    if begin is None or tail.strip():
         raise DataError(
             f"input: got {shown(value['input'])}, wanted a question, 'Step 1:' and steps, each "
-            f"with {_MARK} behind it"
+            f"followed by {_MARK}"
         )
     steps = [pieces[0][begin.end() :], *pieces[1:]]
     prompt = pieces[0][: begin.start()]
     task = value.get("task")
     source = read_source(task) if isinstance(task, str) else ""
     steps = [step.strip() for step in steps]
-    return _rating(prompt, steps, labels, origin, "input", source)
+    return _build_rating(prompt, steps, labels, origin, "input", source)
 
 
 MATH_SHEPHERD = Format(
     name="math_shepherd",
     kind=RecordKind.rating,
     matches=_is_math_shepherd,
-    wanted=f"'input' and 'label', with {_MARK} and a sign behind every step",
+    wanted=f"'input' and 'label', with {_MARK} and a sign after every step",
     parse=_parse_math_shepherd,
     sample=(
         {
@@ -233,65 +241,66 @@ MATH_SHEPHERD = Format(
 )
 
 
-# PRM800K as it is published (Lightman et al. 2023, arXiv:2305.20050): a path of chosen steps, with
-# other steps beside them, each rated 1, 0 (neutral) or -1. The path is one record, and every other
-# step one more, behind the path up to there, whose ratings are not learned a second time. A step
-# that a person has written is right.
+# PRM800K as published (Lightman et al. 2023, arXiv:2305.20050): a path of chosen steps, and other
+# completions of each step, all rated 1, 0 (neutral) or -1. The path becomes one record. Each other
+# completion becomes a record, too, after the path up to its step, whose labels are left out because
+# the record of the path has them. A step that an annotator wrote is right.
 
 
 def _parse_prm800k(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> list[Rating]:
     value = values[0]
     problem, steps = value["question"].get("problem"), value["label"]["steps"]
     if not isinstance(problem, str) or not isinstance(steps, list):
         raise DataError(f"question: got {shown(value['question'])}, wanted a 'problem'")
     path: list[tuple[Any, Labels]] = []
-    found: list[Rating] = []
+    ratings: list[Rating] = []
 
-    def add(taken: Sequence[tuple[Any, Labels]]) -> None:
-        texts, labels = zip(*taken, strict=True)
-        found.append(_rating(problem, texts, labels, origin, "label.steps"))
+    def add(labelled_steps: Sequence[tuple[Any, Labels]]) -> None:
+        texts, labels = zip(*labelled_steps, strict=True)
+        ratings.append(_build_rating(problem, texts, labels, origin, "label.steps"))
 
-    none: Labels = (None,) * len(wanted.names)
+    missing: Labels = (None,) * len(columns.names)
     for number, step in enumerate(steps):
-        where = f"label.steps[{number}]"
-        chosen = _rated(step, where, wanted)
-        add_beside = [(text, labels) for text, labels, is_chosen in chosen if not is_chosen]
-        for beside in add_beside:
-            add([*((text, none) for text, _ in path), beside])
-        taken = [(text, labels) for text, labels, is_chosen in chosen if is_chosen]
-        if not taken:
+        completions = _read_completions(step, f"label.steps[{number}]", columns)
+        for text, labels, is_chosen in completions:
+            if not is_chosen:
+                add([*((previous, missing) for previous, _ in path), (text, labels)])
+        chosen = [(text, labels) for text, labels, is_chosen in completions if is_chosen]
+        if not chosen:
             break
-        path.append(taken[0])
+        path.append(chosen[0])
     if path:
         add(path)
-    if not found:
+    if not ratings:
         raise DataError(f"label: got {shown(value['label'])}, wanted a step with a text")
-    return found
+    return ratings
 
 
-def _rated(step: Any, where: str, wanted: WantedLabels) -> list[tuple[Any, Labels, bool]]:
-    """Text and labels of all completions of a step, and whether the path goes on with each."""
+def _read_completions(
+    step: Any, location: str, columns: WantedLabels
+) -> list[tuple[Any, Labels, bool]]:
+    """List the completions of a step: text, labels, and whether the path continues with it."""
     if not isinstance(step, dict):
-        raise DataError(f"{where}: got {shown(step)}, wanted an object with 'completions'")
+        raise DataError(f"{location}: got {shown(step)}, wanted an object with 'completions'")
     chosen, written = step.get("chosen_completion"), step.get("human_completion")
     completions = step.get("completions") or []
     if not isinstance(completions, list):
-        raise DataError(f"{where}.completions: got {shown(completions)}, wanted a list")
-    found = []
-    for number, each in enumerate(completions):
-        place = f"{where}.completions[{number}]"
-        if not isinstance(each, dict) or each.get("rating") not in (-1, 0, 1, None):
-            raise DataError(f"{place}: got {shown(each)}, wanted a text and a rating -1, 0 or 1")
-        label = {-1: 0.0, 0: wanted.neutral, 1: 1.0, None: None}[each.get("rating")]
-        labels = _read_step_labels(label, place, wanted)
-        found.append((each.get("text"), labels, number == chosen))
+        raise DataError(f"{location}.completions: got {shown(completions)}, wanted a list")
+    labelled = []
+    for number, item in enumerate(completions):
+        place = f"{location}.completions[{number}]"
+        if not isinstance(item, dict) or item.get("rating") not in (-1, 0, 1, None):
+            raise DataError(f"{place}: got {shown(item)}, wanted a text and a rating -1, 0 or 1")
+        label = {-1: 0.0, 0: columns.neutral, 1: 1.0, None: None}[item.get("rating")]
+        labels = _read_step_labels(label, place, columns)
+        labelled.append((item.get("text"), labels, number == chosen))
     if chosen is None and written is not None:
         text = written.get("text") if isinstance(written, dict) else written
-        labels = _read_step_labels(1.0, f"{where}.human_completion", wanted)
-        found.append((text, labels, True))
-    return found
+        labels = _read_step_labels(1.0, f"{location}.human_completion", columns)
+        labelled.append((text, labels, True))
+    return labelled
 
 
 def _is_prm800k(value: dict[str, Any]) -> bool:
@@ -325,7 +334,7 @@ PRM800K = Format(
 )
 
 
-# Messages, of which assistant turns have a label, or several by the names of attributes.
+# Messages whose assistant turns have a label, or an object with a label for each attribute.
 
 _LABEL = "label"
 
@@ -338,25 +347,24 @@ def _has_labels(value: dict[str, Any]) -> bool:
 
 
 def _parse_labelled_turns(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Rating:
-    given = values[0]["messages"]
     labels: list[Labels] = []
-    bare: Messages = []
-    for number, message in enumerate(given):
-        where = f"messages[{number}]"
+    unlabelled: Messages = []
+    for number, message in enumerate(values[0]["messages"]):
+        location = f"messages[{number}]"
         if not isinstance(message, dict):
-            raise DataError(f"{where}: got {shown(message)}, wanted an object")
+            raise DataError(f"{location}: got {shown(message)}, wanted an object")
         label, is_turn = message.get(_LABEL), message.get("role") == "assistant"
         if label is not None and not is_turn:
             raise DataError(
-                f"{where}.{_LABEL}: got {shown(label)} of role {shown(message.get('role'))}, "
-                "wanted labels of assistant turns alone"
+                f"{location}.{_LABEL}: got {shown(label)} of role {shown(message.get('role'))}, "
+                "but only assistant turns may have labels"
             )
         if is_turn:
-            labels.append(_read_step_labels(label, f"{where}.{_LABEL}", wanted))
-        bare.append({key: each for key, each in message.items() if key != _LABEL})
-    return Rating(checked(bare, "messages"), (), origin, steps=tuple(labels))
+            labels.append(_read_step_labels(label, f"{location}.{_LABEL}", columns))
+        unlabelled.append({key: item for key, item in message.items() if key != _LABEL})
+    return Rating(checked(unlabelled, "messages"), (), origin, steps=tuple(labels))
 
 
 LABELLED_TURNS = Format(

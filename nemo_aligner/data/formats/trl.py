@@ -1,8 +1,8 @@
-"""Pairs as TRL's RewardTrainer reads them, which only ``model.data.format=trl`` asks for.
+"""Pairs that are read exactly as TRL's RewardTrainer does (``model.data.format=trl``).
 
-The records are those of ``chat_pairs`` and ``text_pairs``. Strings are read in another way: prompt
-and reply are joined to one raw text, which no chat template sees, and the scoring contract ends it
-with EOS (``build_contract``). Lists of messages are joined to a conversation, as everywhere (TRL
+The records have the fields of ``chat_pairs`` and ``text_pairs``, but strings are read differently:
+prompt and reply are joined to one raw text without a chat template, and the scoring contract ends
+it with EOS (``build_contract``). Lists of messages become a conversation, as in other formats (TRL
 1.16, ``RewardTrainer._prepare_dataset``).
 """
 
@@ -19,22 +19,23 @@ from nemo_aligner.data.records import PAIR_COLUMNS, Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 
 
-def _parse_trl(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_trl(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     value = values[0]
     chosen, rejected = (_join(value.get("prompt"), value[key], key) for key in PAIR_COLUMNS)
-    labels = read_margin_labels(value, wanted)
+    labels = read_margin_labels(value, columns)
     return Comparison.of_pair(chosen, rejected, origin, labels=labels)
 
 
 def _join(prompt: Any, reply: Any, key: str) -> Text:
-    """A prompt, None where the reply has it in it, and a reply."""
+    """Join a prompt, or None if the reply contains it, and a reply."""
     if prompt is None and isinstance(reply, str | list):
         return cast(Text, checked(reply, key))
     if isinstance(prompt, str) and isinstance(reply, str):
         return cast(Text, checked(prompt + reply, key))
     if isinstance(prompt, list) and isinstance(reply, list):
         return cast(Text, checked([*prompt, *reply], key))
-    kinds = " and ".join(type(each).__name__ for each in (prompt, reply) if each is not None)
+    parts = [part for part in (prompt, reply) if part is not None]
+    kinds = " and ".join(type(part).__name__ for part in parts)
     raise DataError(f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists")
 
 

@@ -1,4 +1,4 @@
-"""Published replies to one prompt with a verdict on them: PKU-SafeRLHF, SHP, Chatbot Arena, ..."""
+"""Formats of published data sets with verdicts on replies: SHP, WebGPT, Chatbot Arena and more."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ from nemo_aligner.utils.errors import DataError, shown
 
 
 def _read_choice(value: dict[str, Any], key: str) -> int:
-    """A field that is 0 or 1."""
+    """Read a field that is 0 or 1."""
     choice = value[key]
     if isinstance(choice, bool) or choice not in (0, 1):
         raise DataError(f"{key}: got {shown(choice)}, wanted 0 or 1")
     return int(choice)
 
 
-def _pair(
+def _build_pair(
     texts: Sequence[Text],
     better: int,
     value: dict[str, Any],
     origin: Origin,
-    wanted: WantedLabels,
+    columns: WantedLabels,
 ) -> Comparison:
-    """A comparison of two texts of which number ``better`` is preferred."""
-    labels = read_pair_labels(value, wanted)
+    """Compare two samples, of which the one with the index ``better`` is preferred."""
+    labels = read_pair_labels(value, columns)
     return Comparison.of_pair(texts[better], texts[1 - better], origin, labels=labels)
 
 
-# PKU-SafeRLHF: two responses, of which one is more helpful, and one, perhaps the other, is safer.
+# PKU-SafeRLHF: two responses, which are compared for helpfulness and for safety.
 #
-# Ji et al. 2024, arXiv:2406.15513, and the card of PKU-Alignment/PKU-SafeRLHF. The order is that of
-# ``better_response_id``, which a reward model learns; ``safer_response_id`` is for a cost model.
+# Ji et al. 2024, arXiv:2406.15513, and the card of PKU-Alignment/PKU-SafeRLHF. The reward model
+# learns ``better_response_id``; ``safer_response_id``, for a cost model, is not read.
 
 _PKU = ("response_0", "response_1")
 
 
 def _parse_pku_saferlhf(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
     texts = [read_conversation(value["prompt"], value[key], key) for key in _PKU]
     better = _read_choice(value, "better_response_id")
-    record = _pair(texts, better, value, origin, wanted)
+    record = _build_pair(texts, better, value, origin, columns)
     return replace(record, source=read_source(value.get("prompt_source")))
 
 
@@ -83,20 +83,20 @@ PKU_SAFERLHF = Format(
 )
 
 
-# SHP: a post of Reddit and two comments on it.
+# SHP: a post on Reddit and two comments on it.
 #
 # Ethayarajh et al. 2022, "Understanding dataset difficulty with V-usable information", and the card
-# of stanfordnlp/SHP: ``history`` is the post, and ``labels`` is 1 where comment A is preferred, and
-# 0 where B is. Its ``domain`` is the source.
+# of stanfordnlp/SHP: ``history`` is the post, and ``labels`` is 1 if comment A is preferred, else
+# 0. ``domain`` is the source.
 
 _SHP = ("human_ref_A", "human_ref_B")
 
 
-def _parse_shp(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_shp(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     value = values[0]
     post = read_string(value, "history")
     texts = [read_conversation(post, read_string(value, key), key, "history") for key in _SHP]
-    record = _pair(texts, 1 - _read_choice(value, "labels"), value, origin, wanted)
+    record = _build_pair(texts, 1 - _read_choice(value, "labels"), value, origin, columns)
     return replace(record, source=read_source(value.get("domain")))
 
 
@@ -120,14 +120,16 @@ SHP = Format(
 
 # WebGPT comparisons: two answers to a question, with scores from -1 to 1.
 #
-# Nakano et al. 2021, arXiv:2112.09332, and the card of openai/webgpt_comparisons. The prompt is the
-# question alone; the quotes that an answer was written from are not read.
+# Nakano et al. 2021, arXiv:2112.09332, and the card of openai/webgpt_comparisons. The prompt is
+# only the question; the quotes from which an answer was written are not read.
 
 _ANSWERS = ("answer_0", "answer_1")
 _SCORES = ("score_0", "score_1")
 
 
-def _parse_webgpt(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_webgpt(
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
+) -> Comparison:
     value = values[0]
     question = value["question"]
     text = question.get("full_text") if isinstance(question, dict) else None
@@ -143,7 +145,7 @@ def _parse_webgpt(values: list[dict[str, Any]], origin: Origin, wanted: WantedLa
         if score is None:
             raise DataError(f"{key}: got null, wanted a number")
         scores.append(score)
-    labels = read_pair_labels({LABEL_MARGIN: abs(scores[0] - scores[1]), **value}, wanted)
+    labels = read_pair_labels({LABEL_MARGIN: abs(scores[0] - scores[1]), **value}, columns)
     return ranked(texts, [-score for score in scores], origin, labels)
 
 
@@ -165,11 +167,11 @@ WEBGPT = Format(
 )
 
 
-# Summaries of posts and articles that people compared.
+# Summarize-from-feedback: two summaries of a post or article.
 #
 # Stiennon et al. 2020, arXiv:2009.01325; the comparisons of openai/summarize_from_feedback. The
-# prompt is that of TRL's copy of the data (trl-lib/tldr-preference), where blank lines of a post
-# are line ends.
+# prompt has the form of TRL's copy of the data (trl-lib/tldr-preference), which replaces the blank
+# lines of a post by line ends.
 
 
 def _read_post(info: Any) -> str:
@@ -188,7 +190,7 @@ def _read_post(info: Any) -> str:
 
 
 def _parse_summaries(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     value = values[0]
     post = _read_post(value["info"])
@@ -196,10 +198,10 @@ def _parse_summaries(
     if len(summaries) != 2:
         raise DataError(f"summaries: got {len(summaries)} of them, wanted two")
     texts = [
-        read_conversation(post, each["text"], f"summaries[{number}].text", "info")
-        for number, each in enumerate(summaries)
+        read_conversation(post, summary["text"], f"summaries[{number}].text", "info")
+        for number, summary in enumerate(summaries)
     ]
-    return _pair(texts, _read_choice(value, "choice"), value, origin, wanted)
+    return _build_pair(texts, _read_choice(value, "choice"), value, origin, columns)
 
 
 SUMMARIZE_FROM_FEEDBACK = Format(
@@ -227,14 +229,14 @@ SUMMARIZE_FROM_FEEDBACK = Format(
 )
 
 
-# Chatbot Arena and MT-bench's human judgments: two conversations with the same user.
+# Chatbot Arena, and the human judgments of MT-bench: two conversations with the same user.
 #
 # Zheng et al. 2023, arXiv:2306.05685; lmsys/chatbot_arena_conversations, its successors of
-# lmarena-ai, and lmsys/mt_bench_human_judgments. ``turn`` is how many turns were judged, of
-# MT-bench the first of two or both.
+# lmarena-ai, and lmsys/mt_bench_human_judgments. ``turn`` is the number of turns that were judged;
+# in MT-bench 1 or 2.
 
 _CONVERSATIONS = ("conversation_a", "conversation_b")
-# The verdict -> whether the second conversation is better (1), or the first (-1).
+# By verdict: 1 if the second conversation is better, -1 if the first is.
 _WINNERS = {
     "model_a": -1,
     "model_b": 1,
@@ -246,23 +248,23 @@ _WINNERS = {
 }
 
 
-def _parse_arena(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_arena(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     value = values[0]
     turns = value.get("turn")
     if turns is not None and (isinstance(turns, bool) or not isinstance(turns, int) or turns < 1):
         raise DataError(f"turn: got {shown(turns)}, wanted a whole number above 0")
     texts: list[Text] = [
-        _first_turns(checked(value[key], key), turns, key) for key in _CONVERSATIONS
+        _take_turns(checked(value[key], key), turns, key) for key in _CONVERSATIONS
     ]
     winner = value["winner"]
     if not isinstance(winner, str) or winner not in _WINNERS:
         raise DataError(f"winner: got {shown(winner)}, wanted one of {', '.join(_WINNERS)}")
     vote = _WINNERS[winner]
-    return ranked(texts, (vote, -vote), origin, read_pair_labels(value, wanted))
+    return ranked(texts, (vote, -vote), origin, read_pair_labels(value, columns))
 
 
-def _first_turns(conversation: Text, turns: int | None, key: str) -> Messages:
-    """A conversation up to its reply number ``turns``; None is all of it."""
+def _take_turns(conversation: Text, turns: int | None, key: str) -> Messages:
+    """Take a conversation up to its reply number ``turns``; None takes all of it."""
     if not isinstance(conversation, list):
         raise DataError(f"{key}: got {shown(conversation)}, wanted a list of messages")
     replies = [n for n, turn in enumerate(conversation, 1) if turn["role"] == "assistant"]
@@ -292,29 +294,31 @@ CHATBOT_ARENA = Format(
 )
 
 
-# Nectar: up to seven answers to a prompt in HH-RLHF's writing, ranked by GPT-4.
+# Nectar: up to seven answers to a prompt in the form of HH-RLHF, ranked by GPT-4.
 #
-# Zhu et al. 2023, "Starling-7B", and the card of berkeley-nest/Nectar: a lower rank is better. The
+# Zhu et al. 2023, "Starling-7B", and the card of berkeley-nest/Nectar. A lower rank is better. The
 # prompt ends with "\n\nAssistant: ".
 
 
-def _parse_nectar(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def _parse_nectar(
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
+) -> Comparison:
     value = values[0]
     prompt = turns_of(read_string(value, "prompt"), "prompt")
     if prompt[-1] == {"role": "assistant", "content": ""}:
         prompt = prompt[:-1]
     answers = read_objects(value, "answers", "answer", "rank")
     texts = [
-        read_conversation(prompt, each["answer"], f"answers[{number}].answer")
-        for number, each in enumerate(answers)
+        read_conversation(prompt, answer["answer"], f"answers[{number}].answer")
+        for number, answer in enumerate(answers)
     ]
     ranks = []
-    for number, each in enumerate(answers):
-        rank = read_label(each["rank"], f"answers[{number}].rank", WantedLabels())
+    for number, answer in enumerate(answers):
+        rank = read_label(answer["rank"], f"answers[{number}].rank", WantedLabels())
         if rank is None:
             raise DataError(f"answers[{number}].rank: got null, wanted a number")
         ranks.append(rank)
-    record = ranked(texts, ranks, origin, read_pair_labels(value, wanted))
+    record = ranked(texts, ranks, origin, read_pair_labels(value, columns))
     source = value.get("source")
     first = source[0] if isinstance(source, list) and source else source
     return replace(record, source=read_source(first))
@@ -324,7 +328,7 @@ NECTAR = Format(
     name="nectar",
     kind=RecordKind.comparison,
     matches=has("prompt", "answers"),
-    wanted="'prompt', in the writing of HH, and 'answers', two or more objects with 'answer' and "
+    wanted="'prompt', in the form of HH, and 'answers', two or more objects with 'answer' and "
     "'rank'",
     parse=_parse_nectar,
     sample=(

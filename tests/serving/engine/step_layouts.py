@@ -25,7 +25,7 @@ from nemo_aligner.config.model import (
 )
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.scorer import score_all
-from nemo_aligner.data.dataset import StepReads, TokenizedDataset
+from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -131,31 +131,28 @@ def train_step(layout: ParallelLayout) -> dict[str, float]:
     places = [
         sorted({*rng.sample(range(len(ids)), rng.randint(0, 4)), len(ids) - 1}) for ids in sequences
     ]
-    steps = StepReads.build([1] * count, places)
     sizes = [len(own) for own in places]
     labels = [rng.choice((0.0, 0.3, 1.0, float("nan"))) for _ in range(sum(sizes))]
-    columns = LabelColumns.of(["right"], torch.tensor(labels)[:, None], of_rewards=True)
-    ranks = torch.zeros(sum(sizes), dtype=torch.int32)
+    columns = LabelColumns.of(["right"], torch.tensor(labels)[:, None])
     data = TokenizedDataset(
         kind=RecordKind.rating,
         name="train",
         sequences=TokenSequences.of(sequences),
         records=Records.of(
             range(count),
-            sizes,
+            [1] * count,
             columns,
-            ranks,
-            steps.texts(),
-            torch.ones(sum(sizes), dtype=torch.int64),
+            reward_counts=sizes,
+            reply_lengths=torch.ones(sum(sizes), dtype=torch.int64),
         ),
+        places=torch.tensor([place for own in places for place in own]),
         origins=[Origin("steps.jsonl", record + 1) for record in range(count)],
         sources=[""] * count,
         reports=[],
         prefixes=torch.zeros(count, dtype=torch.int64),
-        steps=steps,
     )
     learner = poisoned.build(layout, data)
-    learner.objective = BinaryCrossEntropy(("right",))  # type: ignore[assignment]
+    learner.objective = BinaryCrossEntropy(("right",), has_steps=True)  # type: ignore[assignment]
     metrics = learner.train_step(0)
     learner.release()
     return {name: metrics[name] for name in ("loss", "grad_norm", "step_accuracy")}

@@ -260,7 +260,7 @@ def test_records_have_the_tools_that_their_replies_call(tmp_path: Path) -> None:
     for more in ({"documents": "a.txt"}, {"documents": [1]}, {"tools": None}, {"tools": "[]"}):
         [plain] = read(tmp_path, {**PAIR, **more}).records
         assert plain.texts == ([USER, GOOD], [USER, BAD])
-    with pytest.raises(DataError, match=r":1: chat_template_kwargs: got some in a record"):
+    with pytest.raises(DataError, match=r":1: chat_template_kwargs of single records"):
         read(tmp_path, {**records[1], "chat_template_kwargs": {"a": 1}})
     with pytest.raises(DataError, match=r":1: tools: got 'x', wanted a JSON list"):
         read(tmp_path, {**records[1], "tools": "x"})
@@ -405,7 +405,7 @@ def test_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
     ]
     best = Counter("tie" if one.ranks == (0, 0) else replies(one)[0] for one in judged)
     assert best == {"tie": 105, "1": 422, "2": 472}
-    rule = MalformedRule(Malformed.drop, most=0.01)
+    rule = MalformedRule(Malformed.drop, max_fraction=0.01)
     file = read_records(path, ReaderConfig(RecordKind.comparison, rule=rule))
     # In six of them a response is the JSON value true.
     assert (file.counts["read"], file.counts["malformed"]) == (999, 6)

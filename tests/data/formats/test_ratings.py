@@ -146,7 +146,7 @@ def test_turns_have_labels_beside_calls_and_results(tmp_path: Path) -> None:
 def test_records_of_steps_that_are_malformed(tmp_path: Path) -> None:
     bad_mark = {**SHEPHERD, "label": SHEPHERD["label"].replace("+", "x")}
     cases = [
-        ({**STEPWISE, "labels": [1, 0]}, "labels: got 2 of them, wanted 3, as completions"),
+        ({**STEPWISE, "labels": [1, 0]}, "labels: got 2 of them, wanted 3"),
         ({**STEPWISE, "labels": []}, r"labels: got \[\], wanted a list"),
         ({**STEPWISE, "labels": ["+", 0, 1]}, r"labels\[0\]: got '\+', wanted a number"),
         ({**STEPWISE, "labels": [[1, 2], 0, 1]}, r"labels\[0\]: got 2 labels, wanted 1, of right"),
@@ -155,7 +155,7 @@ def test_records_of_steps_that_are_malformed(tmp_path: Path) -> None:
             r"labels\[0\]: got .*wanted a number of 'right'",
         ),
         ({**STEPWISE, "completions": ["a", " ", "b"]}, r"completions\[1\]: got ' ', wanted a text"),
-        (bad_mark, r"label: got 'x\\nStep 2: .*' behind step 1, wanted \+ or -"),
+        (bad_mark, r"label: got 'x\\nStep 2: .*' after step 1, wanted"),
         ({**SHEPHERD, "input": f"why {MARK}", "label": "why +"}, "input: got .*'Step 1:'"),
         ({"messages": [{**USER, "label": 1}]}, r"messages\[0\].label: got 1 of role 'user'"),
         (
@@ -171,27 +171,28 @@ def test_labels_belong_to_the_tokens_that_are_read(tmp_path: Path, contracts: Co
     path = write(tmp_path / "a.jsonl", *rows)
     train = build(contracts, path, objective="binary_cross_entropy").train
     records, labels = train.records, train.records.labels
-    assert (len(train), records.num_rewards, records.sizes.tolist()) == (2, 4, [3, 1])
+    assert (len(train), records.num_samples, records.num_rewards) == (2, 2, 4)
+    assert records.reward_bounds.tolist() == records.label_bounds.tolist() == [0, 3, 4]
     assert torch.nan_to_num(labels.values, -1).flatten().tolist() == [
         1.0, pytest.approx(0.7), -1.0, 0.0,
     ]  # fmt: skip
     assert train.counts == {"read": 2, "kept": 2, "steps": 4}
     assert [str(origin)[-1] for origin in train.label_origins] == ["1", "1", "1", "2"]
-    (ids,), (places,) = train.record(0), train.reads(0) or []
+    (ids,), (places,) = train.record(0), train.reads(0)
     tokenizer = contracts.tokenizer
-    read_at = [tokenizer.decode(ids[: place + 1].tolist()) for place in places.tolist()]
+    read_at = [tokenizer.decode(ids[: place + 1].tolist()) for place in places]
     assert [text.rsplit("\n", 1)[1] for text in read_at[:2]] == ["the cat", "sings two"]
     assert places[-1] == len(ids) - 1
     # A pack has the same tokens, whatever stands before them.
     (pack,) = pack_records(train, [1, 0], 1000)
     assert pack.records.ids.tolist() == [1, 0]
     assert pack.tokens[pack.scored_tokens].tolist() == [
-        int(train.record(1)[0][-1]), *ids[places.numpy()].tolist(),
+        int(train.record(1)[0][-1]), *ids[places].tolist(),
     ]  # fmt: skip
     turned = train.select([1, 0])
     assert turned.records.labels.values.flatten()[0] == 0.0
-    assert turned.records.texts is not None
-    assert torch.equal(turned.reads(1)[0], places)  # type: ignore[index]
+    assert turned.records.reward_bounds.tolist() == [0, 1, 4]
+    assert turned.reads(1) == [places]
 
 
 def test_contract_of_cross_entropy_says_that_rewards_are_probabilities(
@@ -241,7 +242,7 @@ def test_length_of_a_reward_is_that_of_its_step_or_reply_alone(
     path = write(tmp_path / "a.jsonl", {"messages": labelled} if reads == "turns" else rated)
     train = build(contracts, path, reads).train
     assert train.reply_lengths.tolist() == count(*steps)
-    first = train.lengths(0)[0] - int(train.reads(0)[0][0])  # type: ignore[index]
+    first = train.lengths(0)[0] - train.reads(0)[0][0]
     cut = build(contracts, path, reads, seq_length=first, overlong=Overlong.truncate_left).train
     assert cut.reply_lengths.tolist() == count(*steps)[1:]
     # A label of the whole text, and a verdict on it, are of the whole reply.
@@ -256,7 +257,7 @@ def test_length_of_a_reward_is_that_of_its_step_or_reply_alone(
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)
     train = build_training_data(config, contract, contracts.tokenizer).train
     lengths = count(replies[-1], other)
-    assert train.records.of_texts().reply_lengths.tolist() == lengths  # type: ignore[union-attr]
+    assert train.reply_lengths[train.records.reward_bounds[1:] - 1].tolist() == lengths
     assert contract.count_reply_tokens(contracts.tokenizer, texts) == lengths
     assert f"tokens of a reply {min(lengths)} to {max(lengths)}," in " ".join(train.table().split())
 
@@ -267,7 +268,7 @@ def test_what_is_cut_off_and_what_does_not_fit_is_counted(
     whole = {"prompt": "why", "completions": ["the cat sings", "a", "red"], "labels": [1, 0, 1]}
     path = write(tmp_path / "a.jsonl", whole)
     full = build(contracts, path).train
-    first = full.lengths(0)[0] - int(full.reads(0)[0][0])  # type: ignore[index]
+    first = full.lengths(0)[0] - full.reads(0)[0][0]
     cut = build(contracts, path, seq_length=first, overlong=Overlong.truncate_left).train
     assert cut.counts == {"read": 1, "kept": 1, "steps": 2, "truncated": 1, "labels_cut_off": 1}
     assert cut.records.labels.values.tolist() == [[0.0], [1.0]]
@@ -292,17 +293,17 @@ def test_labels_of_steps_need_a_model_that_reads_them(tmp_path: Path, contracts:
     path = write(tmp_path / "a.jsonl", STEPWISE)
     with pytest.raises(DataError, match=r"a.jsonl:1: got labels of 3 turns .*reads=turns"):
         build(contracts, path, "last_token")
-    with pytest.raises(ConfigError, match=r"model.head.reads: got step_ends, .* pairs and ratings"):
+    with pytest.raises(ConfigError, match=r"model.head.reads: step_ends .* pairs and ratings"):
         build(contracts, path, objective="ranking_and_regression")
     config = contracts.config()
     config.objective = "plackett_luce"
     config.head = HeadConfig(reads=ScoredPosition.step_ends)
     config.data.data_prefix = DataPrefixConfig([str(path)])
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)
-    with pytest.raises(ConfigError, match=r"for each text; model.objective=bradley_terry"):
+    with pytest.raises(ConfigError, match=r"for each sample.* model.objective=bradley_terry"):
         build_training_data(config, contract, contracts.tokenizer)
     bad = write(tmp_path / "b.jsonl", {**STEPWISE, "labels": [0, 1.5, 1]})
-    with pytest.raises(DataError, match=r"b.jsonl:1: right: got 1.5, wanted 0 to 1, as model.obj"):
+    with pytest.raises(DataError, match=r"b.jsonl:1: right: .* 1.5 .* 0 to 1, as model.obj"):
         build(contracts, bad, objective="binary_cross_entropy")
 
 
@@ -319,17 +320,14 @@ def test_trajectories_of_a_pair_share_their_beginning(tmp_path: Path, contracts:
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)
     train = build_training_data(config, contract, contracts.tokenizer).train
     records = train.records
-    assert (records.sizes.tolist(), records.ranks.tolist()) == ([5], [0, 0, 1, 1, 1])
-    assert records.texts is not None
-    assert records.texts.tolist() == [0, 0, 1, 1, 1]
-    assert records.text_bounds().tolist() == [0, 2, 5]
-    assert records.of_texts().sizes.tolist() == [2]
+    assert (records.sample_bounds.tolist(), records.ranks.tolist()) == ([0, 2], [0, 1])
+    assert (records.reward_bounds.tolist(), records.record_bounds.tolist()) == ([0, 2, 5], [0, 5])
     (pack,) = pack_records(train, [0], 1000)
     # The first step is there once, and both read it there.
     assert pack.scored_tokens[0] == pack.scored_tokens[2]
     wanted = [
         ids[place]
-        for ids, own in zip(train.record(0), train.reads(0) or [], strict=True)
+        for ids, own in zip(train.record(0), train.reads(0), strict=True)
         for place in own
     ]
     assert pack.tokens[pack.scored_tokens].tolist() == wanted
@@ -342,7 +340,7 @@ def test_index_on_the_disk_keeps_the_places(tmp_path: Path, contracts: Contracts
     again = build(contracts, path, index_dir=str(tmp_path / "index"))
     for each in (kept.train, again.train):
         assert each.digest == small.train.digest == each.measure_digest()
-        assert torch.equal(each.steps.places, small.train.steps.places)  # type: ignore[union-attr]
+        assert torch.equal(each.places, small.train.places)
     # Another rule is another index, and a file of other labels another digest.
     other = build(contracts, path, "step_marks", index_dir=str(tmp_path / "index"))
     assert other.train.digest != small.train.digest
@@ -353,5 +351,5 @@ def test_index_on_the_disk_keeps_the_places(tmp_path: Path, contracts: Contracts
     config.data.data_prefix = DataPrefixConfig([str(each) for each in files])
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)
     both = build_training_data(config, contract, contracts.tokenizer).train
-    assert both.records.bounds.tolist() == [0, 3, 6, 9]
+    assert both.records.reward_bounds.tolist() == [0, 3, 6, 9]
     assert both.records.labels.values.shape == (9, 1)

@@ -34,9 +34,9 @@ def test_batch_of_too_few_or_empty_sequences_is_refused() -> None:
     for sequences in ([], [[1], []]):
         with pytest.raises(ValueError, match="no sequence may be empty"):
             PackedBatch.pack(sequences)
-    with pytest.raises(ValueError, match="got 3 sequences, wanted 4"):
+    with pytest.raises(ValueError, match=r"^3 sequences .* 2 records with 4 samples"):
         PackedBatch.pack([[1], [2], [3]], Records.of([0, 1], [2, 2]))
-    with pytest.raises(ValueError, match="got 2 rows, wanted 3"):
+    with pytest.raises(ValueError, match="rows has 2 elements; 3 rewards"):
         PackedBatch.pack([[1], [2], [3]], Records.of([4, 2], [2, 1]), rows=[5, 6])
 
 
@@ -100,7 +100,8 @@ def test_batch_indices_are_of_the_types_that_are_promised() -> None:
     assert batch.cu_seqlens.dtype == torch.int32
     for tensor in (
         batch.tokens, batch.position_ids, batch.prefixes, batch.scored_tokens, batch.rows,
-        batch.records.ids, batch.records.bounds, batch.records.sizes, batch.records.rows([0]),
+        batch.records.ids, batch.records.sample_bounds, batch.records.reward_bounds,
+        batch.records.rows([0]),
     ):  # fmt: skip
         assert tensor.dtype == torch.int64
 
@@ -112,21 +113,41 @@ def test_batch_moves_what_the_model_and_the_loss_compute_with() -> None:
         assert tensor.device.type == "meta"
     assert moved.records.labels.values.device.type == "meta"
     assert moved.records.labels.means == (2.0,)
-    planned_by = (moved.cu_seqlens, moved.prefixes, moved.rows, moved.records.bounds)
+    planned_by = (moved.cu_seqlens, moved.prefixes, moved.rows, moved.records.record_bounds)
     for tensor in (*planned_by, moved.records.ids):
         assert tensor.device.type == "cpu"
 
 
-def test_records_own_any_number_of_rewards() -> None:
+def test_records_have_samples_and_samples_have_rewards() -> None:
     labels = LabelColumns.of(["a"], torch.tensor([[1.0], [2.0], [3.0]]))
     records = Records.of([7, 8, 9], [2, 1, 3], labels)
-    assert records.bounds.tolist() == [0, 2, 3, 6]
-    assert (len(records), records.num_rewards) == (3, 6)
-    assert records.rows([2, 0]).tolist() == [3, 4, 5, 0, 1]
+    assert records.sample_bounds.tolist() == records.record_bounds.tolist() == [0, 2, 3, 6]
+    assert (len(records), records.num_samples, records.num_rewards) == (3, 6, 6)
+    assert records.rows([2, 0]).tolist() == records.sample_rows([2, 0]).tolist() == [3, 4, 5, 0, 1]
     assert records.rows([]).tolist() == []
     chosen = records.select([2, 0])
-    assert (chosen.ids.tolist(), chosen.bounds.tolist()) == ([9, 7], [0, 3, 5])
+    assert (chosen.ids.tolist(), chosen.sample_bounds.tolist()) == ([9, 7], [0, 3, 5])
     assert chosen.labels.values.tolist() == [[3.0], [1.0]]
+
+
+def test_records_of_turns_or_steps() -> None:
+    """A comparison has one row of labels, a rating one for each of its rewards."""
+    labels = LabelColumns.of(["a"], torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    lengths = torch.arange(8)
+    records = Records.of([7, 9], [2, 1], labels, None, [1, 4, 3], lengths)
+    assert records.sample_bounds.tolist() == [0, 2, 3]
+    assert records.reward_bounds.tolist() == [0, 1, 5, 8]
+    assert records.record_bounds.tolist() == [0, 5, 8]
+    assert records.label_bounds.tolist() == [0, 1, 4]
+    assert records.sample_rows([1, 0]).tolist() == [2, 0, 1]
+    assert records.rows([1, 0]).tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
+    turned = records.select([1, 0])
+    assert turned.reward_bounds.tolist() == [0, 3, 4, 8]
+    assert turned.ranks.tolist() == [0, 0, 1]
+    assert turned.reply_lengths.tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
+    assert turned.labels.values.flatten().tolist() == [2.0, 3.0, 4.0, 1.0]
+    better, worse = turned.pairs().of(torch.arange(3))
+    assert (better.tolist(), worse.tolist()) == ([1], [2])
 
 
 def test_records_of_one_reward_each_are_single() -> None:
@@ -135,7 +156,7 @@ def test_records_of_one_reward_each_are_single() -> None:
     assert single.as_single(rewards).tolist() == rewards.tolist()
     assert single.as_single(rewards[:, 0]).tolist() == [0, 2, 4, 6]
     for sizes, named in (([2, 1, 1], r"\[1, 2\]"), ([2, 2], r"\[2\]")):
-        with pytest.raises(ValueError, match=rf"got records of {named} rewards, wanted one of"):
+        with pytest.raises(ValueError, match=rf"got records of {named} samples"):
             Records.of(range(len(sizes)), sizes).as_single(rewards)
 
 
@@ -147,7 +168,7 @@ def test_label_columns_know_their_names_and_are_centred_before_they_are_rounded(
     assert labels.targets(["margin"]).tolist() == [[10.0], [30.0]]
     assert bool(labels.targets(["help"])[1].isnan())
     assert labels.measured_means() == (1.0, 20.0)
-    with pytest.raises(KeyError, match=r"got .*\('help', 'margin'\), wanted 'length'"):
+    with pytest.raises(KeyError, match=r"'length'.*'help', 'margin'"):
         labels.targets(["length"])
     assert LabelColumns.none(3).values.shape == (3, 0)
     tenths = torch.tensor([[0.1, 0.1]])

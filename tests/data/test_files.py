@@ -84,7 +84,7 @@ def test_table_that_is_malformed_is_refused(tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_text(text)
         read_records(tmp_path / "a.csv", ReaderConfig(RecordKind.comparison))
 
-    own_names = r"a.csv:1: got the columns .*, wanted a name for each"
+    own_names = r"a.csv:1: the columns .* different names"
     cases = [
         ("prompt,chosen,rejected\nx,y,z\nx,y\n", r"a.csv:3: got 2 cells, wanted 3"),
         ("prompt,prompt\nx,y\n", own_names),
@@ -155,7 +155,7 @@ def test_binary_files_are_known_by_their_first_bytes(
 ) -> None:
     pytest.importorskip("pyarrow")
     kinds = [
-        (b"PK\x03\x04", "a zip archive.*: unpack it"),
+        (b"PK\x03\x04", "a zip archive.* Unpack it"),
         (b"\x28\xb5\x2f\xfd", "a file compressed by zstd"),
         (b"PAR1", "got a Parquet file that cannot be read: "),
         (b"ARROW1", "got an Arrow file that cannot be read: "),

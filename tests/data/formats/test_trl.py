@@ -67,7 +67,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "a row's own variables": (
         [{**EXPLICIT, "chat_template_kwargs": {"enable_thinking": True}}],
-        r"chat_template_kwargs: got some in a record.*model.data.chat_template_kwargs applies",
+        r"chat_template_kwargs of single records.* model.data.chat_template_kwargs",
     ),
     "token ids": (
         [{"chosen_ids": [5, 6], "rejected_ids": [7]}],
@@ -114,7 +114,7 @@ def test_data_sets_of_trl_have_its_token_ids(
     shapes = {**STRINGS, **CHATS}
     data = tmp_path / "data.json"
     data.write_text(json.dumps({**shapes, "EOS": WITH_EOS}))
-    script = tiny.ROOT / "tests/data/trl_ids.py"
+    script = tiny.ROOT / "tests/data/formats/trl_ids.py"
     command = [trl_python, script, folder, data, tmp_path / "work"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,160 @@
+"""Tokenize the blocks of a data file in several processes, and return them in order.
+
+The processes are started by ``subprocess``: a child of ``multiprocessing`` would run the caller's
+main script again, or inherit what torch has open.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+
+from nemo_aligner.data.files import Block
+from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules, tokenize_block
+from nemo_aligner.utils.errors import AlignerError, DataError
+from nemo_aligner.utils.processes import environment
+
+# Blocks queued for each process: enough that none waits, and few enough to bound the memory.
+_BLOCKS_AHEAD = 2
+# How long to wait for the exit code of a process whose pipe has closed.
+_END_S = 10.0
+
+
+def tokenize_blocks(
+    blocks: Iterable[Block], rules: TokenRules, processes: int
+) -> Iterator[TokenizedBlock]:
+    """Tokenize blocks by ``tokenize_block``, in order; in this process if ``processes`` < 2.
+
+    Raises:
+        DataError: see ``tokenize_block``, or a process was killed.
+    """
+    if processes < 2:
+        yield from (tokenize_block(block, rules) for block in blocks)
+        return
+    workers = [_Worker(rules) for _ in range(processes)]
+    try:
+        yield from _distribute(blocks, workers)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _distribute(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[TokenizedBlock]:
+    free: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def tokenize(block: Block) -> TokenizedBlock:
+        worker = free.get()
+        try:
+            return worker.tokenize(block)
+        finally:
+            free.put(worker)
+
+    pending: deque[Future[TokenizedBlock]] = deque()
+    # The threads only wait for pipes; the processes do the work.
+    executor = ThreadPoolExecutor(len(workers), thread_name_prefix="tokenize")
+    try:
+        for block in blocks:
+            pending.append(executor.submit(tokenize, block))
+            if len(pending) > _BLOCKS_AHEAD * len(workers):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        # Do not wait: if the caller stopped early, it kills the workers next.
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+class _Worker:
+    """One process and the pipes to its stdin and stdout."""
+
+    def __init__(self, rules: TokenRules) -> None:
+        self._process = subprocess.Popen(
+            # Not -m: the classes of the objects that it sends would then belong to __main__.
+            [sys.executable, "-c", f"from {__name__} import answer_blocks; answer_blocks()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # One thread each: there is already a process for each core.
+            env={**environment(), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+        )
+        # Sent with the first block: writing to a process that is still starting would block.
+        self._rules: TokenRules | None = rules
+        self._path = rules.file.path
+
+    def tokenize(self, block: Block) -> TokenizedBlock:
+        """Have the process tokenize a block; raises DataError if the process was killed."""
+        assert self._process.stdout is not None
+        if self._rules is not None:
+            self._send(self._rules)
+            self._rules = None
+        self._send(block)
+        try:
+            answer = pickle.load(self._process.stdout)
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise self._describe_end() from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _send(self, message: object) -> None:
+        assert self._process.stdin is not None
+        try:
+            pickle.dump(message, self._process.stdin, pickle.HIGHEST_PROTOCOL)
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._describe_end() from error
+
+    def _describe_end(self) -> DataError:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        return DataError(
+            f"{self._path}: a process that tokenizes this file ended with exit code "
+            f"{self._process.returncode}. A negative code is the signal that killed it; it is -9 "
+            "if the machine ran out of memory"
+        )
+
+    def end(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def answer_blocks() -> None:
+    """Run a worker: read rules and then blocks from stdin, write results to stdout, as pickles.
+
+    It ends when its stdin is closed, and so with the process that started it.
+    """
+    # Ctrl-C in a terminal reaches this process, too; the one that started it ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # anything printed goes to stderr, and not between the answers
+    rules: TokenRules = pickle.load(requests)
+    while True:
+        answer: TokenizedBlock | Exception
+        try:
+            block = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer = tokenize_block(block, rules)
+        except Exception as error:
+            if not isinstance(error, AlignerError):
+                traceback.print_exc()
+            answer = error
+        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+
+def usable_processes() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
