@@ -141,7 +141,7 @@ class Objective(ABC):
         return False
 
     @property
-    def start_of_learned(self) -> tuple[float, ...]:
+    def initial_scalars(self) -> tuple[float, ...]:
         """Initial values of L scalars it learns in addition to the weights."""
         return ()
 
@@ -149,7 +149,7 @@ class Objective(ABC):
     def output_columns(self) -> OutputColumns:
         """Columns of the head's outputs, which its methods take as ``rewards``."""
         width = 1 if self.readout is None else self.readout.width
-        return OutputColumns(len(self.attributes), width, len(self.start_of_learned))
+        return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
         """Report the scalars it learns, by name; empty if there are none, or no rewards."""

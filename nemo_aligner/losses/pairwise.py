@@ -146,7 +146,7 @@ class BradleyTerry(PairObjective):
         return self.length_correlation_penalty > 0
 
     @property
-    def start_of_learned(self) -> tuple[float, ...]:
+    def initial_scalars(self) -> tuple[float, ...]:
         return (self.length_bias,) if self.learn_length_bias else ()
 
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
@@ -376,7 +376,7 @@ class Davidson(PairObjective):
         return True
 
     @property
-    def start_of_learned(self) -> tuple[float, ...]:
+    def initial_scalars(self) -> tuple[float, ...]:
         return (math.log(self.tie_parameter),) if self.learned else ()
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
@@ -432,7 +432,7 @@ class RaoKupper(PairObjective):
         return True
 
     @property
-    def start_of_learned(self) -> tuple[float, ...]:
+    def initial_scalars(self) -> tuple[float, ...]:
         return (math.log(self.tie_parameter - 1),) if self.learned else ()
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ def _load(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
     _begin_head(run, pretrained)
     if pretrained.model.post_process:
         # Only after loading: archives have the head's weights, but no scalars of an objective.
-        pretrained.model.rm_head.add_learned_scalars(data.objective.start_of_learned)
+        pretrained.model.rm_head.add_learned_scalars(data.objective.initial_scalars)
     return pretrained
 
 

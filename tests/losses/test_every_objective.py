@@ -101,8 +101,8 @@ def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
 
 def check_far_apart(objective: Objective, rewards: torch.Tensor, records: Records) -> None:
     """In fp32, also where a pair is as good as certain or a reward of no use."""
-    if objective.start_of_learned:
-        rewards = torch.full_like(rewards, objective.start_of_learned[0])
+    if objective.initial_scalars:
+        rewards = torch.full_like(rewards, objective.initial_scalars[0])
     levels = torch.tensor(FAR_APART).repeat(len(rewards))[: len(rewards)]
     rewards = torch.cat([levels[:, None], rewards[:, 1:]], dim=1).requires_grad_()
     total, _ = objective.loss(rewards, records)

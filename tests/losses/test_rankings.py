@@ -152,9 +152,9 @@ def test_tie_parameter_learned_has_the_loss_of_a_fixed_one(
 ) -> None:
     # Learned from another start, so that only its x can say the parameter.
     fixed, learned = objective(tie_parameter=parameter), objective(learned=True)
-    assert (fixed.start_of_learned, fixed.output_columns.count) == ((), 1)
+    assert (fixed.initial_scalars, fixed.output_columns.count) == ((), 1)
     assert learned.output_columns.count == 2
-    (x,) = objective(tie_parameter=parameter, learned=True).start_of_learned
+    (x,) = objective(tie_parameter=parameter, learned=True).initial_scalars
     records = ranked([0, 1], [2, 0, 1], [0, 0], [1, 0, 0, 2])
     rewards = torch.randn(11, 1, generator=torch.Generator().manual_seed(1)).double()
     both = torch.cat([rewards, torch.full_like(rewards, x)], dim=1)
