@@ -151,7 +151,7 @@ class Objective(ABC):
         width = 1 if self.readout is None else self.readout.width
         return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
         """Report the scalars it learns, by name; empty if there are none, or no rewards."""
         return {}
 
@@ -166,12 +166,12 @@ class PairObjective(Objective):
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         found = measure_pairs(PairRewards.of(self._sides(rewards, records)), in_step=True)
-        return {**found, **self.numbers_learned(rewards)}
+        return {**found, **self.learned_scalars(rewards)}
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = torch.stack(records.pairs().of(reply_lengths), dim=1)
         found = measure_pairs(PairRewards.of(self._sides(rewards, records), lengths))
-        return {**found, **self.numbers_learned(rewards)}
+        return {**found, **self.learned_scalars(rewards)}
 
     def _sides(self, outputs: Tensor, records: Records) -> Tensor:
         """Reward of the better and the worse of every pair, ``[P, 2]``."""
@@ -212,7 +212,7 @@ class RatingObjective(Objective):
         return {
             **measure_ratings(rated, in_step=True),
             **measure_steps(self._verdicts(rated, records), in_step=True),
-            **self.numbers_learned(rewards),
+            **self.learned_scalars(rewards),
         }
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
@@ -220,7 +220,7 @@ class RatingObjective(Objective):
         return {
             **measure_ratings(rated),
             **measure_steps(self._verdicts(rated, records)),
-            **self.numbers_learned(rewards),
+            **self.learned_scalars(rewards),
         }
 
     def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:

@@ -149,7 +149,7 @@ class BradleyTerry(PairObjective):
     def initial_scalars(self) -> tuple[float, ...]:
         return (self.length_bias,) if self.learn_length_bias else ()
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
         if not self.learn_length_bias or len(rewards) == 0:
             return {}
         return {"length_bias": float(self.output_columns.split(rewards).learned[0, 0])}
@@ -383,7 +383,7 @@ class Davidson(PairObjective):
         """See ``won_or_tied``."""
         return won_or_tied(self, rewards, records)
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
         return tie_parameter_of(self, rewards)
 
     def parameter(self, x: float) -> float:
@@ -439,7 +439,7 @@ class RaoKupper(PairObjective):
         """See ``won_or_tied``."""
         return won_or_tied(self, rewards, records)
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
         return tie_parameter_of(self, rewards)
 
     def parameter(self, x: float) -> float:

@@ -49,7 +49,7 @@ def test_terms_against_length_are_those_written_out() -> None:
     learned = BradleyTerry(length_bias=0.7, learn_length_bias=True)
     both = torch.cat([rewards, torch.full_like(rewards, 0.7)], dim=1)
     assert float(learned.loss(both, PAIRS)[0]) == pytest.approx(by_hand(REWARDS, bias=0.7))
-    assert learned.numbers_learned(both) == {"length_bias": pytest.approx(0.7)}
+    assert learned.learned_scalars(both) == {"length_bias": pytest.approx(0.7)}
     of_pairs = BradleyTerry(length_correlation_penalty=2.0, length_correlation_of="pairs")
     margins, differences = (np.subtract(each[::2], each[1::2]) for each in (REWARDS, LENGTHS))
     r = margins @ differences / np.linalg.norm(margins) / np.linalg.norm(differences)
