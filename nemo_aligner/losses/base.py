@@ -136,7 +136,7 @@ class Objective(ABC):
     # What the loss needs in addition to rewards.
 
     @property
-    def is_of_batch(self) -> bool:
+    def is_batch_level(self) -> bool:
         """True if its loss is not a sum over records but a function of all rewards of a batch."""
         return False
 
@@ -261,7 +261,7 @@ def losses_per_record(objective: Objective, records: Records) -> float:
 
     It is 1 for most pairs, and the number of labels for ratings.
     """
-    if objective.is_of_batch:
+    if objective.is_batch_level:
         return 1.0
     rewards = torch.zeros(records.num_rewards, objective.output_columns.count)
     _, count = objective.loss(rewards, records)

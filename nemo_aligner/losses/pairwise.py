@@ -138,10 +138,10 @@ class BradleyTerry(PairObjective):
     @property
     def _reads_lengths(self) -> bool:
         bias = self.length_bias > 0 or self.learn_length_bias
-        return bias or self.longer_chosen_weight != 1 or self.is_of_batch
+        return bias or self.longer_chosen_weight != 1 or self.is_batch_level
 
     @property
-    def is_of_batch(self) -> bool:
+    def is_batch_level(self) -> bool:
         """True if a correlation is in it, which is no sum over micro-batches."""
         return self.length_correlation_penalty > 0
 

@@ -136,7 +136,7 @@ class RewardLearner:
 
         That takes a forward pass of its own, whose rewards are those of the next one.
         """
-        if not self.objective.is_of_batch:
+        if not self.objective.is_batch_level:
             return self.objective.loss
         self._ddp.train()
         mine = forward(self._ddp, plan.packs, self._layout)

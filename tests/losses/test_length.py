@@ -77,7 +77,7 @@ def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective)
         (wanted,) = torch.autograd.grad(total / count, leaf)
         got = reward_gradient(objective, rewards, records) / len(records)
         torch.testing.assert_close(got, wanted.float())
-        if not objective.is_of_batch:
+        if not objective.is_batch_level:
             check_any_batch(objective, rewards, records)
     alone = torch.ones(2, objective.output_columns.count)
     gradient = reward_gradient(objective, alone, PAIRS.select([0]))
