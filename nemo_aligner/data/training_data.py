@@ -168,7 +168,7 @@ def _fitted(objective: Objective, train: TokenizedDataset, contract: ScoringCont
     """The objective with what it takes from the data, and the head that training starts from."""
     kept = contract.output_readout
     try:
-        objective = objective.fitted(train.records.labels, kept)
+        objective = objective.fit_to_labels(train.records.labels, kept)
     except ValueError as error:
         files = [report.path for report in train.reports]
         raise ConfigError(f"model.objective_kwargs: {error} in {files}") from error

@@ -101,7 +101,7 @@ class Objective(ABC):
         """True if it trains on labels minus their means, which are added back to rewards."""
         return False
 
-    def fitted(self, labels: LabelColumns, kept: Readout | None) -> Objective:
+    def fit_to_labels(self, labels: LabelColumns, kept: Readout | None) -> Objective:
         """Return the objective fitted to the training set's ``labels``; most do not change.
 
         Args:

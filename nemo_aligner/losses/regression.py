@@ -203,7 +203,7 @@ class OrdinalBins(RatingObjective):
         rows = _rows(self.values, self.attributes)
         return Readout(BINS, tuple(tuple(map(float, row)) for row in rows))
 
-    def fitted(self, labels: LabelColumns, kept: Readout | None) -> OrdinalBins:
+    def fit_to_labels(self, labels: LabelColumns, kept: Readout | None) -> OrdinalBins:
         """Fill in the values: those of ``kept``, else the range of each attribute's ``labels``.
 
         Values that are set stay.

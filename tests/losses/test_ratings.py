@@ -90,17 +90,17 @@ def test_ordinal_bins_are_the_cross_entropy_of_a_label_or_of_the_two_values_arou
 
 def test_ordinal_bins_values_are_given_for_all_by_name_or_taken_from_the_labels() -> None:
     labels = rated(torch.tensor([[1.0, -2.0], [3.0, 6.0], [MISSING, 0.0]])).labels
-    measured = OrdinalBins(NAMES, bins=3).fitted(labels, None)
+    measured = OrdinalBins(NAMES, bins=3).fit_to_labels(labels, None)
     assert measured.readout == Readout("bins", ((1.0, 2.0, 3.0), (-2.0, 2.0, 6.0)))
     assert OrdinalBins(NAMES, bins=3).readout is None
-    for_all = OrdinalBins(NAMES, values=[0, 1]).fitted(labels, None)
+    for_all = OrdinalBins(NAMES, values=[0, 1]).fit_to_labels(labels, None)
     assert for_all.readout == Readout("bins", ((0.0, 1.0),) * 2)
     kept = Readout("bins", ((0.0, 5.0),) * 2)
-    assert OrdinalBins(NAMES).fitted(labels, kept).readout == kept
+    assert OrdinalBins(NAMES).fit_to_labels(labels, kept).readout == kept
     assert measured.output_columns.count == 6
     assert label_limits(measured, NAMES).tolist() == [[1.0, 3.0], [-2.0, 6.0]]
     with pytest.raises(ValueError, match=r"wanted them, .* brief are one"):
-        OrdinalBins(NAMES).fitted(rated(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).labels, None)
+        OrdinalBins(NAMES).fit_to_labels(rated(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).labels, None)
 
 
 def test_linear_model_learns_grades_and_where_it_cannot_know_them() -> None:
