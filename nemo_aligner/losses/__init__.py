@@ -126,7 +126,7 @@ def objective_name(config: ModelConfig) -> str:
     return config.objective or _DEFAULTS[config.reward_model_type]
 
 
-def default_name(model_type: str) -> str:
+def default_objective_name(model_type: str) -> str:
     """Name of the objective that a reward model type implies."""
     return _DEFAULTS[RewardModelType(model_type)]
 

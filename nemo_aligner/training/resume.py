@@ -33,7 +33,7 @@ from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.losses import (
-    default_name,
+    default_objective_name,
     describe_removed,
     objective_name,
     objective_settings,
@@ -228,7 +228,7 @@ def _with_objective(state: RunState) -> RunState:
     Those of versions that had fewer settings lack some, as the weights of files.
     """
     fingerprint = dict(state.fingerprint)
-    name = fingerprint.setdefault(_OBJECTIVE, default_name(fingerprint[_MODEL_TYPE]))
+    name = fingerprint.setdefault(_OBJECTIVE, default_objective_name(fingerprint[_MODEL_TYPE]))
     settings = fingerprint.get(_OBJECTIVE_SETTINGS, {})
     fingerprint[_OBJECTIVE_SETTINGS] = settings_with_defaults(name, settings)
     fingerprint.setdefault(_WEIGHTS, [])
