@@ -315,7 +315,7 @@ def check_flag(objective: Objective, name: str) -> None:
     _require(objective, name, isinstance(_setting(objective, name), bool), "true or false")
 
 
-def check_whole(objective: Objective, name: str, low: int) -> None:
+def check_integer(objective: Objective, name: str, low: int) -> None:
     """Check that a setting is an int of at least ``low``."""
     value = _setting(objective, name)
     _require(objective, name, type(value) is int and value >= low, f"a whole number from {low} on")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.contract.readout import HEADS, Readout
-from nemo_aligner.losses.base import PairObjective, check_flag, check_number, check_whole
+from nemo_aligner.losses.base import PairObjective, check_flag, check_number, check_integer
 from nemo_aligner.utils.host_transfer import to_device
 
 # P(0), P(0 or 1), ... of a Poisson distribution with mean 1; beyond, nothing of 2 ** 53 is left.
@@ -47,7 +47,7 @@ class HeadEnsemble(PairObjective):
     center_rewards_coefficient: float = 0.01
 
     def __post_init__(self) -> None:
-        check_whole(self, "heads", 2)
+        check_integer(self, "heads", 2)
         check_number(self, "center_rewards_coefficient", 0)
         check_flag(self, "bootstrap")
 

@@ -25,7 +25,7 @@ from nemo_aligner.losses.base import (
     RatingObjective,
     check_above,
     check_number,
-    check_whole,
+    check_integer,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.value import merge_attributes
@@ -191,7 +191,7 @@ class OrdinalBins(RatingObjective):
     centres_labels: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_whole(self, "bins", 2)
+        check_integer(self, "bins", 2)
         if self.values is not None:
             _ = self.readout
 
