@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.contract.readout import HEADS, Readout
-from nemo_aligner.losses.base import PairObjective, check_flag, check_number, check_integer
+from nemo_aligner.losses.base import PairObjective, check_flag, check_integer, check_number
 from nemo_aligner.utils.host_transfer import to_device
 
 # P(0), P(0 or 1), ... of a Poisson distribution with mean 1; beyond, nothing of 2 ** 53 is left.

@@ -24,8 +24,8 @@ from nemo_aligner.losses.base import (
     RIGHT_FROM,
     RatingObjective,
     check_above,
-    check_number,
     check_integer,
+    check_number,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.value import merge_attributes

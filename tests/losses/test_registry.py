@@ -14,8 +14,8 @@ from nemo_aligner.config.model import ModelConfig, RegressionConfig
 from nemo_aligner.losses import (
     OBJECTIVES,
     build_objective,
-    default_objective_name,
     default_objective,
+    default_objective_name,
     describe_objective,
     objective_name,
     objective_settings,
@@ -106,7 +106,9 @@ def test_objective_by_default_is_that_of_the_type_of_model() -> None:
     assert default_objective(RecordKind.comparison, ["reward"]) == BradleyTerry()
     assert objective_name(ModelConfig(objective="plackett_luce")) == "plackett_luce"
     assert objective_name(regression()) == default_objective_name("regression") == "masked_mse"
-    assert default_objective_name("binary_ranking") == objective_name(ModelConfig()) == "bradley_terry"
+    assert (
+        default_objective_name("binary_ranking") == objective_name(ModelConfig()) == "bradley_terry"
+    )
 
 
 def test_objective_of_ones_own_is_named_by_its_module() -> None:
