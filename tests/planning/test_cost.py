@@ -62,7 +62,7 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
 
 
 def test_keys_of_a_shared_prefix_are_kept_once_more_for_each_sequence() -> None:
-    """As a GPU's attention is given them."""
+    """As a GPU's attention gets them."""
     none = torch.zeros(0)
     for prefix in (0, 20):
         groups = [Group(2, prefix)] * 2
@@ -112,17 +112,17 @@ def count_flops(
     # torch's counter does not know the CPU's attention.
     plan = Plan(Packs(tokens=100, sequences=3, keys=0), precision=FP32, freeze_layers=frozen)
     expected = pack_flops(shape, plan, 0)
-    # Nor the product that is added to a buffer as it is made.
+    # It does not know the matmul that adds to a buffer, either.
     custom = {torch.ops.aten.addmm_: lambda total, a, b, **unused: 2 * a[0] * a[1] * b[1]}
     counters = [FlopCounterMode(display=False, custom_mapping=custom) for _ in range(2)]
     with counters[0]:
         rewards = wrapped(batch)
     with counters[1]:
         rewards.sum().backward()
-    # Behind frozen embeddings nobody asks for the gradient of what the first layer reads.
+    # Behind frozen embeddings the gradient of the first layer's input is not computed.
     skipped = 2 * 100 * 64 * (128 + 8) if has_lora else 0
     counted = [float(counter.get_total_flops()) for counter in counters]
-    # Beside the layers: the head.
+    # The head's FLOPs come in addition to the layers'.
     return counted, [expected.forward, expected.backward - skipped]
 
 
