@@ -116,7 +116,7 @@ class CriticLearner:
             self._layout,
         )
         # Label means added, attributes weighted: a value is on the scale of the server's reward.
-        merged = self._objective.merged(gathered).numpy()
+        merged = self._objective.merge(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
     def train(self, rollout: Rollout) -> list[ValueStep]:

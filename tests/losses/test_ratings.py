@@ -167,7 +167,7 @@ def test_clipped_value_merges_attributes_by_weights_and_label_means_as_rewards_d
     for means, value in (((), 2.0), ((1.5, 2.5), 2.25)):
         outputs = torch.tensor([[3.0, 2.0]], requires_grad=True)
         loss = ClippedValueLoss(0.0, weights=(1.0, -0.5), means=means)
-        assert loss.merged(outputs).tolist() == [pytest.approx(value)]
+        assert loss.merge(outputs).tolist() == [pytest.approx(value)]
         assert values_lost(loss, outputs, (0.0, 0.0, 1.0))[0] == pytest.approx(0.5 * value**2)
 
 
