@@ -37,7 +37,7 @@ _STDERR = 2
 _SECOND_AFTER = 1.0
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
 # Exit code that a shell gives to a process ended by the signal.
-GO_ON_EXIT_CODE = 128 + signal.SIGUSR1
+RESUME_EXIT_CODE = 128 + signal.SIGUSR1
 _AT_ONCE = "Ctrl-C again leaves at once"
 
 
@@ -99,7 +99,7 @@ class SignalHandler:
         if self._signal is not None:
             is_to_go_on = self._signal == signal.SIGUSR1
             name = _NAMES[signal.Signals(self._signal)]
-            return StopReason(name, GO_ON_EXIT_CODE if is_to_go_on else 0)
+            return StopReason(name, RESUME_EXIT_CODE if is_to_go_on else 0)
         if self._deadline is not None and self._now() >= self._deadline:
             return StopReason(f"the time limit (trainer.max_time={self._max_time})")
         return None
