@@ -32,7 +32,7 @@ from nemo_aligner.models.reward_model import check_freezing
 from nemo_aligner.models.shape import LoraShape, ModelShape, check_lora, head_to_train
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
-from nemo_aligner.training.resume import RunFolder, check_goes_on, check_may_resume, new_state
+from nemo_aligner.training.resume import RunFolder, check_may_resume, check_resumable, new_state
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
@@ -125,7 +125,7 @@ def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
     early_stopping = _build_early_stopping(settings, run.data)
     fresh = new_state(run.config, run.shape, run.data)
     check_may_resume(latest, settings)
-    latest = None if latest is None else check_goes_on(latest, fresh, run.data)
+    latest = None if latest is None else check_resumable(latest, fresh, run.data)
     return RunFolder(checkpoints, early_stopping, fresh, latest)
 
 

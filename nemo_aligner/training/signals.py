@@ -179,7 +179,7 @@ class SignalHandler:
                     os._exit(128 + signal.SIGINT)
 
     def _is_second(self, number: int, first: int, first_time: float) -> bool:
-        """True if this signal, after a ``first`` one, means that the process should exit at once."""
+        """True if this signal, after the ``first`` one, asks the process to exit at once."""
         # Some schedulers repeat SIGTERM, so that at least one of both must be Ctrl-C.
         is_from_user = signal.SIGINT in (number, first)
         return is_from_user and self._now() - first_time >= _SECOND_AFTER

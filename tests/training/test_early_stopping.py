@@ -20,7 +20,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.resume import changes_since, check_goes_on, go_on, new_state
+from nemo_aligner.training.resume import changes_since, check_resumable, new_state, resumed_state
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
 from tests.data.files import build, write
@@ -86,7 +86,7 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
             for more in ([], [change])
         )
         left = RunState(3, 24, judged, config=before, best_value=0.5, validations_since_best=2)
-        state = go_on(RunState(0, 0, config=now), left)
+        state = resumed_state(RunState(0, 0, config=now), left)
         assert (state.step, state.consumed_samples) == (3, 24)
         found = (state.best_value, state.validations_since_best)
         assert found == (best, 2 if best else 0), change
@@ -94,7 +94,7 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
         others = "limit" in change or "validation" in change
         assert state.metrics == ({} if others else judged), change
         said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
-        assert ("the search for the best starts anew" in "".join(said)) == others, change
+        assert ("the search for the best checkpoint restarts" in "".join(said)) == others, change
 
 
 def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: P
     heldout.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tiny.run_verb("train", *settings, "trainer.rm.max_steps=6").stdout
     assert "changed since: the records of validation-heldout" in output
-    assert "earlier validations used other records: the search for the best starts anew" in output
+    assert "the search for the best checkpoint restarts" in output
     shown = output[output.index("checkpoints, the best first") :].splitlines()[2:6]
     assert [line.split()[1] for line in shown if "on other validation records" in line] == ["2"]
     chosen = [line.split()[1] for line in shown if "(chosen)" in line]
@@ -139,7 +139,7 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
 
     def again(digest: str) -> Any:
         state = replace(fresh, fingerprint={**fresh.fingerprint, "training data": digest})
-        return check_goes_on(Saved(tmp_path, state), fresh, data)
+        return check_resumable(Saved(tmp_path, state), fresh, data)
 
     assert again(data.train.digest)
     assert again(data.train.measure_digest())
@@ -157,7 +157,7 @@ def test_resume_rejects_a_run_of_an_objective_that_was_removed(
         left = replace(fresh, fingerprint={**fresh.fingerprint, "model.objective": name})
         wanted = f"{re.escape(str(tmp_path))}: .*{name} was removed in .*; use .*explicit_log_dir"
         with pytest.raises(CheckpointError, match=wanted):
-            check_goes_on(Saved(tmp_path, left), fresh, data)
+            check_resumable(Saved(tmp_path, left), fresh, data)
 
 
 def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say_it(
@@ -172,7 +172,7 @@ def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say
     fresh = new_state(config, SHAPE, least)
 
     def goes_on_from(left: RunState) -> bool:
-        return check_goes_on(Saved(tmp_path, left), fresh, least) is not None
+        return check_resumable(Saved(tmp_path, left), fresh, least) is not None
 
     fingerprint = {**fresh.fingerprint, "scoring contract": stepped.hash}
     assert goes_on_from(fresh)
@@ -206,10 +206,10 @@ def test_run_from_before_probabilities_goes_on_with_log_odds(
     before = ScoringContract.from_dict(earlier.contract)
     config, data = built(settings_of_run(config.model, before))
     fresh = new_state(config, SHAPE, data)
-    assert check_goes_on(latest, fresh, data)
+    assert check_resumable(latest, fresh, data)
     # Without it the contract would be another one, which no run goes on by.
     config, data = built({})
     fresh = new_state(config, SHAPE, data)
     with pytest.raises(CheckpointError, match="readout"):
-        check_goes_on(latest, fresh, data)
+        check_resumable(latest, fresh, data)
     assert settings_of_run(config.model, data.contract) == {}

@@ -26,7 +26,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(SignalHandler, "_tell", lambda self, text: lines.append(text))
+    monkeypatch.setattr(SignalHandler, "_announce", lambda self, text: lines.append(text))
     return lines
 
 

@@ -15,7 +15,7 @@ from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig, TrainerConfig
 from nemo_aligner.cpu.products import FreedMemory
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.training.resume import go_on
+from nemo_aligner.training.resume import resumed_state
 from nemo_aligner.training.signals import SignalHandler
 from nemo_aligner.training.trainer import DivergenceWatch, EarlyStopping, SupervisedTrainer
 from nemo_aligner.utils.console import Watch
@@ -316,7 +316,7 @@ def judge(folder: Path, when: Moment | None) -> tuple[bool, int, RunState | None
     checkpoints = RunCheckpoints(folder, diary.monitor)
     latest = checkpoints.latest()
     fresh = RunState(0, 0)
-    start = fresh if latest is None else go_on(fresh, latest.state)
+    start = fresh if latest is None else resumed_state(fresh, latest.state)
     patience = EarlyStopping(diary.monitor, allowed=2)
     patience.go_on_from(start)
     intervals = {"val_check_interval": 2, "save_interval": 3}
