@@ -22,6 +22,7 @@ from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
+from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.prepare import (
     PreparedRun,
     check_settings,
@@ -29,7 +30,6 @@ from nemo_aligner.training.prepare import (
     prepare_run,
 )
 from nemo_aligner.training.resume import RunFolder, changes_since
-from nemo_aligner.training.run import describe_model, describe_steps
 from nemo_aligner.utils.console import show_bytes
 from nemo_aligner.utils.errors import ConfigError
 

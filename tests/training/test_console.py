@@ -16,13 +16,13 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.training_data import Imbalance
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.training.loggers import Gauges, StepProgress, render_best, render_validation
-from nemo_aligner.training.run import (
+from nemo_aligner.training.describe import (
     describe_heldout,
     describe_steps,
     next_commands,
     render_candidates,
 )
+from nemo_aligner.training.loggers import Gauges, StepProgress, render_best, render_validation
 
 STEP = {
     "train/loss": 0.693147,
