@@ -15,8 +15,8 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPosition
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
+from nemo_aligner.training.heldout import HeldoutRewards
 from nemo_aligner.training.resume import RunFacts
-from nemo_aligner.training.trainer import HeldoutRewards
 from tests.data import files
 from tests.harness import tiny
 from tests.harness.contracts import Contracts

@@ -17,12 +17,8 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.data.training_data import validation_batches
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import infer
-from nemo_aligner.training.learner import (
-    RewardLearner,
-    StepRecords,
-    check_rewards,
-    check_validation,
-)
+from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.nonfinite import StepRecords, check_rewards, check_validation
 from nemo_aligner.utils.errors import TrainingError
 from tests.evaluation.refusals import NOT_REFUSED, refusal
 from tests.training import poisoned
