@@ -23,33 +23,37 @@ from nemo_aligner.training.learner import rewards_of_texts
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import AlignerError, DataError
 
-# Some 6 MB at the lengths of HH-RLHF, rewritten by every validation.
+# Records per set: about 6 MB at the lengths of HH-RLHF, which every validation rewrites.
 MOST_RECORDS = 5000
 
 
 class HeldoutRewards:
-    """Writes ``<run>/heldout/<set>.jsonl``, whose lines are those of evaluate's ``output_rewards``.
+    """Writes ``<run>/heldout/<set>.jsonl`` with lines like those of evaluate's ``output_rewards``.
 
-    Of a set of more than ``most`` records it is those drawn once by a fixed seed. The texts are
-    read again from the data's files, at the first validation.
+    From a set of more than ``most_records`` records it draws a sample once, with a fixed seed. It
+    reads their texts again from the data files, at the first validation.
     """
 
     def __init__(
-        self, run: Path, how: ReaderConfig, contract: ScoringContract, most: int = MOST_RECORDS
+        self,
+        run: Path,
+        reader: ReaderConfig,
+        contract: ScoringContract,
+        most_records: int = MOST_RECORDS,
     ) -> None:
         self._folder = run / HELDOUT_NAME
-        self._how = how
+        self._reader = reader
         self._contract = contract
-        self._most = most
+        self._most_records = most_records
         self._texts: dict[str, list[tuple[Text, ...]]] = {}
 
     def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
-        """Write the records of a set.
+        """Write the sampled records of a set with their rewards.
 
         Args:
             rewards: ``[S, A]`` of every sequence, label means added.
         """
-        chosen = _draw(len(dataset), self._most)
+        chosen = _draw_sample(len(dataset), self._most_records)
         if dataset.name not in self._texts:
             self._texts[dataset.name] = self._read_texts(dataset.origins, chosen)
         texts = self._texts[dataset.name]
@@ -70,12 +74,13 @@ class HeldoutRewards:
         chosen: Sequence[int],
         texts: Sequence[tuple[Text, ...]],
     ) -> list[dict[str, Any]]:
+        """Build a line for each pair of the chosen records."""
         records = dataset.records.select(chosen)
         of_texts = rewards[dataset.records.rows(chosen)].numpy()
         merged = torch.from_numpy(one_reward(of_texts, self._contract.attribute_weights))
-        flat = [text for each in texts for text in each]
+        flat = [text for record_texts in texts for text in record_texts]
         pairs = records.pairs()
-        found = torch.stack(pairs.of(merged.view(-1)), dim=1).tolist()
+        pair_rewards = torch.stack(pairs.of(merged.view(-1)), dim=1).tolist()
         sides = torch.stack(pairs.of(torch.arange(len(flat))), dim=1).tolist()
         owners = pairs.of_records(torch.tensor(chosen)).tolist()
         return [
@@ -86,7 +91,7 @@ class HeldoutRewards:
                 dict(zip(PAIR_COLUMNS, values, strict=True)),
                 [flat[side] for side in both],
             )
-            for owner, values, both in zip(owners, found, sides, strict=True)
+            for owner, values, both in zip(owners, pair_rewards, sides, strict=True)
         ]
 
     def _ratings(
@@ -96,6 +101,7 @@ class HeldoutRewards:
         chosen: Sequence[int],
         texts: Sequence[tuple[Text, ...]],
     ) -> list[dict[str, Any]]:
+        """Build a line for each of the chosen ratings."""
         names, columns = self._contract.attributes, dataset.records.labels
         order = [columns.names.index(name) for name in names]
         labels = columns.values[:, order].tolist()
@@ -105,25 +111,28 @@ class HeldoutRewards:
                 dataset.origins[record],
                 dataset.sources[record],
                 dict(zip(names, rewards[record].tolist(), strict=True)),
-                own,
+                record_texts,
                 labels=dict(zip(names, labels[record], strict=True)),
             )
-            for record, own in zip(chosen, texts, strict=True)
+            for record, record_texts in zip(chosen, texts, strict=True)
         ]
 
     def _read_texts(
         self, origins: Sequence[Origin], chosen: Sequence[int]
     ) -> list[tuple[Text, ...]]:
-        """Read the texts of the ``chosen`` of all records; none if their file has changed."""
+        """Read the texts of the ``chosen`` records; an empty list if their file has changed."""
         texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
         try:
             for path in dict.fromkeys(origins[index].path for index in chosen):
-                for record in parse_file(path, self._how).records:
+                for record in parse_file(path, self._reader).records:
                     texts_by_origin.setdefault(record.origin, []).append(record.texts)
             numbers = _numbers_in_line(origins, chosen, texts_by_origin)
             return [texts_by_origin[origins[index]][numbers[index]] for index in chosen]
         except (AlignerError, OSError, KeyError) as error:
-            say(f"held-out rewards are not kept for a report: their texts cannot be read: {error}")
+            say(
+                "the report will have no held-out rewards, because the texts of the validation "
+                f"set cannot be read: {error}"
+            )
             return []
 
 
@@ -132,10 +141,10 @@ def _numbers_in_line(
     chosen: Sequence[int],
     texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
 ) -> dict[int, int]:
-    """Number each of the ``chosen`` records among those that are made of the same line.
+    """Number each of the ``chosen`` records among those that come from the same line of a file.
 
     Raises:
-        DataError: a record of the line was dropped, and nothing says which.
+        DataError: a record of the line was dropped, and it is unknown which.
     """
     lines = {origins[index] for index in chosen}
     indices: dict[Origin, list[int]] = {}
@@ -145,13 +154,14 @@ def _numbers_in_line(
     for origin, texts in texts_by_origin.items():
         if origin in lines and len(texts) != len(indices[origin]):
             raise DataError(
-                f"{origin}: {len(texts)} records are made of this line, and "
-                f"{len(indices[origin])} of them were used. Which ones is not known."
+                f"{origin}: {len(texts)} records come from this line, but the run uses only "
+                f"{len(indices[origin])} of them, and it is unknown which"
             )
     return {index: number for line in indices.values() for number, index in enumerate(line)}
 
 
-def _draw(count: int, most: int) -> list[int]:
-    if count <= most:
+def _draw_sample(count: int, size: int) -> list[int]:
+    """Draw ``size`` of ``count`` indices, always the same ones; all if there are no more."""
+    if count <= size:
         return list(range(count))
-    return sorted(random.Random(0).sample(range(count), most))
+    return sorted(random.Random(0).sample(range(count), size))

@@ -25,18 +25,19 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import RewardLoss
 from nemo_aligner.utils.errors import TrainingError
 
-_NAMED = 5
-_ADVICE = "nothing was learned from this step: look at the records, or lower model.optim.lr"
+_MOST_NAMED = 5  # records that an error names
+_ADVICE = "the weights did not change in this step. Look at the records, or lower model.optim.lr"
 _FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
 
 
 @dataclass(frozen=True)
 class StepRecords:
-    """The records of one step, counted from 1, in the order of the global batch.
+    """The records of one step, in the order of the global batch, to trace a number to them.
 
     Attributes:
-        record_ids: in ``dataset``.
-        owners: of each record the data parallel rank that computed it, as the loader planned.
+        step: counted from 1.
+        record_ids: indices of the records in ``dataset``.
+        owners: data parallel rank that computes each record, as the loader planned.
     """
 
     step: int
@@ -49,42 +50,55 @@ class StepRecords:
 
     @cached_property
     def records(self) -> Records:
-        """Who owns the step's rewards, and what people said."""
+        """Bounds and labels of the step's records."""
         return self.dataset.records.select(self.record_ids)
 
-    def my_indices(self) -> list[int]:
+    def local_indices(self) -> list[int]:
         """This rank's records, as indices into ``record_ids``."""
         return [i for i, owner in enumerate(self.owners) if owner == self.layout.dp_rank]
 
-    def error(self, what: str, ranks: Sequence[int], indices: Sequence[int]) -> TrainingError:
-        """The same on every rank, for what was seen on ``ranks`` in the records at ``indices``."""
-        whose = _named(self.dataset, [self.record_ids[index] for index in indices])
-        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        advice = _far_labels(self.dataset) + _ADVICE + _FP16_ADVICE * self.is_fp16
-        return TrainingError(f"step {self.step}: got {what}, on {on}, from {whose}; {advice}")
+    def error(self, problem: str, ranks: Sequence[int], indices: Sequence[int]) -> TrainingError:
+        """Build the error for a ``problem`` on ``ranks`` that comes from records at ``indices``."""
+        records = _name_records(self.dataset, [self.record_ids[index] for index in indices])
+        on_ranks = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        advice = _describe_far_labels(self.dataset) + _ADVICE + _FP16_ADVICE * self.is_fp16
+        return TrainingError(
+            f"step {self.step}: got {problem}, on {on_ranks}, from {records}; {advice}"
+        )
 
 
-def _named(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
+def _name_records(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
+    """List the files and lines of the first records, and count the rest."""
     # A record may be in a batch twice.
     origins = list(dict.fromkeys(str(dataset.origins[record]) for record in record_ids))
-    shown = ", ".join(origins[:_NAMED]) or "no record alone"
-    return shown + (f", and {len(origins) - _NAMED} more" if len(origins) > _NAMED else "")
+    shown = ", ".join(origins[:_MOST_NAMED]) or "no single record"
+    more = len(origins) - _MOST_NAMED
+    return shown + (f", and {more} more" if more > 0 else "")
 
 
-def _far_labels(dataset: TokenizedDataset) -> str:
-    """A label outside the batch can spoil it, too: by the mean that is subtracted from all."""
+def _describe_far_labels(dataset: TokenizedDataset) -> str:
+    """Describe the outliers among the set's labels; empty if there are none.
+
+    A label outside the batch can make its loss infinite, too, through the mean that is subtracted
+    from all labels.
+    """
     far = far_labels(dataset.records.labels, dataset.label_origins)
     if not far:
         return ""
-    more = f", and {len(far) - _NAMED} more" if len(far) > _NAMED else ""
-    return f"labels of {dataset.name} are far out: {', '.join(map(str, far[:_NAMED]))}{more}; "
+    more = f", and {len(far) - _MOST_NAMED} more" if len(far) > _MOST_NAMED else ""
+    shown = ", ".join(map(str, far[:_MOST_NAMED]))
+    return f"labels of {dataset.name} are outliers: {shown}{more}; "
 
 
 @dataclass(frozen=True, order=True)
 class _Blame:
-    """Share of a record in a number that is not finite; the greater, the more.
+    """How likely a record caused a number that is not finite; the greatest sorts last.
 
-    ``amount`` is the size of its own part of the number, in float64.
+    Attributes:
+        is_certain: a reward of the record itself is not finite.
+        is_nan: the record's part of the number is NaN.
+        amount: the record's part of the number, in float64; 0 if it is NaN.
+        index: index of the record in the batch.
     """
 
     is_certain: bool
@@ -94,19 +108,20 @@ class _Blame:
 
     @classmethod
     def of(cls, index: int, amount: float, is_certain: bool = False) -> _Blame:
+        """Judge a record by its part of the number, which may be NaN."""
         is_nan = math.isnan(amount)
         return cls(is_certain, is_nan, 0.0 if is_nan else amount, index)
 
 
-def _by_blame(blames: Iterable[_Blame]) -> list[int]:
-    """The records' indices, each once, the one that is most to blame first."""
-    # Where the blame is the same, in the order of the batch.
+def _sort_by_blame(blames: Iterable[_Blame]) -> list[int]:
+    """Return the records' indices, each once, the one that is most to blame first."""
+    # Records with equal blame stay in the order of the batch.
     in_order = sorted(sorted(blames, key=lambda blame: blame.index), reverse=True)
     return list(dict.fromkeys(blame.index for blame in in_order))
 
 
 def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
-    """Refuse rewards ``[S, A]`` of a whole set that nothing can be measured on.
+    """Check that all rewards ``[S, A]`` of a validation set are finite.
 
     Raises:
         TrainingError: a reward is not finite.
@@ -114,61 +129,64 @@ def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
     bad = torch.nonzero(~torch.isfinite(rewards).all(dim=1)).flatten()
     if bad.numel():
         owners = torch.searchsorted(dataset.records.bounds, bad, right=True) - 1
-        whose = _named(dataset, owners.unique().tolist())
-        raise TrainingError(f"{dataset.name}: got a reward that is not finite, from {whose}")
+        records = _name_records(dataset, owners.unique().tolist())
+        raise TrainingError(f"{dataset.name}: got a reward that is not finite, from {records}")
 
 
 def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
-    """Refuse rewards ``[S, A]``, in the order of ``step``'s records, that cannot be learned on.
+    """Check that a step's rewards ``[S, A]``, in the order of its records, and loss are finite.
 
     Every rank calls it, with the same rewards.
 
     Raises:
-        TrainingError: on every rank, if on any a reward or the loss is not finite.
+        TrainingError: on every rank, if a reward or the loss is not finite.
     """
     records = step.records
-    if _is_learnable(rewards, records, loss):
+    if _are_finite(rewards, records, loss):
         return
     parts = [
         (index, rewards[records.rows([index])], records.select([index]))
-        for index in step.my_indices()
+        for index in step.local_indices()
     ]
-    mine = [
-        _loss_blame(index, own, record, loss)
-        for index, own, record in parts
-        if not _is_learnable(own, record, loss)
+    local_blames = [
+        _blame_record(index, record_rewards, record, loss)
+        for index, record_rewards, record in parts
+        if not _are_finite(record_rewards, record, loss)
     ]
-    seen = gather_objects(mine)
-    indices = _by_blame(blame for found in seen for blame in found)
-    # Or no record's loss, but their sum, which is every rank's.
-    ranks = [rank for rank, found in enumerate(seen) if found] or list(range(len(seen)))
+    blames_by_rank = gather_objects(local_blames)
+    indices = _sort_by_blame(blame for blames in blames_by_rank for blame in blames)
+    # If no record's loss is infinite but their sum is, every rank has computed that sum.
+    all_ranks = list(range(len(blames_by_rank)))
+    ranks = [rank for rank in all_ranks if blames_by_rank[rank]] or all_ranks
     if not bool(torch.isfinite(rewards).all()):
         raise step.error("a reward that is not finite", ranks, indices)
-    missing = _without_labels(step, indices)
+    missing = _describe_missing_labels(step, indices)
     raise step.error(f"a loss that is not finite{missing}", ranks, indices)
 
 
-def _without_labels(step: StepRecords, indices: Sequence[int]) -> str:
-    """A note on records without a label, which a loss reads as NaN; empty if all have theirs."""
+def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
+    """Describe the labels that records at ``indices`` lack; empty if they have all."""
     labels = step.records.select(indices).labels
-    absent = torch.isnan(labels.values)
-    if not bool(absent.any()):
+    missing = torch.isnan(labels.values)
+    if not bool(missing.any()):
         return ""
-    some = absent.any(0).tolist()
-    names = " or ".join(name for name, lacks in zip(labels.names, some, strict=True) if lacks)
+    columns = zip(labels.names, missing.any(0).tolist(), strict=True)
+    names = " or ".join(name for name, is_missing in columns if is_missing)
     return (
-        f" ({int(absent.any(1).sum())} of its {len(absent)} records have no {names}: a missing "
-        "label is NaN, which the loss has to leave out)"
+        f" ({int(missing.any(1).sum())} of its {len(missing)} records have no {names}: a missing "
+        "label is NaN, which the loss must mask)"
     )
 
 
-def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
+def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
+    """True if all rewards and their loss are finite."""
     total, _ = loss(rewards, records)
-    # Both: a record whose labels are all missing hides a NaN reward from the loss.
+    # Check both, because a record whose labels are all missing hides a NaN reward from the loss.
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
-def _loss_blame(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
+def _blame_record(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
+    """Judge a record by its own loss in float64."""
     total, _ = loss(rewards.double(), record)
     return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
 
@@ -177,29 +195,32 @@ def gradient_error(
     step: StepRecords,
     model: Any,
     compute_gradients: Callable[[Sequence[PackedBatch]], object],
-    what: str,
+    problem: str,
 ) -> TrainingError:
-    """Trace a gradient that is not finite: recompute each record's alone; every rank calls it.
+    """Trace a gradient that is not finite by recomputing each record's; every rank calls it.
 
-    ``model`` is Megatron's data parallel wrapper, with the gradient of the step still in it; what
-    is in it afterwards is of no use.
+    Args:
+        model: Megatron's data parallel wrapper, which still holds the gradient of the step. Its
+            gradients are meaningless afterwards.
+        compute_gradients: replaces the model's gradients by those of the packs that it gets.
+        problem: description of the gradient for the error.
     """
-    # Before any gradient is computed anew: which ranks saw it in the step itself.
+    # Find the ranks that saw it in the step itself, before gradients are computed again.
     broken = gather_objects(not _has_finite_gradients(model))
     blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):
-        # All ranks take the same record: Megatron sums gradients over them within this call.
+        # All ranks compute the same record, because Megatron sums gradients over them.
         dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
         compute_gradients(packs)
         if agree(not _has_finite_gradients(model), step.device):
             blames += gather_objects(_Blame.of(index, _gradient_norm(model)))
-    indices = _by_blame(blames)
+    indices = _sort_by_blame(blames)
     owners = {step.owners[index] for index in indices}
     dp_ranks = gather_objects(step.layout.dp_rank)
     ranks = [rank for rank, dp_rank in enumerate(dp_ranks) if dp_rank in owners]
-    ranks = ranks or [rank for rank, bad in enumerate(broken) if bad]
-    return step.error(what, ranks, indices)
+    ranks = ranks or [rank for rank, is_broken in enumerate(broken) if is_broken]
+    return step.error(problem, ranks, indices)
 
 
 def _has_finite_gradients(model: Any) -> bool:
@@ -211,7 +232,7 @@ def _has_finite_gradients(model: Any) -> bool:
 
 
 def _gradient_norm(model: Any) -> float:
-    """The norm of all gradients on this rank, in float64, which the square of no float32 leaves."""
+    """Norm of all gradients on this rank, in float64, which holds the square of any float32."""
     norms = [
         torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float64)
         for parameter in model.parameters()

@@ -31,10 +31,10 @@ NAME = "validation/accuracy"
 SHAPE = ModelShape.from_config(tiny.SMALLEST)
 
 
-def waited(patience: EarlyStopping, *values: float) -> list[int]:
+def count_validations(patience: EarlyStopping, *values: float) -> list[int]:
     found = []
     for value in values:
-        patience.see({NAME: value})
+        patience.count_validation({NAME: value})
         found.append(patience.since)
     return found
 
@@ -46,26 +46,26 @@ def test_patience_counts_validations_that_are_no_better() -> None:
         (MonitorMode.min, 0.0, [0, 1, 2, 0, 1]),
     ):
         patience = EarlyStopping(NAME, mode, allowed=9, min_delta=min_delta)
-        assert waited(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
+        assert count_validations(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
     # A NaN is no better; a validation without the metric does not count.
     patience = EarlyStopping(NAME, allowed=2)
-    patience.see({"other/accuracy": 1.0})
+    patience.count_validation({"other/accuracy": 1.0})
     assert (patience.best, patience.since) == (None, 0)
-    assert waited(patience, math.nan, math.nan) == [1, 2]
+    assert count_validations(patience, math.nan, math.nan) == [1, 2]
     assert patience.is_over
     assert patience.describe() == f"2 validations in a row without a better {NAME} than none"
     # Without a limit nothing ends.
     patience = EarlyStopping(NAME)
-    assert waited(patience, *[0.5] * 50)[-1] == 49
+    assert count_validations(patience, *[0.5] * 50)[-1] == 49
     assert not patience.is_over
 
 
 def test_a_run_goes_on_with_what_it_has_waited() -> None:
     patience = EarlyStopping(NAME, allowed=3)
-    waited(patience, 0.5, 0.4, 0.4)
+    count_validations(patience, 0.5, 0.4, 0.4)
     later = EarlyStopping(NAME, allowed=3)
-    later.go_on_from(patience.put_into(RunState(3, 24)))
-    assert waited(later, 0.45) == [3]
+    later.restore(patience.store_in(RunState(3, 24)))
+    assert count_validations(later, 0.45) == [3]
     assert later.is_over
 
 

@@ -32,7 +32,7 @@ def build(
         tiny.write_pairs(train, 8)
     data = files.build(contracts, [train], [heldout], attributes=attributes)
     reading = how_to_read(contracts.config(attributes), data.objective)
-    return data, HeldoutRewards(folder, reading, data.contract, most=6)
+    return data, HeldoutRewards(folder, reading, data.contract, most_records=6)
 
 
 def kept(folder: Path) -> list[dict[str, Any]]:

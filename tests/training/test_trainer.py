@@ -212,7 +212,7 @@ def test_trainer_ends_early_where_validations_get_no_better(
     assert (diary.saved[-1].best_value, diary.saved[-1].validations_since_best) == (0.5, 2)
     again = Diary()
     patience = EarlyStopping("validation/accuracy", allowed=2)
-    patience.go_on_from(diary.saved[-1])
+    patience.restore(diary.saved[-1])
     assert fit(again, 9, diary.saved[-1], patience, val_check_interval=1) is None
     assert again.events == []
 
@@ -318,7 +318,7 @@ def judge(folder: Path, when: Moment | None) -> tuple[bool, int, RunState | None
     fresh = RunState(0, 0)
     start = fresh if latest is None else resumed_state(fresh, latest.state)
     patience = EarlyStopping(diary.monitor, allowed=2)
-    patience.go_on_from(start)
+    patience.restore(start)
     intervals = {"val_check_interval": 2, "save_interval": 3}
     outcome = trainer_of(diary, 11, start, checkpoints, patience, **intervals).fit()
     best = checkpoints.best()
