@@ -21,6 +21,14 @@ from nemo_aligner.losses.base import (
     check_flag,
     check_number,
 )
+from nemo_aligner.losses.length import (
+    PAIRS,
+    REPLIES,
+    explained_by_length,
+    length_correlation,
+    reply_lengths,
+    weigh_longer_chosen,
+)
 from nemo_aligner.utils.host_transfer import to_device
 
 # Bradley-Terry and its variants.
@@ -28,7 +36,6 @@ from nemo_aligner.utils.host_transfer import to_device
 LABEL_MARGIN = "label_margin"
 # Values of ``label_margin``, each with the label that leaves a pair's loss as it is.
 _MISSING = {"subtract": 0.0, "scale": 1.0}
-REPLIES, PAIRS = "replies", "pairs"
 AGGREGATES = tuple(each.value for each in Aggregate)
 
 
@@ -234,58 +241,6 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
     else:
         found = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]
     return torch.cat([rewards[:0], *found])
-
-
-# Terms against length, which is in tokens of the replies.
-
-
-def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
-    """Tokens ``[S]`` of the replies, in the dtype of the rewards and where these are.
-
-    Raises:
-        ValueError: nobody counted them.
-    """
-    if records.reply_lengths is None:
-        raise ValueError("got records whose replies were not counted, wanted their lengths")
-    return to_device(records.reply_lengths, rewards.device).to(rewards.dtype)
-
-
-def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """``bias * log(n_better / n_worse)`` of each pair, ``[P]``, of ``lengths [S]``."""
-    better, worse = pairs.of(lengths.clamp(min=1).log())
-    return bias * (better - worse)
-
-
-def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Losses ``[P]``, times ``weight`` where the longer reply was chosen."""
-    better, worse = pairs.of(lengths)
-    return torch.where(better > worse, weight * losses, losses)
-
-
-def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:
-    """Correlation of ``rewards [S]`` and ``lengths [S]``, of all replies or of pairs.
-
-    Of ``pairs`` it is that of margins and differences of length, without centring, as either reply
-    may stand first.
-    """
-    if of == REPLIES:
-        return pearson(rewards, lengths)
-    (better, worse), (longer, shorter) = pairs.of(rewards), pairs.of(lengths)
-    return _cosine(better - worse, longer - shorter)
-
-
-def pearson(first: Tensor, second: Tensor) -> Tensor:
-    """Pearson's r of two ``[N]``; 0, without a gradient, if one of them is constant."""
-    if first.numel() == 0:
-        return first.sum()
-    return _cosine(first - first.mean(), second - second.mean())
-
-
-def _cosine(first: Tensor, second: Tensor) -> Tensor:
-    squares = first.square().sum() * second.square().sum()
-    # ``where`` twice: the gradient of the branch that is left out would be 0 times infinity.
-    scale = torch.where(squares > 0, squares, 1.0).sqrt()
-    return torch.where(squares > 0, (first * second).sum() / scale, 0.0)
 
 
 # Models of ties.

@@ -11,7 +11,8 @@ import torch
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import PairObjective, reward_gradient
-from nemo_aligner.losses.pairwise import BradleyTerry, pearson
+from nemo_aligner.losses.length import pearson
+from nemo_aligner.losses.pairwise import BradleyTerry
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, ranked
 
 REWARDS = [1.0, 0.2, -0.5, 0.7, 2.0, 2.5, -1.0, -3.0]

@@ -1,0 +1,61 @@
+"""Terms of a loss on pairs that depend on the lengths of the replies, in tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.batch.packed import Records
+from nemo_aligner.batch.pairs import PairRows
+from nemo_aligner.utils.host_transfer import to_device
+
+REPLIES, PAIRS = "replies", "pairs"
+
+
+def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
+    """Tokens ``[S]`` of the replies, in the dtype of the rewards and where these are.
+
+    Raises:
+        ValueError: nobody counted them.
+    """
+    if records.reply_lengths is None:
+        raise ValueError("got records whose replies were not counted, wanted their lengths")
+    return to_device(records.reply_lengths, rewards.device).to(rewards.dtype)
+
+
+def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
+    """``bias * log(n_better / n_worse)`` of each pair, ``[P]``, of ``lengths [S]``."""
+    better, worse = pairs.of(lengths.clamp(min=1).log())
+    return bias * (better - worse)
+
+
+def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
+    """Losses ``[P]``, times ``weight`` where the longer reply was chosen."""
+    better, worse = pairs.of(lengths)
+    return torch.where(better > worse, weight * losses, losses)
+
+
+def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:
+    """Correlation of ``rewards [S]`` and ``lengths [S]``, of all replies or of pairs.
+
+    Of ``pairs`` it is that of margins and differences of length, without centring, as either reply
+    may stand first.
+    """
+    if of == REPLIES:
+        return pearson(rewards, lengths)
+    (better, worse), (longer, shorter) = pairs.of(rewards), pairs.of(lengths)
+    return _cosine(better - worse, longer - shorter)
+
+
+def pearson(first: Tensor, second: Tensor) -> Tensor:
+    """Pearson's r of two ``[N]``; 0, without a gradient, if one of them is constant."""
+    if first.numel() == 0:
+        return first.sum()
+    return _cosine(first - first.mean(), second - second.mean())
+
+
+def _cosine(first: Tensor, second: Tensor) -> Tensor:
+    squares = first.square().sum() * second.square().sum()
+    # ``where`` twice: the gradient of the branch that is left out would be 0 times infinity.
+    scale = torch.where(squares > 0, squares, 1.0).sqrt()
+    return torch.where(squares > 0, (first * second).sum() / scale, 0.0)
