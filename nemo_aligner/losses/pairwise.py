@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch.outputs import HeadOutputs, OutputColumns
+from nemo_aligner.batch.outputs import HeadOutputs
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
@@ -244,87 +245,31 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
 
 
 # Models of ties.
-#
-# Their parameter says how often equal replies are tied. It is fixed, or learned with the model as
-# Rao and Kupper, and Davidson, estimate it: the head then has one more output, a scalar x that is
-# the same for every text, and the parameter is a function of x.
 
 Number: TypeAlias = float | Tensor
 
 
-class TieModel(Protocol):
-    """Negative log-likelihoods of a pair that is won, and of one that is tied."""
-
-    @property
-    def learned(self) -> bool:
-        """True if the parameter is a function of a learned x."""
-        ...
-
-    @property
-    def output_columns(self) -> OutputColumns:
-        """Columns of the head's outputs; x is one of them where it is learned."""
-        ...
-
-    def parameter(self, x: float) -> float:
-        """Compute the parameter from x."""
-        ...
-
-    def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Losses ``[P]`` of pairs that were won, from better minus worse rewards."""
-        ...
-
-    def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Losses ``[P]`` of pairs that were tied."""
-        ...
-
-
-def won_or_tied(model: TieModel, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-    """Sum over records of their pairs' mean loss, and the count of records.
-
-    Takes rewards ``[S, 1]``, and x where it is learned.
-    """
-    outputs = model.output_columns.split(rewards)
-    pairs = records.pairs(with_ties=True)
-    better, worse = pairs.of(outputs.attributes[:, 0])
-    x = pairs.of(outputs.learned[:, 0])[0] if model.learned else None
-    losses = model.won(better - worse, x)
-    if pairs.are_ties is not None:
-        are_ties = to_device(pairs.are_ties, losses.device)
-        losses = torch.where(are_ties, model.tied(better - worse, x), losses)
-    return pairs.sum_and_count(losses)
-
-
-def tie_parameter_of(model: TieModel, rewards: Tensor) -> dict[str, float]:
-    """Report the learned parameter, from rewards with x; empty if it is fixed."""
-    if not model.learned or len(rewards) == 0:
-        return {}
-    x = float(model.output_columns.split(rewards).learned[0, 0])
-    return {"tie_parameter": model.parameter(x)}
-
-
-# Davidson.
-
-
 @dataclass(frozen=True)
-class Davidson(PairObjective):
-    """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
+class TieObjective(PairObjective):
+    """Base of losses that model ties as a third outcome, next to better and worse.
 
-    A tie is as likely as the geometric mean of a win and a loss, times the parameter (Davidson
-    1970, "On extending the Bradley-Terry model to accommodate ties in paired comparison
-    experiments", where it is nu). m is the margin.
+    Their parameter says how often replies with equal rewards are tied. It is fixed, or learned with
+    the model, as Rao and Kupper and Davidson estimate it. The head then has one more output, a
+    scalar x that is the same for every sample, and the parameter is ``lowest_parameter + exp(x)``.
 
     Attributes:
-        tie_parameter: above 0; replies of equal rewards are tied with probability
-            ``tie_parameter / (tie_parameter + 2)``.
-        learned: start at ``tie_parameter`` and learn x, whose ``exp(x)`` it is.
+        tie_parameter: above ``lowest_parameter``.
+        learned: start at ``tie_parameter`` and learn x.
+        lowest_parameter: parameter with which equal replies are never tied.
     """
 
     tie_parameter: float = 1.0
     learned: bool = False
+    lowest_parameter: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         check_flag(self, "learned")
-        check_above(self, "tie_parameter", 0)
+        check_above(self, "tie_parameter", self.lowest_parameter)
 
     @property
     def learns_from_ties(self) -> bool:
@@ -332,86 +277,103 @@ class Davidson(PairObjective):
 
     @property
     def initial_scalars(self) -> tuple[float, ...]:
-        return (math.log(self.tie_parameter),) if self.learned else ()
+        return (math.log(self.tie_parameter - self.lowest_parameter),) if self.learned else ()
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """See ``won_or_tied``."""
-        return won_or_tied(self, rewards, records)
+        """Sum of the mean loss of each record's pairs, and the count of records.
+
+        ``rewards`` are ``[S, 1]``, or ``[S, 2]`` with x if it is learned.
+        """
+        outputs = self.output_columns.split(rewards)
+        pairs = records.pairs(with_ties=True)
+        better, worse = pairs.of(outputs.attributes[:, 0])
+        x = pairs.of(outputs.learned[:, 0])[0] if self.learned else None
+        losses = self.win_losses(better - worse, x)
+        if pairs.are_ties is not None:
+            are_ties = to_device(pairs.are_ties, losses.device)
+            losses = torch.where(are_ties, self.tie_losses(better - worse, x), losses)
+        return pairs.sum_and_count(losses)
 
     def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
-        return tie_parameter_of(self, rewards)
+        if not self.learned or len(rewards) == 0:
+            return {}
+        x = float(self.output_columns.split(rewards).learned[0, 0])
+        return {"tie_parameter": self.lowest_parameter + math.exp(x)}
 
-    def parameter(self, x: float) -> float:
-        return math.exp(x)
+    @abstractmethod
+    def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        """Negative log-likelihood ``[P]`` that the better reply wins.
 
-    def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        return self._total(margins, x) - margins / 2
+        Args:
+            margins: ``[P]`` rewards of the better replies minus those of the worse ones.
+            x: ``[P]`` if it is learned, otherwise None.
+        """
 
-    def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        return self._total(margins, x) - (math.log(self.tie_parameter) if x is None else x)
+    @abstractmethod
+    def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        """Negative log-likelihood ``[P]`` that both replies are tied."""
 
-    def _total(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Log of the normaliser, ``[P]``."""
-        # log(exp(m/2) + exp(-m/2) + t); with x learned, log t is x itself, and t stays above 0.
+
+@dataclass(frozen=True)
+class Davidson(TieObjective):
+    """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
+
+    m is the margin. A tie is as likely as the geometric mean of a win and a loss, times the
+    parameter (Davidson 1970, "On extending the Bradley-Terry model to accommodate ties in paired
+    comparison experiments", which calls it nu).
+
+    Attributes:
+        tie_parameter: above 0; replies with equal rewards are tied with probability
+            ``tie_parameter / (tie_parameter + 2)``.
+        learned: start at ``tie_parameter`` and learn x with ``tie_parameter = exp(x)``.
+    """
+
+    def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        return self._log_normalizer(margins, x) - margins / 2
+
+    def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        log_parameter = math.log(self.tie_parameter) if x is None else x
+        return self._log_normalizer(margins, x) - log_parameter
+
+    def _log_normalizer(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        """Logarithm of the normalizer, ``[P]``."""
+        # log(exp(m / 2) + exp(-m / 2) + t). If x is learned, it is log t, so t stays above 0.
         tie = torch.full_like(margins, math.log(self.tie_parameter)) if x is None else x
         return torch.stack([margins / 2, -margins / 2, tie]).logsumexp(dim=0)
 
-
-# Rao-Kupper.
 
 _LOG_2 = math.log(2)
 
 
 @dataclass(frozen=True)
-class RaoKupper(PairObjective):
-    """Won with ``sigmoid(m - h)``, lost with ``sigmoid(-m - h)``, else tied, at the margin m.
+class RaoKupper(TieObjective):
+    """Win with probability ``sigmoid(m - h)``, loss with ``sigmoid(-m - h)``, otherwise a tie.
 
-    h is ``log(tie_parameter)``, a threshold below which differences go unnoticed (Rao and Kupper
-    1967, "Ties in paired-comparison experiments: a generalization of the Bradley-Terry model").
+    m is the margin, and h is ``log(tie_parameter)``, a threshold below which differences go
+    unnoticed (Rao and Kupper 1967, "Ties in paired-comparison experiments: a generalization of the
+    Bradley-Terry model").
 
     Attributes:
-        tie_parameter: above 1; replies of equal rewards are tied with probability
+        tie_parameter: above 1; replies with equal rewards are tied with probability
             ``(tie_parameter - 1) / (tie_parameter + 1)``.
-        learned: start at ``tie_parameter`` and learn x, whose ``1 + exp(x)`` it is.
+        learned: start at ``tie_parameter`` and learn x with ``tie_parameter = 1 + exp(x)``.
     """
 
     tie_parameter: float = 2.0
-    learned: bool = False
+    lowest_parameter: ClassVar[float] = 1.0
 
-    def __post_init__(self) -> None:
-        check_flag(self, "learned")
-        check_above(self, "tie_parameter", 1)
+    def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        # h = log t, which is log(1 + exp(x)) = softplus(x) if x is learned.
+        threshold: Number = math.log(self.tie_parameter) if x is None else F.softplus(x)
+        return F.softplus(threshold - margins)
 
-    @property
-    def learns_from_ties(self) -> bool:
-        return True
-
-    @property
-    def initial_scalars(self) -> tuple[float, ...]:
-        return (math.log(self.tie_parameter - 1),) if self.learned else ()
-
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """See ``won_or_tied``."""
-        return won_or_tied(self, rewards, records)
-
-    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
-        return tie_parameter_of(self, rewards)
-
-    def parameter(self, x: float) -> float:
-        return 1 + math.exp(x)
-
-    def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        # h = log t, which is log(1 + exp(x)) = softplus(x) where x is learned.
-        height: Number = math.log(self.tie_parameter) if x is None else F.softplus(x)
-        return F.softplus(height - margins)
-
-    def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
+    def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
         # P(tie) = 1 - P(win) - P(loss) = (t ** 2 - 1) * P(win) * P(loss).
-        rest: Number = math.log(self.tie_parameter**2 - 1)
+        log_factor: Number = math.log(self.tie_parameter**2 - 1)
         if x is not None:
-            # (t - 1) * (t + 1) with t = 1 + exp(x).
-            rest = x + F.softplus(x - _LOG_2) + _LOG_2
-        return self.won(margins, x) + self.won(-margins, x) - rest
+            # t ** 2 - 1 = (t - 1) * (t + 1) with t = 1 + exp(x).
+            log_factor = x + F.softplus(x - _LOG_2) + _LOG_2
+        return self.win_losses(margins, x) + self.win_losses(-margins, x) - log_factor
 
 
 # Rankings.
