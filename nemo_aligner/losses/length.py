@@ -1,4 +1,4 @@
-"""Terms of a loss on pairs that depend on the lengths of the replies, in tokens."""
+"""Terms of Bradley-Terry against a preference for long replies; lengths are in tokens."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
 
 
 def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """``bias * log(n_better / n_worse)`` of each pair, ``[P]``, of ``lengths [S]``."""
+    """Log-odds ``[P]`` that lengths explain: ``bias * log(n_better / n_worse)``.
+
+    ``lengths`` are ``[S]``, and ``bias`` is a number or ``[P]``.
+    """
     better, worse = pairs.of(lengths.clamp(min=1).log())
     return bias * (better - worse)
 
 
 def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Losses ``[P]``, times ``weight`` where the longer reply was chosen."""
+    """Multiply ``losses [P]`` by ``weight`` where the longer reply was chosen."""
     better, worse = pairs.of(lengths)
     return torch.where(better > worse, weight * losses, losses)
 
 
 def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:
-    """Correlation of ``rewards [S]`` and ``lengths [S]``, of all replies or of pairs.
+    """Correlation of ``rewards [S]`` and ``lengths [S]``, over all replies or over pairs.
 
-    Of ``pairs`` it is that of margins and differences of length, without centring, as either reply
-    may stand first.
+    Over ``pairs`` it is the correlation of margins and differences of length. It is not centred,
+    because either reply of a pair may come first.
     """
     if of == REPLIES:
         return pearson(rewards, lengths)
@@ -48,14 +51,15 @@ def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: st
 
 
 def pearson(first: Tensor, second: Tensor) -> Tensor:
-    """Pearson's r of two ``[N]``; 0, without a gradient, if one of them is constant."""
+    """Pearson's r of two tensors ``[N]``; 0, without a gradient, if one of them is constant."""
     if first.numel() == 0:
         return first.sum()
     return _cosine(first - first.mean(), second - second.mean())
 
 
 def _cosine(first: Tensor, second: Tensor) -> Tensor:
+    """Cosine of the angle between two vectors; 0 if one of them is zero."""
     squares = first.square().sum() * second.square().sum()
-    # ``where`` twice: the gradient of the branch that is left out would be 0 times infinity.
+    # Without the first ``where``, the gradient of the unused branch would be 0 times infinity.
     scale = torch.where(squares > 0, squares, 1.0).sqrt()
     return torch.where(squares > 0, (first * second).sum() / scale, 0.0)

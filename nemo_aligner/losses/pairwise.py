@@ -1,4 +1,8 @@
-"""Losses on comparisons: Bradley-Terry and its variants, models of ties, and Plackett-Luce."""
+"""Losses on comparisons: Bradley-Terry and its variants, models of ties, and Plackett-Luce.
+
+S is the number of rewards, P the number of pairs and R the number of records. ``length.py`` has the
+terms that depend on reply lengths.
+"""
 
 from __future__ import annotations
 
@@ -35,46 +39,47 @@ from nemo_aligner.utils.host_transfer import to_device
 # Bradley-Terry and its variants.
 
 LABEL_MARGIN = "label_margin"
-# Values of ``label_margin``, each with the label that leaves a pair's loss as it is.
-_MISSING = {"subtract": 0.0, "scale": 1.0}
-AGGREGATES = tuple(each.value for each in Aggregate)
+# Values of the setting ``label_margin``, each with the label that does not change a pair's loss.
+_NEUTRAL_LABELS = {"subtract": 0.0, "scale": 1.0}
+AGGREGATES = tuple(rule.value for rule in Aggregate)
 
 
 @dataclass(frozen=True)
 class BradleyTerry(PairObjective):
-    """``-log sigmoid(m)`` of the margin m, the better reward minus the worse one.
+    """``-log sigmoid(m)`` of the margin m, which is the better reward minus the worse one.
 
-    Eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
+    This is eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
     feedback". The settings change a pair's loss ``L(m)`` in this order:
 
     Attributes:
-        label_margin: ``subtract`` makes it ``-log sigmoid(m - d)`` with the label d of the column
-            ``label_margin`` (Touvron et al. 2023, "Llama 2", eq. 2), ``scale`` ``d * -log
-            sigmoid(m)`` (Wang et al. 2024, "HelpSteer2-Preference"). A pair without a label has
-            the plain loss.
-        focal_gamma: multiplies by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma``, p the sigmoid in L,
-            which discounts pairs that are well ordered (Cai et al. 2024, "InternLM2 Technical
-            Report", with 2, after Lin et al. 2017, "Focal loss").
-        label_smoothing: ``(1 - e) * L(m) + e * L(-m)`` for a share e of swapped labels (Mitchell
-            2023, "A note on DPO with noisy preferences & relationship to IPO").
+        label_margin: ``subtract`` makes the loss ``-log sigmoid(m - d)`` with the label d of the
+            column ``label_margin`` (Touvron et al. 2023, "Llama 2", eq. 2); ``scale`` makes it
+            ``-d * log sigmoid(m)`` (Wang et al. 2024, "HelpSteer2-Preference"). A pair without a
+            label has the plain loss.
+        focal_gamma: multiplies the loss by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma`` with p the
+            sigmoid in L, which discounts pairs that are ordered well (Cai et al. 2024, "InternLM2
+            Technical Report", with 2; after Lin et al. 2017, "Focal loss").
+        label_smoothing: e, which makes the loss ``(1 - e) * L(m) + e * L(-m)`` for a share e of
+            swapped labels (Mitchell 2023, "A note on DPO with noisy preferences & relationship to
+            IPO").
         ties: ``half`` trains on tied completions with ``(L(m) + L(-m)) / 2``; ``drop`` ignores
             them.
         center_rewards_coefficient: adds this times ``(better + worse) ** 2``, which keeps rewards
             around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
-        aggregate: where turns or steps are scored, what becomes the reward of a text: ``last``,
-            ``min``, ``mean`` or ``product`` of theirs (see ``aggregate``). It is the rule of the
-            model's scoring contract, too.
-        longer_chosen_weight: weight of the loss of a pair whose longer reply was chosen; the others
-            have 1. Where a share p of pairs chose the longer one, ``(1 - p) / p`` makes both kinds
-            weigh the same (inverse propensity; Horvitz and Thompson 1952).
-        length_bias: b, which makes it ``L(m + b * log(n_better / n_worse))`` of the replies' tokens
-            n: what one who only sees lengths would add to the log-odds, so that the reward need not
-            say it (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for
-            rewards Shen et al. 2023, "Loose lips sink ships"). It is no part of the reward.
-        learn_length_bias: start at ``length_bias`` and learn it.
-        length_correlation_penalty: adds this times the square of Pearson's r of reward and length
-            over the whole global batch (as in ODIN, Chen et al. 2024, arXiv:2402.07319).
-        length_correlation_of: what r is over: ``replies`` or ``pairs`` (see
+        aggregate: how the rewards of a sample's turns or steps become its reward: by ``last``,
+            ``min``, ``mean`` or ``product`` (see ``aggregate``). The model's scoring contract has
+            the same rule.
+        longer_chosen_weight: weight of a pair whose longer reply was chosen; other pairs have 1. If
+            a share p of pairs chose the longer reply, ``(1 - p) / p`` gives both kinds the same
+            total weight (inverse propensity; Horvitz and Thompson 1952).
+        length_bias: b, which makes the loss ``L(m + b * log(n_better / n_worse))`` with the tokens
+            n of the replies. The added term explains what lengths predict, so that the reward need
+            not (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for rewards
+            Shen et al. 2023, "Loose lips sink ships"). It is no part of the reward.
+        learn_length_bias: start at ``length_bias`` and learn b.
+        length_correlation_penalty: adds this times the square of Pearson's r between reward and
+            length over the whole global batch (as in ODIN, Chen et al. 2024, arXiv:2402.07319).
+        length_correlation_of: whether r is over ``replies`` or ``pairs`` (see
             ``length_correlation``).
     """
 
@@ -100,7 +105,7 @@ class BradleyTerry(PairObjective):
         check_number(self, "label_smoothing", 0, 0.5)
         check_number(self, "center_rewards_coefficient", 0)
         check_number(self, "focal_gamma", 0)
-        check_choice(self, "label_margin", ("none", *_MISSING))
+        check_choice(self, "label_margin", ("none", *_NEUTRAL_LABELS))
         check_choice(self, "ties", ("drop", "half"))
 
     @property
@@ -129,11 +134,11 @@ class BradleyTerry(PairObjective):
             if self.learn_length_bias:
                 bias = pairs.of(outputs.learned[:, 0])[0]
             margins = margins + explained_by_length(bias, lengths, pairs)
-        labels = self._labels(pairs, records)
-        losses = self._ordered(-margins, labels)
-        share = self._share_reversed(pairs, losses)
+        labels = self._pair_labels(pairs, records)
+        losses = self._pair_losses(-margins, labels)
+        share = self._reversed_share(pairs, losses)
         if share is not None:
-            losses = (1 - share) * losses + share * self._ordered(margins, labels)
+            losses = (1 - share) * losses + share * self._pair_losses(margins, labels)
         if self.center_rewards_coefficient:
             losses = losses + self.center_rewards_coefficient * (better + worse).square()
         if not self._reads_lengths:
@@ -145,12 +150,13 @@ class BradleyTerry(PairObjective):
 
     @property
     def _reads_lengths(self) -> bool:
-        bias = self.length_bias > 0 or self.learn_length_bias
-        return bias or self.longer_chosen_weight != 1 or self.is_batch_level
+        """True if a setting makes the loss depend on reply lengths."""
+        has_bias = self.length_bias > 0 or self.learn_length_bias
+        return has_bias or self.longer_chosen_weight != 1 or self.is_batch_level
 
     @property
     def is_batch_level(self) -> bool:
-        """True if a correlation is in it, which is no sum over micro-batches."""
+        """True with a correlation, which is not a sum over micro-batches."""
         return self.length_correlation_penalty > 0
 
     @property
@@ -183,41 +189,42 @@ class BradleyTerry(PairObjective):
         learned = aggregate(outputs.learned, records, Aggregate.last.value)
         return HeadOutputs(merged, learned), records.of_texts()
 
-    def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
-        """Label ``[P]`` of every pair's record; None if labels are unused."""
+    def _pair_labels(self, pairs: PairRows, records: Records) -> Tensor | None:
+        """Label ``[P]`` of every pair's record; None if the loss uses no labels."""
         if self.label_margin == "none":
             return None
         labels = records.labels.targets(self.columns)[:, 0]
-        return pairs.of_records(labels.nan_to_num(_MISSING[self.label_margin]))
+        return pairs.of_records(labels.nan_to_num(_NEUTRAL_LABELS[self.label_margin]))
 
-    def _ordered(self, behind: Tensor, labels: Tensor | None) -> Tensor:
-        """Losses ``[P]`` of ordered pairs, from the worse reward minus the better one."""
+    def _pair_losses(self, negative_margins: Tensor, labels: Tensor | None) -> Tensor:
+        """Losses ``[P]`` of pairs, by the reward of the worse reply minus that of the better."""
         if labels is not None and self.label_margin == "subtract":
-            behind = behind + labels
+            negative_margins = negative_margins + labels
         # -log sigmoid(m) = softplus(-m), without the overflow of exp at large margins.
-        losses = F.softplus(behind)
+        losses = F.softplus(negative_margins)
         if self.focal_gamma:
-            losses = losses * _focus(behind, self.focal_gamma)
+            losses = losses * _focal_factor(negative_margins, self.focal_gamma)
         if labels is not None and self.label_margin == "scale":
             losses = losses * labels
         return losses
 
-    def _share_reversed(self, pairs: PairRows, losses: Tensor) -> Tensor | float | None:
-        """Weight of each pair's reversed loss; None if all are 0."""
+    def _reversed_share(self, pairs: PairRows, losses: Tensor) -> Tensor | float | None:
+        """Weight of each pair's loss in the reversed order; None if all are 0."""
         if pairs.are_ties is None:
             return self.label_smoothing or None
         shares = torch.full(pairs.are_ties.shape, self.label_smoothing, dtype=losses.dtype)
         return to_device(shares.masked_fill(pairs.are_ties, 0.5), losses.device)
 
 
-def _focus(behind: Tensor, gamma: float) -> Tensor:
-    """``(1 - 2 * max(0, sigmoid(-behind) - 1/2)) ** gamma``, computed by its logarithm.
+def _focal_factor(negative_margins: Tensor, gamma: float) -> Tensor:
+    """``(1 - 2 * max(0, p - 1/2)) ** gamma`` with ``p = sigmoid(-negative_margins)``.
 
-    A power would have no gradient where its base underflows to 0.
+    It is computed by its logarithm, because a power would have no gradient where its base
+    underflows to 0.
     """
-    # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(behind). Below p = 1/2 its log is above 0,
-    # and the clamp makes the factor 1.
-    return torch.exp(gamma * (F.logsigmoid(behind) + math.log(2)).clamp(max=0))
+    # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(negative_margins). For p below 1/2 the
+    # logarithm is above 0, and the clamp makes the factor 1.
+    return torch.exp(gamma * (F.logsigmoid(negative_margins) + math.log(2)).clamp(max=0))
 
 
 # One reward of a text, out of those of its turns or steps.
@@ -236,12 +243,12 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
     # Text by text: a segmented sum would round a text by what stands beside it.
     parts = rewards.split(bounds.diff().tolist())
     if how == "min":
-        found = [part.amin(dim=0, keepdim=True) for part in parts]
+        merged = [part.amin(dim=0, keepdim=True) for part in parts]
     elif how == "mean":
-        found = [part.mean(dim=0, keepdim=True) for part in parts]
+        merged = [part.mean(dim=0, keepdim=True) for part in parts]
     else:
-        found = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]
-    return torch.cat([rewards[:0], *found])
+        merged = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]
+    return torch.cat([rewards[:0], *merged])
 
 
 # Models of ties.
@@ -381,32 +388,34 @@ class RaoKupper(TieObjective):
 
 @dataclass(frozen=True)
 class PlackettLuce(PairObjective):
-    """``-log`` probability of choosing the completions one after the other in their order.
+    """Negative log-likelihood of choosing the completions one after the other in their order.
 
-    Each is chosen by the softmax of its reward among those that are left (Luce 1959, "Individual
-    choice behavior"; Plackett 1975, "The analysis of permutations"; as a loss: Xia et al. 2008,
-    "Listwise approach to learning to rank", ListMLE). With two completions it is Bradley-Terry.
+    The softmax of the rewards of the remaining completions gives the probability of each choice
+    (Luce 1959, "Individual choice behavior"; Plackett 1975, "The analysis of permutations"; as a
+    loss: Xia et al. 2008, "Listwise approach to learning to rank", ListMLE). With two completions
+    it is Bradley-Terry.
 
-    Tied completions are not compared: each competes with itself and those ranked below. One best
-    completion among otherwise tied ones is therefore a single softmax.
+    Tied completions are not compared: each competes only with itself and those ranked below. So one
+    best completion among otherwise tied ones gives a single softmax.
     """
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over records of rewards ``[S, 1]``, and the count of records with an order."""
-        rows, is_left, num_ordered = _choices(records)
-        first = rewards[:, 0]
-        # Row s is the choice of completion s: the softmax's log-denominator over those left then,
-        # minus its own reward. The last of a record chooses from itself alone, with a loss of 0.
-        left = first[to_device(rows, first.device)]
-        left = left.masked_fill(~to_device(is_left, first.device), -torch.inf)
-        losses = left.logsumexp(dim=1) - first
-        # Built on the device: copying a host scalar would synchronise.
-        count = torch.full((), num_ordered, dtype=torch.int64, device=first.device)
+        """Sum of the records' losses, from rewards ``[S, 1]``, and the count of ranked records."""
+        rows, is_candidate, num_ordered = _choice_candidates(records)
+        rewards = rewards[:, 0]
+        # Row s is the choice of completion s: the logarithm of the softmax's denominator over the
+        # remaining completions minus its reward. The last completion of a record is its only
+        # candidate, which gives a loss of 0.
+        candidates = rewards[to_device(rows, rewards.device)]
+        candidates = candidates.masked_fill(~to_device(is_candidate, rewards.device), -torch.inf)
+        losses = candidates.logsumexp(dim=1) - rewards
+        # The count is built on the device, because copying it there would synchronize.
+        count = torch.full((), num_ordered, dtype=torch.int64, device=rewards.device)
         return losses.sum(), count
 
 
-def _choices(records: Records) -> tuple[Tensor, Tensor, int]:
-    """Candidates at each choice.
+def _choice_candidates(records: Records) -> tuple[Tensor, Tensor, int]:
+    """List the candidates at each choice of a completion.
 
     Returns:
         ``[S, K]`` rows of all completions of the chosen one's record, K the largest record; a mask
@@ -414,12 +423,12 @@ def _choices(records: Records) -> tuple[Tensor, Tensor, int]:
         records that are not one tie.
     """
     sizes, starts, ranks = records.sizes, records.bounds[:-1], records.ranks
-    most = int(sizes.max()) if len(sizes) else 0
-    own, places = torch.arange(len(ranks))[:, None], torch.arange(most)
+    largest = int(sizes.max()) if len(sizes) else 0
+    chosen, places = torch.arange(len(ranks))[:, None], torch.arange(largest)
     rows = starts.repeat_interleave(sizes)[:, None] + places
     exists = places < sizes.repeat_interleave(sizes)[:, None]
-    rows = torch.where(exists, rows, own)
-    is_worse = ranks[rows] > ranks[own]
+    rows = torch.where(exists, rows, chosen)
+    is_worse = ranks[rows] > ranks[chosen]
     owners = torch.arange(len(sizes)).repeat_interleave(sizes)
     num_ordered = len(owners[is_worse.any(dim=1)].unique())
-    return rows, is_worse | (rows == own) & exists, num_ordered
+    return rows, is_worse | (rows == chosen) & exists, num_ordered
