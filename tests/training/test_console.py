@@ -67,8 +67,8 @@ def test_line_of_a_step_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[st
         assert lines[0].startswith("step 1/1000  ")
         assert lines[1].startswith("  ")
         shown = " ".join(" ".join(lines).split())
-        told = "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 123457 tokens/s"
-        assert shown.endswith(told + ending)
+        fields = "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 123457 tokens/s"
+        assert shown.endswith(fields + ending)
     assert render_best(None, "validation-heldout/accuracy") is None
 
 
@@ -124,7 +124,7 @@ def test_heldout_figures_stand_beside_what_length_alone_gives() -> None:
 
 
 def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
-    for stages, found, notes in (
+    for stages, shares, notes in (
         (1, (1.04, 1.5), []),
         (2, (1.0, 1.04), []),
         (1, (1.17, 1.5), ["the busiest rank has 17% more work than the mean"]),
@@ -135,13 +135,13 @@ def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
         config.model.pipeline_model_parallel_size = stages
         train = SimpleNamespace(file_sizes=[1])
         data = SimpleNamespace(objective=BradleyTerry(), validation=[], train=train)
-        imbalance = Imbalance(*found)
+        imbalance = Imbalance(*shares)
         checkpoints = RunCheckpoints("checkpoints")
         loader = SimpleNamespace(imbalance=lambda steps, i=imbalance: i)
         run = SimpleNamespace(config=config, data=data, total_steps=9, loader=loader)
-        said = describe_steps(run, checkpoints)  # type: ignore[arg-type]
-        lines = [line for line in said.splitlines() if "more work" in line]
-        assert lines == [f"note: in the first 9 steps {note}" for note in notes], (stages, found)
+        description = describe_steps(run, checkpoints)  # type: ignore[arg-type]
+        lines = [line for line in description.splitlines() if "more work" in line]
+        assert lines == [f"note: in the first 9 steps {note}" for note in notes], (stages, shares)
 
 
 def test_next_commands_can_be_typed() -> None:
@@ -155,8 +155,8 @@ def test_next_commands_can_be_typed() -> None:
         program, verb, *arguments = shlex.split(command)
         assert program == "nemo-aligner"
         parser = load(verb).new_parser()
-        given = vars(parser.parse_args(arguments))
-        assert any("my run/checkpoints/model.nemo" in str(value) for value in given.values())
+        options = vars(parser.parse_args(arguments))
+        assert any("my run/checkpoints/model.nemo" in str(value) for value in options.values())
 
 
 def saved(step: int, **metrics: float) -> Saved:

@@ -20,7 +20,13 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.resume import changes_since, check_resumable, new_state, resumed_state
+from nemo_aligner.training.resume import (
+    changes_since,
+    check_objective_exists,
+    check_resumable,
+    new_state,
+    resumed_state,
+)
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
 from tests.data.files import build, write
@@ -32,11 +38,11 @@ SHAPE = ModelShape.from_config(tiny.SMALLEST)
 
 
 def count_validations(patience: EarlyStopping, *values: float) -> list[int]:
-    found = []
+    counts = []
     for value in values:
         patience.count_validation({NAME: value})
-        found.append(patience.since)
-    return found
+        counts.append(patience.since)
+    return counts
 
 
 def test_patience_counts_validations_that_are_no_better() -> None:
@@ -81,20 +87,22 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
         ("trainer.rm.limit_val_records=5", None),
         ("model.optim.lr=1e-3", 0.5),
     ):
-        before, now = (
+        previous, now = (
             config_to_dict(load_config(TrainConfig, [*settings, *filter(None, more)]))
             for more in ([], [change])
         )
-        left = RunState(3, 24, judged, config=before, best_value=0.5, validations_since_best=2)
+        left = RunState(3, 24, judged, config=previous, best_value=0.5, validations_since_best=2)
         state = resumed_state(RunState(0, 0, config=now), left)
         assert (state.step, state.consumed_samples) == (3, 24)
-        found = (state.best_value, state.validations_since_best)
-        assert found == (best, 2 if best else 0), change
+        count = (state.best_value, state.validations_since_best)
+        assert count == (best, 2 if best else 0), change
         # On other records the last step was not validated.
-        others = "limit" in change or "validation" in change
-        assert state.metrics == ({} if others else judged), change
-        said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
-        assert ("the search for the best checkpoint restarts" in "".join(said)) == others, change
+        has_other_records = "limit" in change or "validation" in change
+        assert state.metrics == ({} if has_other_records else judged), change
+        changes = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
+        assert (
+            "the search for the best checkpoint restarts" in "".join(changes)
+        ) == has_other_records, change
 
 
 def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: Path) -> None:
@@ -155,9 +163,9 @@ def test_resume_rejects_a_run_of_an_objective_that_was_removed(
     fresh = new_state(config, SHAPE, data)
     for name in ("odin", "regularized_by_language"):
         left = replace(fresh, fingerprint={**fresh.fingerprint, "model.objective": name})
-        wanted = f"{re.escape(str(tmp_path))}: .*{name} was removed in .*; use .*explicit_log_dir"
-        with pytest.raises(CheckpointError, match=wanted):
-            check_resumable(Saved(tmp_path, left), fresh, data)
+        expected = f"{re.escape(str(tmp_path))}: .*{name} was removed in .*; use .*explicit_log_dir"
+        with pytest.raises(CheckpointError, match=expected):
+            check_objective_exists(Saved(tmp_path, left))
 
 
 def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say_it(
@@ -192,10 +200,10 @@ def test_run_from_before_probabilities_goes_on_with_log_odds(
     name = "binary_cross_entropy"
 
     def built(settings: dict[str, Any]) -> tuple[TrainConfig, Any]:
-        how = {"attributes": ["right"], "contract": plain, "objective": name}
+        options = {"attributes": ["right"], "contract": plain, "objective": name}
         config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
         config.model = replace(contracts.config(["right"]), objective=name)
-        return config, build(contracts, files, settings=settings, **how)
+        return config, build(contracts, files, settings=settings, **options)
 
     config, data = built({"scale": "log_odds"})
     state = new_state(config, SHAPE, data)
@@ -203,8 +211,8 @@ def test_run_from_before_probabilities_goes_on_with_log_odds(
     earlier = replace(state, fingerprint={**state.fingerprint, "model.objective_kwargs": {}})
     assert earlier.fingerprint != state.fingerprint
     latest = Saved(tmp_path, earlier)
-    before = ScoringContract.from_dict(earlier.contract)
-    config, data = built(settings_of_run(config.model, before))
+    contract = ScoringContract.from_dict(earlier.contract)
+    config, data = built(settings_of_run(config.model, contract))
     fresh = new_state(config, SHAPE, data)
     assert check_resumable(latest, fresh, data)
     # Without it the contract would be another one, which no run goes on by.

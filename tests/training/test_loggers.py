@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import errno
 import math
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -46,14 +47,17 @@ def logged(folder: Path) -> dict[str, Rows]:
     """What each file has of a run; TensorBoard has its numbers by name."""
     with (folder / "csv" / "metrics.csv").open(newline="") as lines:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
-    found = {"csv": rows, "metrics.jsonl": list(read_metrics(folder / "metrics.jsonl"))}
-    return {name: [(int(row.pop("step")), row) for row in kept] for name, kept in found.items()}
+    files = {"csv": rows, "metrics.jsonl": list(read_metrics(folder / "metrics.jsonl"))}
+    return {
+        name: [(int(row.pop("step")), row) for row in file_rows]
+        for name, file_rows in files.items()
+    }
 
 
-def check_logged(folder: Path, wanted: Rows) -> None:
-    assert logged(folder) == {"csv": wanted, "metrics.jsonl": wanted}
+def check_logged(folder: Path, expected: Rows) -> None:
+    assert logged(folder) == {"csv": expected, "metrics.jsonl": expected}
     for name in ("train/loss", "validation/loss"):
-        of_name = [(step, row[name]) for step, row in wanted if name in row]
+        of_name = [(step, row[name]) for step, row in expected if name in row]
         assert scalars(folder, name) == of_name
 
 
@@ -97,6 +101,31 @@ def test_logger_that_fails_ends_no_run_and_is_told_no_more(
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("failing: logging stopped (OSError: the disk is full);")
+
+
+def test_loggers_of_a_run_that_fails_are_closed_as_failed(tmp_path: Path) -> None:
+    for error, status in ((None, "success"), (ValueError("no"), "failed")):
+        logger = Mock()
+        file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+        with suppress(ValueError), MetricLoggers(file, {"service": logger}):
+            if error is not None:
+                raise error
+        logger.finalize.assert_called_once_with(status)
+        with pytest.raises(ValueError, match="closed file"):
+            file.log({"train/loss": 0.5}, 1)
+
+
+def test_services_are_closed_if_another_logger_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Mock()
+    monkeypatch.setattr(loggers, "build_tracked_loggers", lambda *arguments: {"wandb": service})
+    failing = Mock(side_effect=OSError("the disk is full"))
+    monkeypatch.setattr(loggers, "_csv_logger", failing)
+    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
+    with pytest.raises(OSError, match="the disk is full"):
+        build_loggers(config, {}, 0)
+    service.finalize.assert_called_once_with("failed")
 
 
 def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(
