@@ -222,7 +222,7 @@ class RatingObjective(Objective):
         return errors, present
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        rated = self._rated(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))
+        rated = self._join_ratings(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))
         return {
             **measure_ratings(rated, in_step=True),
             **measure_steps(self._verdicts(rated, records), in_step=True),
@@ -230,7 +230,7 @@ class RatingObjective(Objective):
         }
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        rated = self._rated(rewards, records, reply_lengths)
+        rated = self._join_ratings(rewards, records, reply_lengths)
         return {
             **measure_ratings(rated),
             **measure_steps(self._verdicts(rated, records)),
@@ -247,7 +247,9 @@ class RatingObjective(Objective):
         sizes = records.sizes.tolist()
         return StepVerdicts.of(rewards, labels, sizes, self.attributes, self.right_from)
 
-    def _rated(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> RatedRewards:
+    def _join_ratings(
+        self, rewards: Tensor, records: Records, reply_lengths: Tensor
+    ) -> RatedRewards:
         """Join rewards, labels, lengths and uncertainties for the metrics of ratings."""
         outputs = records.as_single(self.output_columns.split(rewards).attributes)
         labels = records.labels.targets(self.attributes)

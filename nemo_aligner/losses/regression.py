@@ -346,7 +346,7 @@ class RankingAndRegression(RatingObjective):
         if len(rated) < len(records):
             metrics |= measure_pairs(self._pair_rewards(rewards, records, reply_lengths))
         if len(rated):
-            ratings = self._rated(rewards[rows], records.select(rated), reply_lengths[rows])
+            ratings = self._join_ratings(rewards[rows], records.select(rated), reply_lengths[rows])
             metrics |= measure_ratings(ratings)
         return metrics
 
