@@ -24,7 +24,7 @@ def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
 
 
 def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Log-odds ``[P]`` that lengths explain: ``bias * log(n_better / n_worse)``.
+    """Log-odds ``[P]`` that lengths alone predict: ``bias * log(n_better / n_worse)``.
 
     ``lengths`` are ``[S]``, and ``bias`` is a number or ``[P]``.
     """

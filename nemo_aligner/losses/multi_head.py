@@ -56,7 +56,7 @@ class HeadEnsemble(PairObjective):
         return Readout(HEADS, (tuple(map(float, range(1, self.heads + 1))),))
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count of the records' losses, from the heads' outputs ``[S, K]``."""
+        """Sum of the records' losses and their count, by the heads' outputs ``[S, K]``."""
         pairs = records.pairs()
         better, worse = pairs.of(rewards)
         losses = F.softplus(worse - better)

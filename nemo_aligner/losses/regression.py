@@ -45,7 +45,7 @@ class MaskedMse(RatingObjective):
     """Mean squared error ``(reward - label) ** 2`` over the labels that are present."""
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count (int) of the losses of labels, from rewards ``[S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         return errors.square().sum(), present.sum()
 
@@ -64,7 +64,7 @@ class Huber(RatingObjective):
         check_above(self, "delta", 0)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count (int) of the losses of labels, from rewards ``[S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         losses = F.huber_loss(
             errors, errors.new_zeros(errors.shape), reduction="none", delta=self.delta
@@ -108,7 +108,7 @@ class BinaryCrossEntropy(RatingObjective):
         return 0.0 if self.scale == LOG_ODDS else RIGHT_FROM
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count (int) of the losses of labels, from ``outputs [S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         outputs = self.output_columns.split(outputs).attributes
@@ -129,7 +129,7 @@ class ProbabilityCrossEntropy(RatingObjective):
     main_metric: ClassVar[str] = "loss"
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count (int) of the losses of labels, from rewards ``[S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         tiny = torch.finfo(torch.float32).tiny
@@ -167,7 +167,7 @@ class Quantiles(RatingObjective):
         return Readout(QUANTILES, (tuple(map(float, self.levels)),) * len(self.attributes))
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count (int) of the losses of labels, from ``outputs [S, A * K]``."""
+        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A * K]``."""
         levels = to_device(torch.tensor(self.levels, dtype=outputs.dtype), outputs.device)
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
@@ -240,7 +240,7 @@ class OrdinalBins(RatingObjective):
         return replace(self, values=values)
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count (int) of the losses of labels, from ``outputs [S, A * K]``."""
+        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A * K]``."""
         readout = self.readout
         assert readout is not None, "fit_to_labels comes before training"
         values = to_device(torch.tensor(readout.numbers, dtype=outputs.dtype), outputs.device)
@@ -258,7 +258,9 @@ def _values_per_attribute(values: Any, attributes: Sequence[str]) -> list[Any]:
     rows = [values] * len(attributes)
     if isinstance(values, Mapping):
         if set(values) != set(attributes):
-            raise ValueError(f"values: got those of {list(values)}, wanted {list(attributes)}")
+            raise ValueError(
+                f"values: got lists for {list(values)}, wanted one for each of {list(attributes)}"
+            )
         rows = [values[name] for name in attributes]
     for row in rows:
         are_numbers = isinstance(row, list | tuple) and all(

@@ -111,7 +111,7 @@ def _plan(run: PreparedRun) -> Plan:
             sequences=sequences,
             keys=attended_keys(max(1, largest.num_tokens // sequences)),
             count=max(map(len, packs)),
-            kept_keys=_kept_keys(largest),
+            kept_keys=_keys_per_token(largest),
         ),
         tp=layout.tp,
         cp=layout.cp,
@@ -133,7 +133,7 @@ def _plan(run: PreparedRun) -> Plan:
     )
 
 
-def _kept_keys(pack: PackedBatch) -> float:
+def _keys_per_token(pack: PackedBatch) -> float:
     """Keys per token in a GPU's attention; a shared prefix counts for each sequence with it."""
     lengths = pack.cu_seqlens.diff().tolist()
     chains = chains_of(pack.prefixes.tolist(), cached=0)

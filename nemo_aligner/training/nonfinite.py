@@ -134,9 +134,9 @@ def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
 
 
 def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
-    """Check that a step's rewards ``[S, A]``, in the order of its records, and loss are finite.
+    """Check that the rewards and the loss of a step are finite.
 
-    Every rank calls it, with the same rewards.
+    Every rank calls it with the same rewards ``[S, A]``, in the order of the step's records.
 
     Raises:
         TrainingError: on every rank, if a reward or the loss is not finite.

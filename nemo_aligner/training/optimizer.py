@@ -353,8 +353,8 @@ def _build_states(
 ) -> list[ShardedState]:
     """Build the state of dense parameters and, if any rank has experts, that of experts.
 
-    Experts need a state of their own, because other ranks hold copies of an expert than of a dense
-    parameter.
+    Experts have a state of their own, because the copies of an expert are on other ranks than those
+    of a dense parameter.
     """
     dense, expert = model.buffers, model.expert_parallel_buffers
     group = parallel_state.get_data_parallel_group_gloo(True, partial_data_parallel=True)

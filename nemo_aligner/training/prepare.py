@@ -209,11 +209,13 @@ def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) ->
             has none.
     """
     if shape.experts is None and getattr(config.model, "train_router", False):
-        raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
+        raise ConfigError(
+            "model.train_router: got true, but the model has no experts. Set it to false"
+        )
     if shape.experts is not None and config.trainer.precision is Precision.fp16:
         raise ConfigError(
-            "trainer.precision: got fp16, wanted bf16 or fp32: training a mixture-of-experts model "
-            "in fp16 is untested"
+            "trainer.precision: got fp16, but training a mixture-of-experts model in fp16 is "
+            "untested. Set it to bf16 or fp32"
         )
 
 

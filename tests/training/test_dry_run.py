@@ -14,7 +14,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.training.dry_run import _kept_keys, check_run
+from nemo_aligner.training.dry_run import _keys_per_token, check_run
 from nemo_aligner.training.prepare import prepare_run
 from nemo_aligner.utils.errors import AlignerError
 from tests.harness import tiny
@@ -196,4 +196,4 @@ def test_dry_run_of_the_verb_is_for_as_many_processes_as_it_is_asked_about(folde
 def test_keys_of_a_common_beginning_are_counted_with_each_that_has_it() -> None:
     for prefix, keys in ((0, 60), (20, 20 + 30 + 30)):
         pack = PackedBatch.pack([[1] * 30] * 2, Records.of([0], [2]), groups=[Group(2, prefix)])
-        assert _kept_keys(pack) == keys / pack.num_tokens
+        assert _keys_per_token(pack) == keys / pack.num_tokens

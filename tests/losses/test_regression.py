@@ -188,7 +188,7 @@ def test_settings_of_ratings_that_cannot_be_are_refused() -> None:
             ({"values": [1]}, "wanted 2 to 1000 ascending numbers"),
             ({"values": [1, "2"]}, "wanted a list of numbers"),
             ({"values": 3}, "values: got 3, wanted a list of numbers"),
-            ({"values": {"help": [0, 1]}}, "values: got those of ['help'], wanted ['help', 'br"),
+            ({"values": {"help": [0, 1]}}, "values: got lists for ['help'], wanted one"),
             ({"values": {"help": [0, 1], "brief": [0, 1, 2]}}, "different numbers of outputs"),
         ],
     }
