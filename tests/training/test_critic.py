@@ -111,8 +111,8 @@ def test_critic_losses_and_weights_are_those_written_out(
         with torch.no_grad():
             for probe, values in zip(PROBES, uninterrupted["after"], strict=True):
                 assert values.dtype == np.float32
-                expected = values_of(written_out.model, torch.tensor([probe]))[0]
-                np.testing.assert_allclose(values, expected, **CLOSE, err_msg=name)
+                expected_values = values_of(written_out.model, torch.tensor([probe]))[0]
+                np.testing.assert_allclose(values, expected_values, **CLOSE, err_msg=name)
         export_to_hf(uninterrupted["path"], tmp_path / f"{name}_hf", layout, ExportOptions())
         exported = LlamaForSequenceClassification.from_pretrained(
             tmp_path / f"{name}_hf"

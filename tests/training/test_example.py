@@ -121,14 +121,14 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
     )
     assert "scoring contract: the checkpoint has" in resumed.stderr
     assert "training data: the checkpoint has" not in resumed.stderr
-    for done in (resumed, refused):
-        assert done.returncode == 1
-        assert "model.data.seq_length: 128 -> 96" in done.stderr
-        assert "Traceback" not in done.stderr
+    for failed in (resumed, refused):
+        assert failed.returncode == 1
+        assert "model.data.seq_length: 128 -> 96" in failed.stderr
+        assert "Traceback" not in failed.stderr
     assert "its own head" in done.stdout
-    first, after, changed = map(read_contract, models)
-    assert (first["hash"], first["label_means"]) == (after["hash"], after["label_means"])
-    assert (changed["seq_length"], changed["label_means"]) == (96, first["label_means"])
+    start, same, changed = map(read_contract, models)
+    assert (start["hash"], start["label_means"]) == (same["hash"], same["label_means"])
+    assert (changed["seq_length"], changed["label_means"]) == (96, start["label_means"])
 
 
 def test_new_head_on_the_body_of_a_reward_model(tmp_path: Path) -> None:

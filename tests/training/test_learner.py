@@ -87,7 +87,7 @@ def test_monitor_mode_suits_the_metric_unless_it_is_set() -> None:
     assert checkpoints._sort_key({settings.monitor: 0.9})[0] == 0.9  # type: ignore[index]
     for monitor, mode, other in (("loss", "max", "min"), ("accuracy", "min", "max")):
         settings.monitor, settings.mode = monitor, MonitorMode[mode]
-        with pytest.raises(ConfigError, match=f"mode: got {mode}, .*{monitor}.* wanted {other}"):
+        with pytest.raises(ConfigError, match=f"mode: got {mode}, .*{monitor}.* Set it to {other}"):
             open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
 
 
