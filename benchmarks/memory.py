@@ -135,7 +135,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         memory.note("libraries")
         prepared = prepare_run(config, layout)
         config, total_steps = prepared.config, prepared.total_steps
-        learner, _ = build_learner(prepared, layout)
+        learner, _ = build_learner(prepared)
         memory.note("model and optimizer")
         folder = open_run_folder(prepared)
         state, checkpoints = resume(folder, config, learner), folder.checkpoints

@@ -238,8 +238,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
     config = load_config(TrainConfig, job["settings"])
     size, options = job["global_batch_size"], config.model
     with launch():
-        layout = initialize_layout()
-        prepared = prepare_run(config, layout)
+        prepared = prepare_run(config, initialize_layout())
         data = prepared.data
         loader = TrainLoader(data.train, size, options.micro_batch_tokens, options.seed, 0, 1)
         warm_up = job["warm_up"]
@@ -249,7 +248,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
             texts = map(data.train.record, records)
             pairs = [[np.asarray(text).tolist() for text in pair] for pair in texts]
             Path(job["ids"]).write_text(json.dumps(pairs))
-        learner, _ = build_learner(prepared, layout)
+        learner, _ = build_learner(prepared)
         head = learner.model.rm_head.weight
         with torch.no_grad():
             head.copy_(torch.from_numpy(np.load(job["head"])))

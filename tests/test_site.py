@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from nemo_aligner.cli.main import main, run_verb
-from nemo_aligner.training.signals import GO_ON_EXIT_CODE
+from nemo_aligner.training.signals import RESUME_EXIT_CODE
 from nemo_aligner.utils import errors
 from tests.harness.environments import install, kept_environment, new_environment
 from tests.harness.tiny import ROOT
@@ -89,5 +89,5 @@ def test_the_exit_codes_of_commands_have_rows() -> None:
         run_verb(_interrupt, options),
     }
     assert found == {0, 1, 2, 130}
-    found.add(GO_ON_EXIT_CODE)
+    found.add(RESUME_EXIT_CODE)
     assert found <= set(map(int, re.findall(r"^\| (\d+) \|", PAGE, flags=re.MULTILINE)))

@@ -182,8 +182,8 @@ class TokenizedDataset:
     def sharing_by(self, length_dependent_rope: Callable[[int], int]) -> TokenizedDataset:
         """Return the same data, where samples of a record share a prefix only if RoPE allows it.
 
-        ``length_dependent_rope`` numbers the RoPE that a length has (``ModelShape``): in LongRoPE, the
-        hidden states of long samples differ from the first token on.
+        ``length_dependent_rope`` numbers the RoPE that a length has (``ModelShape``): in LongRoPE,
+        the hidden states of long samples differ from the first token on.
         """
         lengths, numbers = np.unique(
             self.sequences.lengths(0, len(self.sequences)), return_inverse=True

@@ -196,7 +196,7 @@ def _fit_objective(
     """Complete the objective by the training labels and the readout of the head to start from."""
     head_readout = contract.output_readout
     try:
-        objective = objective.fitted(train.records.labels, head_readout)
+        objective = objective.fit_to_labels(train.records.labels, head_readout)
     except ValueError as error:
         files = [report.path for report in train.reports]
         raise ConfigError(f"model.objective_kwargs: {error} in {files}") from error

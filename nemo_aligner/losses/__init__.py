@@ -1,15 +1,28 @@
-"""Training objectives, and ``OBJECTIVES``, their registry.
+"""Training objectives (losses), and ``OBJECTIVES``, their registry by name.
 
-``model.objective`` names an entry, or ``package.module:Name`` for one from another package: a
-dataclass that inherits from ``base.PairObjective`` or ``base.RatingObjective``. Its fields are
-settings (``model.objective_kwargs``), except ``attributes``, ``has_steps`` and, if it has them, the
-attributes' ``weights`` in the merged reward. By default ``model.reward_model_type`` chooses.
+Data flows through the files in this order:
+
+- ``base.py`` defines the interface: ``Objective``, its bases ``PairObjective`` and
+  ``RatingObjective``, the checks of settings, and the metrics of a set of rewards.
+- ``pairwise.py`` holds the losses on comparisons: Bradley-Terry and its variants, models of ties,
+  and Plackett-Luce. ``length.py`` holds the terms of Bradley-Terry that depend on reply lengths,
+  and ``multi_head.py`` an ensemble of heads.
+- ``regression.py`` holds the losses on ratings, and one on ratings and pairs together.
+- ``value.py`` holds PPO's value loss for critics, which is not an ``Objective``.
+
+This file builds the objective that the settings name and completes the settings of older runs.
+``model.objective`` names an entry of ``OBJECTIVES``, or ``package.module:Name`` for a class from
+another package: a dataclass that inherits from ``PairObjective`` or ``RatingObjective``. Its fields
+are its settings (``model.objective_kwargs``), except ``attributes``, ``has_steps`` and, if it has
+them, the attributes' ``weights`` in the merged reward. By default ``model.reward_model_type`` chooses the
+objective.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -45,7 +58,7 @@ OBJECTIVES: dict[str, type[Any]] = {
     "ranking_and_regression": RankingAndRegression,
     "binary_cross_entropy": BinaryCrossEntropy,
 }
-# Objectives that this package had once: since which version they are gone, and what to use instead.
+# Removed objectives: the version that removed them, and what to use instead.
 _REMOVED = {
     "odin": (
         "0.1.0",
@@ -64,9 +77,9 @@ _DEFAULTS = {
 _KEY = "model.objective"
 _SETTINGS_KEY = "model.objective_kwargs"
 _WEIGHTS = "weights"
-# Not settings: the scoring contract has them.
+# Fields that are not settings, because the scoring contract determines them.
 _NO_SETTINGS = ("attributes", "has_steps", _WEIGHTS)
-# What objectives did before they had a setting for it, where its default is something else.
+# How objectives behaved before they had a setting, where the setting's default differs from that.
 _EARLIER_SETTINGS: dict[str, dict[str, Any]] = {"binary_cross_entropy": {"scale": LOG_ODDS}}
 
 
@@ -76,47 +89,56 @@ def build_objective(
     weights: Sequence[float] = (),
     has_steps: bool = False,
 ) -> Objective:
-    """Build the objective for a model with a reward for each of ``attributes``.
+    """Build the objective of a model that predicts one reward for each of ``attributes``.
 
     Args:
-        weights: of the attributes in the merged reward, for objectives that use them.
+        config: settings of the model, which name the objective and its settings.
+        weights: weights of the attributes in the merged reward, for objectives that use them.
         has_steps: a sample has a reward for each of its turns or steps.
 
     Raises:
-        ConfigError: the objective or one of its settings is unknown or out of range, or it trains
-            on other records than ``model.reward_model_type`` says.
+        ConfigError: the objective or one of its settings is unknown or out of range, or it learns
+            from another kind of record than ``model.reward_model_type`` says.
     """
     name = objective_name(config)
-    kind = _find(name)
-    wanted = config.reward_model_type.record_kind
-    if kind.record_kind is not wanted:
+    kind = _find_objective_class(name)
+    expected_kind = config.reward_model_type.record_kind
+    if kind.record_kind is not expected_kind:
         raise ConfigError(
-            f"{_KEY}: got {name!r}, which learns from {kind.record_kind.value}s, wanted one that "
-            f"learns from {wanted.value}s, as model.reward_model_type is "
-            f"{config.reward_model_type.value}"
+            f"{_KEY}: got {name!r}, which learns from {kind.record_kind.value}s, but "
+            f"model.reward_model_type={config.reward_model_type.value} needs an objective that "
+            f"learns from {expected_kind.value}s"
         )
     _check_settings(name, kind, config.objective_kwargs)
     try:
         has_weights = any(field.name == _WEIGHTS for field in fields(kind))
-        of_sum = {_WEIGHTS: tuple(weights)} if has_weights else {}
-        return kind(tuple(attributes), has_steps=has_steps, **of_sum, **config.objective_kwargs)
+        weight_field = {_WEIGHTS: tuple(weights)} if has_weights else {}
+        return kind(
+            tuple(attributes), has_steps=has_steps, **weight_field, **config.objective_kwargs
+        )
     except (TypeError, ValueError, DataError) as error:
         raise ConfigError(f"{_SETTINGS_KEY}: {name}: {error}") from error
 
 
 def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
-    """Objective that measures records of a kind where nothing is trained."""
-    model_type = next(each for each in RewardModelType if each.record_kind is kind)
+    """Build the objective that measures rewards on records of a kind without training."""
+    model_type = next(
+        model_type for model_type in RewardModelType if model_type.record_kind is kind
+    )
     return OBJECTIVES[_DEFAULTS[model_type]](tuple(attributes))
 
 
 def default_step_objective(
     readout: str | None, label_means: Sequence[float], attributes: Sequence[str]
 ) -> Objective:
-    """Objective that measures rewards of turns and steps where nothing is trained.
+    """Build the objective that measures rewards of turns and steps without training.
 
-    A head whose labels were centred, or that has a readout, predicts labels, and one that was
-    trained with cross-entropy their probability; any other, log-odds.
+    The head predicts labels if its labels were centred or if it has a readout; it predicts
+    probabilities if it was trained with cross-entropy; otherwise it predicts log-odds.
+
+    Args:
+        readout: the scoring contract's readout, as JSON; None if outputs are rewards.
+        label_means: means that were subtracted from the labels of each attribute.
     """
     if readout is not None and Readout.from_json(readout).kind == SIGMOID:
         return ProbabilityCrossEntropy(tuple(attributes), has_steps=True)
@@ -126,19 +148,20 @@ def default_step_objective(
 
 
 def objective_name(config: ModelConfig) -> str:
-    """Name of the objective that the settings ask for."""
+    """Return the name of the objective that the settings choose."""
     return config.objective or _DEFAULTS[config.reward_model_type]
 
 
-def default_name(model_type: str) -> str:
-    """Name of the objective that a reward model type implies."""
+def default_objective_name(model_type: str) -> str:
+    """Return the name of the default objective of a ``model.reward_model_type``."""
     return _DEFAULTS[RewardModelType(model_type)]
 
 
 def settings_of_run(config: ModelConfig, contract: ScoringContract) -> dict[str, Any]:
-    """Settings of the objective, completed by what a run with this ``contract`` began with.
+    """Return the objective's settings, completed for a run that an older version began.
 
-    Runs of versions that had fewer settings go on as they were.
+    A run of a version that had fewer settings continues with the behaviour of that version.
+    ``contract`` is the one that the run began with.
     """
     earlier = _EARLIER_SETTINGS.get(objective_name(config), {})
     is_earlier = contract.readout is None
@@ -146,16 +169,16 @@ def settings_of_run(config: ModelConfig, contract: ScoringContract) -> dict[str,
 
 
 def objective_settings(objective: Objective) -> dict[str, Any]:
-    """Settings of an objective, defaults included."""
+    """Return all settings of an objective, by name, including those at their default."""
     settings = asdict(objective)
     return {name: settings[name] for name in _defaults(type(objective))}
 
 
 def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the ``settings`` of an earlier version's run with defaults.
+    """Complete the ``settings`` that an older version saved with a run.
 
-    New settings are off by default, but for those of ``_EARLIER_SETTINGS``. Settings of objectives
-    from other packages stay as they are.
+    Missing settings get their defaults, which turn new behaviour off, or the values in
+    ``_EARLIER_SETTINGS``. Settings of objectives from other packages stay unchanged.
     """
     if name not in OBJECTIVES:
         return dict(settings)
@@ -163,7 +186,7 @@ def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, 
 
 
 def describe_objective(config: ModelConfig, objective: Objective) -> str:
-    """Describe an objective by its name and its settings that differ from the defaults."""
+    """Describe an objective by its name and the settings that differ from their defaults."""
     defaults = _defaults(type(objective))
     changed = [
         f"{key}={value}"
@@ -174,49 +197,85 @@ def describe_objective(config: ModelConfig, objective: Objective) -> str:
 
 
 def describe_removed(name: str) -> str | None:
-    """Say since which version an objective is gone, and what to use instead; None if it is not."""
+    """Say which version removed an objective and what to use instead; None if it exists."""
     if name not in _REMOVED:
         return None
     version, advice = _REMOVED[name]
     return f"{name} was removed in nemo_aligner {version}; {advice}"
 
 
-def _find(name: str) -> type[Any]:
+def _find_objective_class(name: str) -> type[Any]:
+    """Return the class that ``model.objective`` names; a ConfigError if there is none."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
     removed = describe_removed(name)
     if removed is not None:
         raise ConfigError(f"{_KEY}: {removed}")
     module, colon, attribute = name.partition(":")
-    wanted = f"wanted one of {', '.join(OBJECTIVES)}, or package.module:Name"
+    expected = f"wanted one of {', '.join(OBJECTIVES)}, or package.module:Name"
     if not colon:
-        raise ConfigError(f"{_KEY}: got {name!r}, {wanted}")
+        raise ConfigError(f"{_KEY}: got {name!r}, {expected}")
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{_KEY}: got {name!r}, {wanted}: {error}") from error
+        raise ConfigError(f"{_KEY}: got {name!r}, {expected}: {error}") from error
     if not _is_objective(kind):
         raise ConfigError(
             f"{_KEY}: {name}: wanted a dataclass that inherits from PairObjective or "
             "RatingObjective (nemo_aligner.losses.base), and defines what they leave abstract"
         )
+    _check_fields(name, kind)
     return kind  # type: ignore[no-any-return]
 
 
 def _is_objective(kind: Any) -> bool:
-    """True for a subclass of the base classes that can be created and has its own fields."""
+    """True for a concrete subclass of the base classes."""
     is_subclass = isinstance(kind, type) and issubclass(kind, PairObjective | RatingObjective)
     return is_subclass and not kind.__abstractmethods__
 
 
+def _check_fields(name: str, kind: type[Any]) -> None:
+    """Reject a class whose annotated fields cannot be settings.
+
+    Without ``@dataclass`` on the class itself, its annotations define no fields. A field without a
+    default that has the name of a base class's property takes the property as its default, and
+    the property then makes the field read-only.
+    """
+    undecorated = _undecorated_fields(kind)
+    if undecorated:
+        raise ConfigError(
+            f"{_KEY}: {name}: {', '.join(undecorated)} cannot be set, because the class that "
+            "annotates them is not a dataclass. Put @dataclass(frozen=True) above it"
+        )
+    for field in fields(kind):
+        if isinstance(field.default, property):
+            raise ConfigError(
+                f"{_KEY}: {name}: the field {field.name} has no default, and a base class has a "
+                "property of that name. Give the field a default, so that it replaces the property"
+            )
+
+
+def _undecorated_fields(kind: type[Any]) -> list[str]:
+    """Annotations, except class variables, of the classes in ``kind``'s MRO without @dataclass."""
+    return [
+        name
+        for base in kind.__mro__
+        if issubclass(base, Objective) and "__dataclass_fields__" not in vars(base)
+        for name, annotation in inspect.get_annotations(base).items()
+        if "ClassVar" not in str(annotation)
+    ]
+
+
 def _defaults(kind: type[Any]) -> dict[str, Any]:
+    """Settings of an objective's class with their defaults."""
     return {field.name: field.default for field in fields(kind) if field.name not in _NO_SETTINGS}
 
 
-def _check_settings(name: str, kind: type[Any], given: Mapping[str, Any]) -> None:
-    known = list(_defaults(kind))
-    for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"{name} has {known or 'none'}"
+def _check_settings(name: str, kind: type[Any], settings: Mapping[str, Any]) -> None:
+    """Reject settings that the objective does not have."""
+    valid = list(_defaults(kind))
+    for key in settings:
+        if key not in valid:
+            close = difflib.get_close_matches(key, valid, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"{name} has {valid or 'none'}"
             raise ConfigError(f"{_SETTINGS_KEY}: unknown key {key}; {hint}")

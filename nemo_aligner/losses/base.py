@@ -1,4 +1,7 @@
-"""Objective: the interface of a loss, its base classes, settings checks and metrics."""
+"""Objective: the interface of a loss, its base classes, checks of settings, and metrics.
+
+S is the number of rewards (one per sample, or one per turn or step) and A the number of attributes.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +29,29 @@ from nemo_aligner.metrics.table import (
     measure_steps,
 )
 
-# The interface, and what objectives on pairs and on ratings share.
+# The interface, and the bases of objectives on pairs and on ratings.
 
-
-RIGHT_FROM = 0.5  # of labels and rewards from 0 to 1
+# Label or reward from which on a step counts as right, if they lie between 0 and 1.
+RIGHT_FROM = 0.5
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """Base of all training objectives, with a default for every member but the abstract ones.
+    """Base of all training objectives. Every member but the abstract ones has a default.
 
-    A loss inherits from ``PairObjective`` or ``RatingObjective``, which add what those have in
-    common, and overrides what differs, by a property, a class attribute or a field with a default.
-    Its fields are settings.
+    A loss inherits from ``PairObjective`` or ``RatingObjective``. It overrides a member by a
+    property, a class attribute or a field with a default. Its fields are settings.
 
-    ``rewards`` are ``[S, A]``, in the order of ``records``, which hold their owners and labels. An
-    objective with a ``readout`` gets K outputs for each attribute instead, and one that learns
-    scalars also gets these: ``output_columns`` tells them apart.
+    The parameter ``rewards`` of its methods is ``[S, A]``, in the order of ``records``, which hold
+    the labels and say to which record each reward belongs. If the objective has a ``readout``, it
+    has K outputs for each attribute instead. If the objective learns scalars, they are further
+    columns. ``output_columns`` splits the columns.
 
     Attributes:
         attributes: A names, one for each reward of a sample.
         has_steps: a sample has a reward for each of its turns or steps, as the scoring contract
-            says (``has_steps``); no setting.
-        record_kind: kind of records it trains on.
+            says (``has_steps``); this is no setting.
+        record_kind: kind of records that it trains on.
         main_metric: metric that ranks checkpoints by default.
     """
 
@@ -59,20 +62,23 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum of the losses and their count; the mean is taken once, over the global batch."""
+        """Return the sum of the losses and their count, as scalar tensors.
+
+        Training divides the sum over the global batch by the count over the global batch.
+        """
 
     @abstractmethod
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        """Metrics of one batch, in addition to the loss."""
+        """Return metrics of one batch, by name, in addition to the loss."""
 
     @abstractmethod
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        """Metrics of a whole data set, in addition to the loss.
+        """Return metrics of a whole data set, by name, in addition to the loss.
 
         ``reply_lengths`` are ``[S]`` integers, in tokens.
         """
 
-    # Which records and labels it reads.
+    # The records and labels that it reads.
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -81,110 +87,115 @@ class Objective(ABC):
 
     @property
     def learns_from_ties(self) -> bool:
-        """True if comparisons whose completions are all tied contribute to the loss."""
+        """True if it trains on comparisons whose completions are all tied."""
         return False
 
     @property
     def takes_comparisons(self) -> bool:
-        """True if an objective on ratings also learns from comparisons."""
+        """True if an objective on ratings also trains on comparisons."""
         return False
 
     @property
     def lowest_label(self) -> float | None:
-        """Least value allowed in its label columns; None allows all."""
+        """Smallest value allowed in its label columns; None allows all."""
         return None
 
     @property
     def highest_label(self) -> float | None:
-        """Greatest value allowed in its label columns; None allows all."""
+        """Largest value allowed in its label columns; None allows all."""
         return None
 
     @property
     def centres_labels(self) -> bool:
-        """True if it trains on labels minus their means, which are added back to rewards."""
+        """True if it trains on labels minus their means, which rewards get back."""
         return False
 
-    def fitted(self, labels: LabelColumns, kept: Readout | None) -> Objective:
-        """Return the objective fitted to the training set's ``labels``; most do not change.
+    def fit_to_labels(self, labels: LabelColumns, base_readout: Readout | None) -> Objective:
+        """Return the objective with settings that depend on the training set's ``labels``.
+
+        Most objectives return themselves.
 
         Args:
-            kept: readout of the head that training starts from; None if it has one output for each
-                attribute.
+            base_readout: readout of the head that training starts from; None if it has one output
+                for each attribute.
 
         Raises:
-            ValueError: the labels do not determine it.
+            ValueError: the labels do not determine a setting.
         """
         return self
 
-    # How the head's outputs become rewards.
+    # How the outputs of the head become rewards.
 
     @property
     def readout(self) -> Readout | None:
-        """Conversion of outputs into rewards; None if outputs are rewards."""
+        """Conversion of the head's outputs into rewards; None if outputs are rewards."""
         return None
 
     @property
     def aggregate(self) -> str | None:
-        """Rule that makes one reward of those of a sample's turns or steps.
+        """Rule that merges the rewards of a sample's turns or steps into one reward.
 
-        None if it has none, and cannot learn from rewards of turns or steps.
+        None if the objective cannot train on rewards of turns or steps.
         """
         return None
 
     @property
     def right_from(self) -> float:
-        """Reward from which on a step counts as right, if steps are scored."""
+        """Reward from which on a step counts as right, if steps have rewards."""
         return RIGHT_FROM
 
-    # What the loss needs in addition to rewards.
+    # How the loss is computed.
 
     @property
-    def is_of_batch(self) -> bool:
-        """True if its loss is not a sum over records but a function of all rewards of a batch."""
+    def is_batch_level(self) -> bool:
+        """True if the loss is a function of all rewards of a batch instead of a sum over records.
+
+        A step then needs an additional forward pass (``reward_gradient``).
+        """
         return False
 
     @property
-    def start_of_learned(self) -> tuple[float, ...]:
-        """Initial values of L scalars it learns in addition to the weights."""
+    def initial_scalars(self) -> tuple[float, ...]:
+        """Initial values of the scalars that it learns in addition to the model's weights."""
         return ()
 
     @property
     def output_columns(self) -> OutputColumns:
-        """Columns of the head's outputs, which its methods take as ``rewards``."""
+        """Columns of the head's outputs, which its methods get as ``rewards``."""
         width = 1 if self.readout is None else self.readout.width
-        return OutputColumns(len(self.attributes), width, len(self.start_of_learned))
+        return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        """Report the scalars it learns, by name; empty if there are none, or no rewards."""
+    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
+        """Return the learned scalars by name; empty if there are none, or no rewards."""
         return {}
 
 
 @dataclass(frozen=True)
 class PairObjective(Objective):
-    """Base of objectives on pairs, with one attribute and every metric of pairs."""
+    """Base of objectives on comparisons, with one attribute and all metrics of pairs."""
 
     attributes: tuple[str, ...] = ("reward",)
     record_kind: ClassVar[RecordKind] = RecordKind.comparison
     main_metric: ClassVar[str] = "accuracy"
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        found = measure_pairs(PairRewards.of(self._sides(rewards, records)), in_step=True)
-        return {**found, **self.numbers_learned(rewards)}
+        metrics = measure_pairs(PairRewards.of(self._sides(rewards, records)), in_step=True)
+        return {**metrics, **self.learned_scalars(rewards)}
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = torch.stack(records.pairs().of(reply_lengths), dim=1)
-        found = measure_pairs(PairRewards.of(self._sides(rewards, records), lengths))
-        return {**found, **self.numbers_learned(rewards)}
+        metrics = measure_pairs(PairRewards.of(self._sides(rewards, records), lengths))
+        return {**metrics, **self.learned_scalars(rewards)}
 
     def _sides(self, outputs: Tensor, records: Records) -> Tensor:
-        """Reward of the better and the worse of every pair, ``[P, 2]``."""
+        """Rewards ``[P, 2]`` of the better and the worse reply of every pair."""
         rewards = rewards_of(self.readout, self.output_columns.split(outputs).attributes)
         return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
 
 
 @dataclass(frozen=True)
 class RatingObjective(Objective):
-    """Base of objectives on rated replies, with a label column for each attribute."""
+    """Base of objectives on ratings, with a label column for each attribute."""
 
     record_kind: ClassVar[RecordKind] = RecordKind.rating
     main_metric: ClassVar[str] = "pearson_mean"
@@ -202,40 +213,47 @@ class RatingObjective(Objective):
         return Aggregate.last.value
 
     def errors(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Errors ``[S, A]``, reward minus label and 0 where a label is missing; and a mask."""
+        """Return rewards minus labels ``[S, A]``, and the mask ``[S, A]`` of present labels.
+
+        The error of a missing label is 0.
+        """
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
-        # ``where`` alone would not do: the gradient of the branch it leaves out is 0 times NaN.
+        # ``where`` needs labels without NaN: the gradient of the unused branch would be 0 * NaN.
         outputs = records.as_single(self.output_columns.split(rewards).attributes)
         errors = torch.where(present, outputs - labels.nan_to_num(), 0.0)
         return errors, present
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        rated = self._rated(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))
+        rated = self._join_ratings(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))
         return {
             **measure_ratings(rated, in_step=True),
             **measure_steps(self._verdicts(rated, records), in_step=True),
-            **self.numbers_learned(rewards),
+            **self.learned_scalars(rewards),
         }
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        rated = self._rated(rewards, records, reply_lengths)
+        rated = self._join_ratings(rewards, records, reply_lengths)
         return {
             **measure_ratings(rated),
             **measure_steps(self._verdicts(rated, records)),
-            **self.numbers_learned(rewards),
+            **self.learned_scalars(rewards),
         }
 
     def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:
+        """Judge the rewards of steps as right or wrong; None if samples have one reward each."""
         if not self.has_steps:
             return None
-        # Rounded to fp32 first, as the centred labels are: a label of 0 is then exactly 0 again.
+        # Round to fp32 first, as the centred labels are, so that a label of 0 is exactly 0 again.
         offsets = torch.tensor(records.labels.offsets(self.attributes)).double()
         rewards, labels = rated.rewards + offsets, rated.labels + offsets
         counts = records.reward_bounds.diff().tolist()
         return StepVerdicts.of(rewards, labels, counts, self.attributes, self.right_from)
 
-    def _rated(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> RatedRewards:
+    def _join_ratings(
+        self, rewards: Tensor, records: Records, reply_lengths: Tensor
+    ) -> RatedRewards:
+        """Join rewards, labels, lengths and uncertainties for the metrics of ratings."""
         outputs = records.as_single(self.output_columns.split(rewards).attributes)
         labels = records.labels.targets(self.attributes)
         lengths = records.as_single(reply_lengths)
@@ -246,25 +264,26 @@ class RatingObjective(Objective):
 
 
 def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> Tensor:
-    """Gradient ``[S, outputs]`` of a global batch's mean loss by each reward, times its records.
+    """Gradient ``[S, outputs]`` of a batch's mean loss by each reward, times the record count.
 
-    A step that multiplies each pack's rewards by their rows of it, and counts its records, has the
-    gradient of the loss over the whole batch, whatever the packs are (the cached gradients of Gao
-    et al. 2021, "Scaling deep contrastive learning batch size under memory limited setup").
+    A step multiplies each pack's rewards by their rows of this gradient, sums the products as the
+    loss, and counts records. Its gradient is then that of the loss over the whole batch, however
+    the batch is split into packs (the cached gradients of Gao et al. 2021, "Scaling deep
+    contrastive learning batch size under memory limited setup").
     """
     leaf = rewards.double().requires_grad_()
-    # In float64 on the host: every rank has all rewards, so no rank waits for another's part.
+    # Every rank has all rewards and computes this in float64 on its host, without communication.
     total, count = objective.loss(leaf, records)
     (gradient,) = torch.autograd.grad(total, leaf)
     return (gradient * (len(records) / count.clamp(min=1))).float()
 
 
 def losses_per_record(objective: Objective, records: Records) -> float:
-    """How many losses the mean over a batch of ``records`` counts for each of them.
+    """Count the losses of a batch of ``records``, relative to the number of records.
 
-    It is 1 for most pairs, and the number of labels for ratings.
+    It is 1 for most losses on comparisons, and the number of labels for ratings.
     """
-    if objective.is_of_batch:
+    if objective.is_batch_level:
         return 1.0
     rewards = torch.zeros(records.num_rewards, objective.output_columns.count)
     _, count = objective.loss(rewards, records)
@@ -272,18 +291,18 @@ def losses_per_record(objective: Objective, records: Records) -> float:
 
 
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:
-    """Convert a head's ``outputs`` to rewards ``[S, A]``, without the means of centred labels."""
+    """Convert a head's ``outputs`` to rewards ``[S, A]``, without adding label means back."""
     return outputs if readout is None else torch.from_numpy(readout.rewards(_on_host(outputs)))
 
 
 def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
-    """Uncertainty ``[S, A]`` of the rewards; None if the outputs carry none."""
+    """Convert a head's ``outputs`` to the rewards' uncertainty ``[S, A]``; None without readout."""
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
 
 
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
-    """Least and greatest label allowed in each column, ``[len(names), 2]`` float32."""
-    # A label beyond the outer bins would silently be learned as the outer one.
+    """Smallest and largest label allowed in each column, ``[len(names), 2]`` float32."""
+    # A label beyond the outer bins would silently train the outer bin.
     lowest, highest, readout = objective.lowest_label, objective.highest_label, objective.readout
     ends = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
     limits = dict.fromkeys(names, ends)
@@ -294,10 +313,11 @@ def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
 
 
 def _on_host(outputs: Tensor) -> np.ndarray:
+    """Copy a tensor to a numpy array."""
     return outputs.detach().cpu().numpy()
 
 
-# Checks of an objective's settings. A ValueError says what was got, and what was wanted.
+# Checks of an objective's settings. They raise a ValueError with the value and what is allowed.
 
 
 def check_number(objective: Objective, name: str, low: float, below: float = math.inf) -> None:
@@ -318,7 +338,7 @@ def check_flag(objective: Objective, name: str) -> None:
     _require(objective, name, isinstance(_setting(objective, name), bool), "true or false")
 
 
-def check_whole(objective: Objective, name: str, low: int) -> None:
+def check_integer(objective: Objective, name: str, low: int) -> None:
     """Check that a setting is an int of at least ``low``."""
     value = _setting(objective, name)
     _require(objective, name, type(value) is int and value >= low, f"a whole number from {low} on")
@@ -331,27 +351,29 @@ def check_choice(objective: Objective, name: str, choices: Sequence[str]) -> Non
 
 
 def _setting(objective: Objective, name: str) -> Any:
+    """Return the value of a setting."""
     return asdict(objective)[name]
 
 
 def _as_number(objective: Objective, name: str) -> float:
-    """Return the setting, or NaN, which no range contains, if it is not a number."""
+    """Return a setting as a float; NaN, which lies in no range, if it is not a number."""
     value = _setting(objective, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
 
 
-def _require(objective: Objective, name: str, fits: bool, wanted: str) -> None:
-    if not fits:
-        raise ValueError(f"{name}: got {_setting(objective, name)!r}, wanted {wanted}")
+def _require(objective: Objective, name: str, is_allowed: bool, allowed: str) -> None:
+    """Raise a ValueError about a setting unless its value is allowed."""
+    if not is_allowed:
+        raise ValueError(f"{name}: got {_setting(objective, name)!r}, wanted {allowed}")
 
 
 # Metrics of complete sets of rewards.
 
 
 def mean_loss(objective: Objective, rewards: Tensor, records: Records) -> float:
-    """Mean of the objective's loss over ``records``, in float64; 0 if none counts."""
-    # In float64, so that the logged loss does not depend on the order of the sum.
+    """Compute the mean loss over ``records`` in float64; 0 if no record has a loss."""
+    # float64 makes the logged loss independent of the order of the sum.
     total, count = objective.loss(rewards.double(), records)
     return float(total / count.clamp(min=1))
 
@@ -374,9 +396,9 @@ def measure_set(
     """Compute the loss and the report of a whole data set, and of each of its sources.
 
     Args:
-        rewards: ``[S, A]``, every record once.
-        reply_lengths: ``[S]`` integer.
-        sources: of every record, "" if it names none.
+        rewards: ``[S, A]``, for every record once.
+        reply_lengths: ``[S]`` integers, in tokens.
+        sources: source of every record; "" if it names none.
     """
 
     def report(indices: Sequence[int]) -> dict[str, float]:
@@ -386,8 +408,8 @@ def measure_set(
             **objective.report(rewards[rows], chosen, reply_lengths[rows]),
         }
 
-    def of_source(indices: Sequence[int]) -> dict[str, float]:
-        found = report(indices).items()
-        return {name: value for name, value in found if not name.startswith(POSITION)}
+    def report_source(indices: Sequence[int]) -> dict[str, float]:
+        metrics = report(indices).items()
+        return {name: value for name, value in metrics if not name.startswith(POSITION)}
 
-    return {**report(range(len(records))), **by_source(sources, of_source)}
+    return {**report(range(len(records))), **by_source(sources, report_source)}

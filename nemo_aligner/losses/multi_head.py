@@ -1,4 +1,4 @@
-"""A loss on pairs that trains several heads: an ensemble."""
+"""A loss on comparisons that trains an ensemble of heads on one body."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.contract.readout import HEADS, Readout
-from nemo_aligner.losses.base import PairObjective, check_flag, check_number, check_whole
+from nemo_aligner.losses.base import PairObjective, check_flag, check_integer, check_number
 from nemo_aligner.utils.host_transfer import to_device
 
-# P(0), P(0 or 1), ... of a Poisson distribution with mean 1; beyond, nothing of 2 ** 53 is left.
+# P(0), P(0 or 1), ... of a Poisson distribution with mean 1. The rest is smaller than 2 ** -53.
 _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range(18))])
 
 
@@ -24,22 +24,22 @@ _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range
 class HeadEnsemble(PairObjective):
     """Mean over K heads of ``-log sigmoid(m) + center_rewards_coefficient * (better + worse)^2``.
 
-    Each head starts from its own random weights. Pairs do not determine at which level it rewards,
-    so without the second term most of what heads disagree about is that (Eisenstein et al. 2023,
-    "Helping or herding? Reward model ensembles mitigate but do not eliminate reward hacking",
-    arXiv:2312.09244, whose coefficient is 0.01).
+    Each head starts from its own random weights. Comparisons do not determine the level of a head's
+    rewards, so without the second term the heads would mostly disagree about that (Eisenstein et
+    al. 2023, "Helping or herding? Reward model ensembles mitigate but do not eliminate reward
+    hacking", arXiv:2312.09244, which uses the coefficient 0.01).
 
-    The reward is the heads' mean, and its uncertainty their standard deviation. Heads that share a
-    body are the bootstrapped heads of Osband et al. 2016, "Deep exploration via bootstrapped DQN";
-    how ensembles of rewards are used is Coste et al. 2023, "Reward model ensembles help mitigate
-    overoptimization", arXiv:2310.02743.
+    The reward is the mean of the heads, and its uncertainty their standard deviation. Heads that
+    share a body are the bootstrapped heads of Osband et al. 2016, "Deep exploration via
+    bootstrapped DQN". Coste et al. 2023, "Reward model ensembles help mitigate overoptimization",
+    arXiv:2310.02743, describe how to use ensembles of rewards.
 
     Attributes:
         heads: K, 2 or more.
-        bootstrap: count a record for each head as often as a Poisson distribution of mean 1 says
-            (online bootstrap: Oza and Russell 2001, "Online bagging and boosting"), always the
-            same; false: once for all.
-        center_rewards_coefficient: 0 leaves the levels to chance.
+        bootstrap: weigh each record for each head by a number from a Poisson distribution of mean 1
+            that depends only on the record and the head (online bootstrap: Oza and Russell 2001,
+            "Online bagging and boosting"). False gives every record the weight 1.
+        center_rewards_coefficient: 0 leaves the level of each head's rewards undetermined.
     """
 
     heads: int = 5
@@ -47,7 +47,7 @@ class HeadEnsemble(PairObjective):
     center_rewards_coefficient: float = 0.01
 
     def __post_init__(self) -> None:
-        check_whole(self, "heads", 2)
+        check_integer(self, "heads", 2)
         check_number(self, "center_rewards_coefficient", 0)
         check_flag(self, "bootstrap")
 
@@ -56,7 +56,7 @@ class HeadEnsemble(PairObjective):
         return Readout(HEADS, (tuple(map(float, range(1, self.heads + 1))),))
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count of records, of the heads' outputs ``[S, K]``."""
+        """Sum of the records' losses and their count, by the heads' outputs ``[S, K]``."""
         pairs = records.pairs()
         better, worse = pairs.of(rewards)
         losses = F.softplus(worse - better)
@@ -68,10 +68,11 @@ class HeadEnsemble(PairObjective):
 
 
 def bootstrap_counts(ids: Tensor, heads: int) -> Tensor:
-    """How often each of ``heads`` has each record, ``[R, heads]`` float32, by the records' ``ids``.
+    """Count how often each of ``heads`` heads trains on each record: ``[R, heads]`` float32.
 
-    Drawn from a Poisson distribution of mean 1 by a hash of both numbers (SplitMix64: Steele et al.
-    2014, "Fast splittable pseudorandom number generators"), so at any layout and after a resume.
+    The counts follow a Poisson distribution of mean 1. They come from a hash of the record's id and
+    the head's index (SplitMix64: Steele et al. 2014, "Fast splittable pseudorandom number
+    generators"), so that they are the same in any layout and after a resume.
     """
     numbers = ids.numpy().astype(np.uint64)[:, None] * np.uint64(heads)
     mixed = (numbers + np.arange(1, heads + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)

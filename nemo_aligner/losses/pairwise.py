@@ -1,16 +1,21 @@
-"""Losses on comparisons: Bradley-Terry and its variants, models of ties, and Plackett-Luce."""
+"""Losses on comparisons: Bradley-Terry and its variants, models of ties, and Plackett-Luce.
+
+S is the number of rewards, P the number of pairs and R the number of records. ``length.py`` has the
+terms that depend on reply lengths.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch.outputs import HeadOutputs, OutputColumns
+from nemo_aligner.batch.outputs import HeadOutputs
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
@@ -21,52 +26,60 @@ from nemo_aligner.losses.base import (
     check_flag,
     check_number,
 )
+from nemo_aligner.losses.length import (
+    PAIRS,
+    REPLIES,
+    explained_by_length,
+    length_correlation,
+    reply_lengths,
+    weigh_longer_chosen,
+)
 from nemo_aligner.utils.host_transfer import to_device
 
 # Bradley-Terry and its variants.
 
 LABEL_MARGIN = "label_margin"
-# Values of ``label_margin``, each with the label that leaves a pair's loss as it is.
-_MISSING = {"subtract": 0.0, "scale": 1.0}
-REPLIES, PAIRS = "replies", "pairs"
-AGGREGATES = tuple(each.value for each in Aggregate)
+# Values of the setting ``label_margin``, each with the label that does not change a pair's loss.
+_NEUTRAL_LABELS = {"subtract": 0.0, "scale": 1.0}
+AGGREGATES = tuple(rule.value for rule in Aggregate)
 
 
 @dataclass(frozen=True)
 class BradleyTerry(PairObjective):
-    """``-log sigmoid(m)`` of the margin m, the better reward minus the worse one.
+    """``-log sigmoid(m)`` of the margin m, which is the better reward minus the worse one.
 
-    Eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
+    This is eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
     feedback". The settings change a pair's loss ``L(m)`` in this order:
 
     Attributes:
-        label_margin: ``subtract`` makes it ``-log sigmoid(m - d)`` with the label d of the column
-            ``label_margin`` (Touvron et al. 2023, "Llama 2", eq. 2), ``scale`` ``d * -log
-            sigmoid(m)`` (Wang et al. 2024, "HelpSteer2-Preference"). A pair without a label has
-            the plain loss.
-        focal_gamma: multiplies by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma``, p the sigmoid in L,
-            which discounts pairs that are well ordered (Cai et al. 2024, "InternLM2 Technical
-            Report", with 2, after Lin et al. 2017, "Focal loss").
-        label_smoothing: ``(1 - e) * L(m) + e * L(-m)`` for a share e of swapped labels (Mitchell
-            2023, "A note on DPO with noisy preferences & relationship to IPO").
+        label_margin: ``subtract`` makes the loss ``-log sigmoid(m - d)`` with the label d of the
+            column ``label_margin`` (Touvron et al. 2023, "Llama 2", eq. 2); ``scale`` makes it
+            ``-d * log sigmoid(m)`` (Wang et al. 2024, "HelpSteer2-Preference"). A pair without a
+            label has the plain loss.
+        focal_gamma: multiplies the loss by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma`` with p the
+            sigmoid in L, which discounts pairs that are ordered well (Cai et al. 2024, "InternLM2
+            Technical Report", with 2; after Lin et al. 2017, "Focal loss").
+        label_smoothing: e, which makes the loss ``(1 - e) * L(m) + e * L(-m)`` for a share e of
+            swapped labels (Mitchell 2023, "A note on DPO with noisy preferences & relationship to
+            IPO").
         ties: ``half`` trains on tied completions with ``(L(m) + L(-m)) / 2``; ``drop`` ignores
             them.
         center_rewards_coefficient: adds this times ``(better + worse) ** 2``, which keeps rewards
             around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
-        aggregate: where turns or steps are scored, what becomes the reward of a text: ``last``,
-            ``min``, ``mean`` or ``product`` of theirs (see ``aggregate``). It is the rule of the
-            model's scoring contract, too.
-        longer_chosen_weight: weight of the loss of a pair whose longer reply was chosen; the others
-            have 1. Where a share p of pairs chose the longer one, ``(1 - p) / p`` makes both kinds
-            weigh the same (inverse propensity; Horvitz and Thompson 1952).
-        length_bias: b, which makes it ``L(m + b * log(n_better / n_worse))`` of the replies' tokens
-            n: what one who only sees lengths would add to the log-odds, so that the reward need not
-            say it (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for
-            rewards Shen et al. 2023, "Loose lips sink ships"). It is no part of the reward.
-        learn_length_bias: start at ``length_bias`` and learn it.
-        length_correlation_penalty: adds this times the square of Pearson's r of reward and length
-            over the whole global batch (as in ODIN, Chen et al. 2024, arXiv:2402.07319).
-        length_correlation_of: what r is over: ``replies`` or ``pairs`` (see
+        aggregate: how the rewards of a sample's turns or steps become its reward: by ``last``,
+            ``min``, ``mean`` or ``product`` (see ``aggregate``). The model's scoring contract has
+            the same rule.
+        longer_chosen_weight: weight of a pair whose longer reply was chosen; other pairs have 1. If
+            a share p of pairs chose the longer reply, ``(1 - p) / p`` gives both kinds the same
+            total weight (inverse propensity; Horvitz and Thompson 1952).
+        length_bias: b, which makes the loss ``L(m + b * log(n_better / n_worse))`` with the tokens
+            n of the replies. The added term explains what lengths predict, so that the reward need
+            not (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for rewards
+            Shen et al. 2023, "Loose lips sink ships"). It is no part of the reward.
+        learn_length_bias: start at ``length_bias`` and learn b.
+        length_correlation_penalty: adds this times the square of Pearson's r between reward and
+            length over the whole global batch (as in ODIN, Chen et al. 2024, arXiv:2402.07319).
+        length_correlation_of: whether r is over ``replies`` or ``pairs`` (see
             ``length_correlation``).
     """
 
@@ -92,7 +105,7 @@ class BradleyTerry(PairObjective):
         check_number(self, "label_smoothing", 0, 0.5)
         check_number(self, "center_rewards_coefficient", 0)
         check_number(self, "focal_gamma", 0)
-        check_choice(self, "label_margin", ("none", *_MISSING))
+        check_choice(self, "label_margin", ("none", *_NEUTRAL_LABELS))
         check_choice(self, "ties", ("drop", "half"))
 
     @property
@@ -121,11 +134,11 @@ class BradleyTerry(PairObjective):
             if self.learn_length_bias:
                 bias = pairs.of(outputs.learned[:, 0])[0]
             margins = margins + explained_by_length(bias, lengths, pairs)
-        labels = self._labels(pairs, records)
-        losses = self._ordered(-margins, labels)
-        share = self._share_reversed(pairs, losses)
+        labels = self._pair_labels(pairs, records)
+        losses = self._pair_losses(-margins, labels)
+        share = self._reversed_share(pairs, losses)
         if share is not None:
-            losses = (1 - share) * losses + share * self._ordered(margins, labels)
+            losses = (1 - share) * losses + share * self._pair_losses(margins, labels)
         if self.center_rewards_coefficient:
             losses = losses + self.center_rewards_coefficient * (better + worse).square()
         if not self._reads_lengths:
@@ -137,19 +150,20 @@ class BradleyTerry(PairObjective):
 
     @property
     def _reads_lengths(self) -> bool:
-        bias = self.length_bias > 0 or self.learn_length_bias
-        return bias or self.longer_chosen_weight != 1 or self.is_of_batch
+        """True if a setting makes the loss depend on reply lengths."""
+        has_bias = self.length_bias > 0 or self.learn_length_bias
+        return has_bias or self.longer_chosen_weight != 1 or self.is_batch_level
 
     @property
-    def is_of_batch(self) -> bool:
-        """True if a correlation is in it, which is no sum over micro-batches."""
+    def is_batch_level(self) -> bool:
+        """True with a correlation, which is not a sum over micro-batches."""
         return self.length_correlation_penalty > 0
 
     @property
-    def start_of_learned(self) -> tuple[float, ...]:
+    def initial_scalars(self) -> tuple[float, ...]:
         return (self.length_bias,) if self.learn_length_bias else ()
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
         if not self.learn_length_bias or len(rewards) == 0:
             return {}
         return {"length_bias": float(self.output_columns.split(rewards).learned[0, 0])}
@@ -174,41 +188,42 @@ class BradleyTerry(PairObjective):
             aggregate(outputs.learned, records, last),
         )
 
-    def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
-        """Label ``[P]`` of every pair's record; None if labels are unused."""
+    def _pair_labels(self, pairs: PairRows, records: Records) -> Tensor | None:
+        """Label ``[P]`` of every pair's record; None if the loss uses no labels."""
         if self.label_margin == "none":
             return None
         labels = records.labels.targets(self.columns)[:, 0]
-        return pairs.of_records(labels.nan_to_num(_MISSING[self.label_margin]))
+        return pairs.of_records(labels.nan_to_num(_NEUTRAL_LABELS[self.label_margin]))
 
-    def _ordered(self, behind: Tensor, labels: Tensor | None) -> Tensor:
-        """Losses ``[P]`` of ordered pairs, from the worse reward minus the better one."""
+    def _pair_losses(self, negative_margins: Tensor, labels: Tensor | None) -> Tensor:
+        """Losses ``[P]`` of pairs, by the reward of the worse reply minus that of the better."""
         if labels is not None and self.label_margin == "subtract":
-            behind = behind + labels
+            negative_margins = negative_margins + labels
         # -log sigmoid(m) = softplus(-m), without the overflow of exp at large margins.
-        losses = F.softplus(behind)
+        losses = F.softplus(negative_margins)
         if self.focal_gamma:
-            losses = losses * _focus(behind, self.focal_gamma)
+            losses = losses * _focal_factor(negative_margins, self.focal_gamma)
         if labels is not None and self.label_margin == "scale":
             losses = losses * labels
         return losses
 
-    def _share_reversed(self, pairs: PairRows, losses: Tensor) -> Tensor | float | None:
-        """Weight of each pair's reversed loss; None if all are 0."""
+    def _reversed_share(self, pairs: PairRows, losses: Tensor) -> Tensor | float | None:
+        """Weight of each pair's loss in the reversed order; None if all are 0."""
         if pairs.are_ties is None:
             return self.label_smoothing or None
         shares = torch.full(pairs.are_ties.shape, self.label_smoothing, dtype=losses.dtype)
         return to_device(shares.masked_fill(pairs.are_ties, 0.5), losses.device)
 
 
-def _focus(behind: Tensor, gamma: float) -> Tensor:
-    """``(1 - 2 * max(0, sigmoid(-behind) - 1/2)) ** gamma``, computed by its logarithm.
+def _focal_factor(negative_margins: Tensor, gamma: float) -> Tensor:
+    """``(1 - 2 * max(0, p - 1/2)) ** gamma`` with ``p = sigmoid(-negative_margins)``.
 
-    A power would have no gradient where its base underflows to 0.
+    It is computed by its logarithm, because a power would have no gradient where its base
+    underflows to 0.
     """
-    # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(behind). Below p = 1/2 its log is above 0,
-    # and the clamp makes the factor 1.
-    return torch.exp(gamma * (F.logsigmoid(behind) + math.log(2)).clamp(max=0))
+    # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(negative_margins). For p below 1/2 the
+    # logarithm is above 0, and the clamp makes the factor 1.
+    return torch.exp(gamma * (F.logsigmoid(negative_margins) + math.log(2)).clamp(max=0))
 
 
 # One reward of a sample, out of those of its turns or steps.
@@ -229,236 +244,144 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
     # Sample by sample: a segmented sum would round a sample by what stands next to it.
     parts = rewards.split(bounds.diff().tolist())
     if how == "min":
-        found = [part.amin(dim=0, keepdim=True) for part in parts]
+        merged = [part.amin(dim=0, keepdim=True) for part in parts]
     elif how == "mean":
-        found = [part.mean(dim=0, keepdim=True) for part in parts]
+        merged = [part.mean(dim=0, keepdim=True) for part in parts]
     else:
-        found = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]
-    return torch.cat([rewards[:0], *found])
-
-
-# Terms against length, which is in tokens of the replies.
-
-
-def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
-    """Tokens ``[Q]`` of each sample's reply, in the dtype of the rewards and on their device.
-
-    Raises:
-        ValueError: they were not counted.
-    """
-    lengths = records.reply_lengths[records.reward_bounds[1:] - 1]
-    if bool((lengths < 0).any()):
-        raise ValueError("got records whose replies were not counted, wanted their lengths")
-    return to_device(lengths, rewards.device).to(rewards.dtype)
-
-
-def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """``bias * log(n_better / n_worse)`` of each pair, ``[P]``, of ``lengths [S]``."""
-    better, worse = pairs.of(lengths.clamp(min=1).log())
-    return bias * (better - worse)
-
-
-def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Losses ``[P]``, times ``weight`` where the longer reply was chosen."""
-    better, worse = pairs.of(lengths)
-    return torch.where(better > worse, weight * losses, losses)
-
-
-def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:
-    """Correlation of ``rewards [S]`` and ``lengths [S]``, of all replies or of pairs.
-
-    Of ``pairs`` it is that of margins and differences of length, without centring, as either reply
-    may stand first.
-    """
-    if of == REPLIES:
-        return pearson(rewards, lengths)
-    (better, worse), (longer, shorter) = pairs.of(rewards), pairs.of(lengths)
-    return _cosine(better - worse, longer - shorter)
-
-
-def pearson(first: Tensor, second: Tensor) -> Tensor:
-    """Pearson's r of two ``[N]``; 0, without a gradient, if one of them is constant."""
-    if first.numel() == 0:
-        return first.sum()
-    return _cosine(first - first.mean(), second - second.mean())
-
-
-def _cosine(first: Tensor, second: Tensor) -> Tensor:
-    squares = first.square().sum() * second.square().sum()
-    # ``where`` twice: the gradient of the branch that is left out would be 0 times infinity.
-    scale = torch.where(squares > 0, squares, 1.0).sqrt()
-    return torch.where(squares > 0, (first * second).sum() / scale, 0.0)
+        merged = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]
+    return torch.cat([rewards[:0], *merged])
 
 
 # Models of ties.
-#
-# Their parameter says how often equal replies are tied. It is fixed, or learned with the model as
-# Rao and Kupper, and Davidson, estimate it: the head then has one more output, a scalar x that is
-# the same for every text, and the parameter is a function of x.
 
 Number: TypeAlias = float | Tensor
 
 
-class TieModel(Protocol):
-    """Negative log-likelihoods of a pair that is won, and of one that is tied."""
-
-    @property
-    def learned(self) -> bool:
-        """True if the parameter is a function of a learned x."""
-        ...
-
-    @property
-    def output_columns(self) -> OutputColumns:
-        """Columns of the head's outputs; x is one of them where it is learned."""
-        ...
-
-    def parameter(self, x: float) -> float:
-        """Compute the parameter from x."""
-        ...
-
-    def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Losses ``[P]`` of pairs that were won, from better minus worse rewards."""
-        ...
-
-    def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Losses ``[P]`` of pairs that were tied."""
-        ...
-
-
-def won_or_tied(model: TieModel, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-    """Sum over records of their pairs' mean loss, and the count of records.
-
-    Takes rewards ``[S, 1]``, and x where it is learned.
-    """
-    outputs = model.output_columns.split(rewards)
-    pairs = records.pairs(with_ties=True)
-    better, worse = pairs.of(outputs.attributes[:, 0])
-    x = pairs.of(outputs.learned[:, 0])[0] if model.learned else None
-    losses = model.won(better - worse, x)
-    if pairs.are_ties is not None:
-        are_ties = to_device(pairs.are_ties, losses.device)
-        losses = torch.where(are_ties, model.tied(better - worse, x), losses)
-    return pairs.sum_and_count(losses)
-
-
-def tie_parameter_of(model: TieModel, rewards: Tensor) -> dict[str, float]:
-    """Report the learned parameter, from rewards with x; empty if it is fixed."""
-    if not model.learned or len(rewards) == 0:
-        return {}
-    x = float(model.output_columns.split(rewards).learned[0, 0])
-    return {"tie_parameter": model.parameter(x)}
-
-
-# Davidson.
-
-
 @dataclass(frozen=True)
-class Davidson(PairObjective):
-    """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
+class TieObjective(PairObjective):
+    """Base of losses that model ties as a third outcome, next to better and worse.
 
-    A tie is as likely as the geometric mean of a win and a loss, times the parameter (Davidson
-    1970, "On extending the Bradley-Terry model to accommodate ties in paired comparison
-    experiments", where it is nu). m is the margin.
+    Their parameter says how often replies with equal rewards are tied. It is fixed, or learned with
+    the model, as Rao and Kupper and Davidson estimate it. The head then has one more output, a
+    scalar x that is the same for every sample, and the parameter is ``lowest_parameter + exp(x)``.
 
     Attributes:
-        tie_parameter: above 0; replies of equal rewards are tied with probability
-            ``tie_parameter / (tie_parameter + 2)``.
-        learned: start at ``tie_parameter`` and learn x, whose ``exp(x)`` it is.
+        tie_parameter: above ``lowest_parameter``.
+        learned: start at ``tie_parameter`` and learn x.
+        lowest_parameter: parameter with which equal replies are never tied.
     """
 
     tie_parameter: float = 1.0
     learned: bool = False
+    lowest_parameter: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         check_flag(self, "learned")
-        check_above(self, "tie_parameter", 0)
+        check_above(self, "tie_parameter", self.lowest_parameter)
 
     @property
     def learns_from_ties(self) -> bool:
         return True
 
     @property
-    def start_of_learned(self) -> tuple[float, ...]:
-        return (math.log(self.tie_parameter),) if self.learned else ()
+    def initial_scalars(self) -> tuple[float, ...]:
+        return (math.log(self.tie_parameter - self.lowest_parameter),) if self.learned else ()
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """See ``won_or_tied``."""
-        return won_or_tied(self, rewards, records)
+        """Sum of the mean loss of each record's pairs, and the count of records.
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        return tie_parameter_of(self, rewards)
+        ``rewards`` are ``[S, 1]``, or ``[S, 2]`` with x if it is learned.
+        """
+        outputs = self.output_columns.split(rewards)
+        pairs = records.pairs(with_ties=True)
+        better, worse = pairs.of(outputs.attributes[:, 0])
+        x = pairs.of(outputs.learned[:, 0])[0] if self.learned else None
+        losses = self.win_losses(better - worse, x)
+        if pairs.are_ties is not None:
+            are_ties = to_device(pairs.are_ties, losses.device)
+            losses = torch.where(are_ties, self.tie_losses(better - worse, x), losses)
+        return pairs.sum_and_count(losses)
 
-    def parameter(self, x: float) -> float:
-        return math.exp(x)
+    def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
+        if not self.learned or len(rewards) == 0:
+            return {}
+        x = float(self.output_columns.split(rewards).learned[0, 0])
+        return {"tie_parameter": self.lowest_parameter + math.exp(x)}
 
-    def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        return self._total(margins, x) - margins / 2
+    @abstractmethod
+    def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        """Negative log-likelihood ``[P]`` that the better reply wins.
 
-    def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        return self._total(margins, x) - (math.log(self.tie_parameter) if x is None else x)
+        Args:
+            margins: ``[P]`` rewards of the better replies minus those of the worse ones.
+            x: ``[P]`` if it is learned, otherwise None.
+        """
 
-    def _total(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Log of the normaliser, ``[P]``."""
-        # log(exp(m/2) + exp(-m/2) + t); with x learned, log t is x itself, and t stays above 0.
+    @abstractmethod
+    def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        """Negative log-likelihood ``[P]`` that both replies are tied."""
+
+
+@dataclass(frozen=True)
+class Davidson(TieObjective):
+    """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
+
+    m is the margin. A tie is as likely as the geometric mean of a win and a loss, times the
+    parameter (Davidson 1970, "On extending the Bradley-Terry model to accommodate ties in paired
+    comparison experiments", which calls it nu).
+
+    Attributes:
+        tie_parameter: above 0; replies with equal rewards are tied with probability
+            ``tie_parameter / (tie_parameter + 2)``.
+        learned: start at ``tie_parameter`` and learn x with ``tie_parameter = exp(x)``.
+    """
+
+    def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        return self._log_normalizer(margins, x) - margins / 2
+
+    def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        log_parameter = math.log(self.tie_parameter) if x is None else x
+        return self._log_normalizer(margins, x) - log_parameter
+
+    def _log_normalizer(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        """Logarithm of the normalizer, ``[P]``."""
+        # log(exp(m / 2) + exp(-m / 2) + t). If x is learned, it is log t, so t stays above 0.
         tie = torch.full_like(margins, math.log(self.tie_parameter)) if x is None else x
         return torch.stack([margins / 2, -margins / 2, tie]).logsumexp(dim=0)
 
-
-# Rao-Kupper.
 
 _LOG_2 = math.log(2)
 
 
 @dataclass(frozen=True)
-class RaoKupper(PairObjective):
-    """Won with ``sigmoid(m - h)``, lost with ``sigmoid(-m - h)``, else tied, at the margin m.
+class RaoKupper(TieObjective):
+    """Win with probability ``sigmoid(m - h)``, loss with ``sigmoid(-m - h)``, otherwise a tie.
 
-    h is ``log(tie_parameter)``, a threshold below which differences go unnoticed (Rao and Kupper
-    1967, "Ties in paired-comparison experiments: a generalization of the Bradley-Terry model").
+    m is the margin, and h is ``log(tie_parameter)``, a threshold below which differences go
+    unnoticed (Rao and Kupper 1967, "Ties in paired-comparison experiments: a generalization of the
+    Bradley-Terry model").
 
     Attributes:
-        tie_parameter: above 1; replies of equal rewards are tied with probability
+        tie_parameter: above 1; replies with equal rewards are tied with probability
             ``(tie_parameter - 1) / (tie_parameter + 1)``.
-        learned: start at ``tie_parameter`` and learn x, whose ``1 + exp(x)`` it is.
+        learned: start at ``tie_parameter`` and learn x with ``tie_parameter = 1 + exp(x)``.
     """
 
     tie_parameter: float = 2.0
-    learned: bool = False
+    lowest_parameter: ClassVar[float] = 1.0
 
-    def __post_init__(self) -> None:
-        check_flag(self, "learned")
-        check_above(self, "tie_parameter", 1)
+    def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        # h = log t, which is log(1 + exp(x)) = softplus(x) if x is learned.
+        threshold: Number = math.log(self.tie_parameter) if x is None else F.softplus(x)
+        return F.softplus(threshold - margins)
 
-    @property
-    def learns_from_ties(self) -> bool:
-        return True
-
-    @property
-    def start_of_learned(self) -> tuple[float, ...]:
-        return (math.log(self.tie_parameter - 1),) if self.learned else ()
-
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """See ``won_or_tied``."""
-        return won_or_tied(self, rewards, records)
-
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        return tie_parameter_of(self, rewards)
-
-    def parameter(self, x: float) -> float:
-        return 1 + math.exp(x)
-
-    def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        # h = log t, which is log(1 + exp(x)) = softplus(x) where x is learned.
-        height: Number = math.log(self.tie_parameter) if x is None else F.softplus(x)
-        return F.softplus(height - margins)
-
-    def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
+    def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
         # P(tie) = 1 - P(win) - P(loss) = (t ** 2 - 1) * P(win) * P(loss).
-        rest: Number = math.log(self.tie_parameter**2 - 1)
+        log_factor: Number = math.log(self.tie_parameter**2 - 1)
         if x is not None:
-            # (t - 1) * (t + 1) with t = 1 + exp(x).
-            rest = x + F.softplus(x - _LOG_2) + _LOG_2
-        return self.won(margins, x) + self.won(-margins, x) - rest
+            # t ** 2 - 1 = (t - 1) * (t + 1) with t = 1 + exp(x).
+            log_factor = x + F.softplus(x - _LOG_2) + _LOG_2
+        return self.win_losses(margins, x) + self.win_losses(-margins, x) - log_factor
 
 
 # Rankings.
@@ -466,32 +389,34 @@ class RaoKupper(PairObjective):
 
 @dataclass(frozen=True)
 class PlackettLuce(PairObjective):
-    """``-log`` probability of choosing the completions one after the other in their order.
+    """Negative log-likelihood of choosing the completions one after the other in their order.
 
-    Each is chosen by the softmax of its reward among those that are left (Luce 1959, "Individual
-    choice behavior"; Plackett 1975, "The analysis of permutations"; as a loss: Xia et al. 2008,
-    "Listwise approach to learning to rank", ListMLE). With two completions it is Bradley-Terry.
+    The softmax of the rewards of the remaining completions gives the probability of each choice
+    (Luce 1959, "Individual choice behavior"; Plackett 1975, "The analysis of permutations"; as a
+    loss: Xia et al. 2008, "Listwise approach to learning to rank", ListMLE). With two completions
+    it is Bradley-Terry.
 
-    Tied completions are not compared: each competes with itself and those ranked below. One best
-    completion among otherwise tied ones is therefore a single softmax.
+    Tied completions are not compared: each competes only with itself and those ranked below. So one
+    best completion among otherwise tied ones gives a single softmax.
     """
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over records of rewards ``[S, 1]``, and the count of records with an order."""
-        rows, is_left, num_ordered = _choices(records)
-        first = rewards[:, 0]
-        # Row s is the choice of completion s: the softmax's log-denominator over those left then,
-        # minus its own reward. The last of a record chooses from itself alone, with a loss of 0.
-        left = first[to_device(rows, first.device)]
-        left = left.masked_fill(~to_device(is_left, first.device), -torch.inf)
-        losses = left.logsumexp(dim=1) - first
-        # Built on the device: copying a host scalar would synchronise.
-        count = torch.full((), num_ordered, dtype=torch.int64, device=first.device)
+        """Sum of the records' losses, from rewards ``[S, 1]``, and the count of ranked records."""
+        rows, is_candidate, num_ordered = _choice_candidates(records)
+        rewards = rewards[:, 0]
+        # Row s is the choice of completion s: the logarithm of the softmax's denominator over the
+        # remaining completions minus its reward. The last completion of a record is its only
+        # candidate, which gives a loss of 0.
+        candidates = rewards[to_device(rows, rewards.device)]
+        candidates = candidates.masked_fill(~to_device(is_candidate, rewards.device), -torch.inf)
+        losses = candidates.logsumexp(dim=1) - rewards
+        # The count is built on the device, because copying it there would synchronize.
+        count = torch.full((), num_ordered, dtype=torch.int64, device=rewards.device)
         return losses.sum(), count
 
 
-def _choices(records: Records) -> tuple[Tensor, Tensor, int]:
-    """Candidates at each choice.
+def _choice_candidates(records: Records) -> tuple[Tensor, Tensor, int]:
+    """List the candidates at each choice of a completion.
 
     Returns:
         ``[Q, K]`` rows of all completions of the chosen one's record, K the largest record; a mask
@@ -499,12 +424,12 @@ def _choices(records: Records) -> tuple[Tensor, Tensor, int]:
         records that are not one tie.
     """
     starts, sizes, ranks = records.sample_bounds[:-1], records.sample_bounds.diff(), records.ranks
-    most = int(sizes.max()) if len(sizes) else 0
-    own, places = torch.arange(len(ranks))[:, None], torch.arange(most)
+    largest = int(sizes.max()) if len(sizes) else 0
+    chosen, places = torch.arange(len(ranks))[:, None], torch.arange(largest)
     rows = starts.repeat_interleave(sizes)[:, None] + places
     exists = places < sizes.repeat_interleave(sizes)[:, None]
-    rows = torch.where(exists, rows, own)
-    is_worse = ranks[rows] > ranks[own]
+    rows = torch.where(exists, rows, chosen)
+    is_worse = ranks[rows] > ranks[chosen]
     owners = torch.arange(len(sizes)).repeat_interleave(sizes)
     num_ordered = len(owners[is_worse.any(dim=1)].unique())
-    return rows, is_worse | (rows == own) & exists, num_ordered
+    return rows, is_worse | (rows == chosen) & exists, num_ordered

@@ -1,4 +1,8 @@
-"""Losses on ratings: squared error, Huber, cross-entropies, quantiles; and on ratings and pairs."""
+"""Losses on ratings: squared error, Huber, cross-entropies, quantiles, bins; ratings and pairs.
+
+S is the number of rewards (one per sample, or one per turn or step), A the number of attributes and
+K the number of outputs per attribute.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,8 @@ from nemo_aligner.losses.base import (
     RIGHT_FROM,
     RatingObjective,
     check_above,
+    check_integer,
     check_number,
-    check_whole,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.value import merge_attributes
@@ -33,24 +37,25 @@ from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.table import measure_pairs, measure_ratings
 from nemo_aligner.utils.host_transfer import to_device
 
-# Losses on single outputs. Missing labels are masked; the count is of labels, not of replies.
+# Losses on one output per attribute. Missing labels (NaN) are masked, and the count is of labels.
 
 
 @dataclass(frozen=True)
 class MaskedMse(RatingObjective):
-    """``(reward - label) ** 2`` over the labels that are present."""
+    """Mean squared error ``(reward - label) ** 2`` over the labels that are present."""
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over labels, and their count (int), of rewards ``[S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         return errors.square().sum(), present.sum()
 
 
 @dataclass(frozen=True)
 class Huber(RatingObjective):
-    """``e ** 2 / 2`` for errors e up to ``delta``, ``delta * (abs(e) - delta / 2)`` beyond.
+    """Huber loss over the labels that are present: quadratic up to ``delta``, linear beyond.
 
-    Huber 1964, "Robust estimation of a location parameter". Over the labels that are present.
+    It is ``e ** 2 / 2`` for errors e up to ``delta`` and ``delta * (abs(e) - delta / 2)`` beyond
+    (Huber 1964, "Robust estimation of a location parameter").
     """
 
     delta: float = 1.0
@@ -59,7 +64,7 @@ class Huber(RatingObjective):
         check_above(self, "delta", 0)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over labels, and their count (int), of rewards ``[S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         losses = F.huber_loss(
             errors, errors.new_zeros(errors.shape), reduction="none", delta=self.delta
@@ -69,15 +74,16 @@ class Huber(RatingObjective):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(RatingObjective):
-    """``-(l * log sigmoid(r) + (1 - l) * log sigmoid(-r))`` of a reward r, for labels l of 0 to 1.
+    """``-(l * log sigmoid(r) + (1 - l) * log sigmoid(-r))`` of an output r and a label l in [0, 1].
 
-    Over the labels that are present: of every step where steps are scored, else of the text. A
-    label between 0 and 1, as the share of completions that come to the right answer, is the
-    probability to learn (the soft estimation of Wang et al. 2023, "Math-Shepherd", eq. 3).
+    It is averaged over the labels that are present: those of every step if steps are scored,
+    otherwise those of the sample. A label between 0 and 1, such as the share of completions that
+    reach the right answer, is the probability to learn (the soft estimation of Wang et al. 2023,
+    "Math-Shepherd", eq. 3).
 
     Attributes:
-        scale: ``probability``: the head's output r is read as ``sigmoid(r)``, the probability of a
-            right step, and 0.5 is undecided; ``log_odds``: the reward is r, and 0 is undecided.
+        scale: ``probability`` makes ``sigmoid(r)``, the probability of a right step, the reward,
+            and 0.5 is undecided; ``log_odds`` makes r the reward, and 0 is undecided.
     """
 
     scale: str = PROBABILITY
@@ -102,48 +108,50 @@ class BinaryCrossEntropy(RatingObjective):
         return 0.0 if self.scale == LOG_ODDS else RIGHT_FROM
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over labels, and their count (int), of ``outputs [S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         outputs = self.output_columns.split(outputs).attributes
-        # log(1 + exp(r)) - l r, without the overflow of exp.
+        # log(1 + exp(r)) - l * r, without the overflow of exp.
         losses = F.softplus(outputs) - labels.nan_to_num() * records.as_single(outputs)
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
 
 @dataclass(frozen=True)
 class ProbabilityCrossEntropy(RatingObjective):
-    """The same of rewards that are probabilities already, for evaluation, which has no outputs.
+    """Cross-entropy of rewards that are probabilities already, as evaluation has them.
 
-    As fp32 rounds a probability near 1, it counts at most as one of ``1 - 2 ** -25``.
+    fp32 rounds a probability near 1 to 1, whose loss could be infinite. So a probability counts as
+    at most ``1 - 2 ** -25``.
     """
 
     centres_labels: ClassVar[bool] = False
     main_metric: ClassVar[str] = "loss"
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over labels, and their count (int), of rewards ``[S, A]``."""
+        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         tiny = torch.finfo(torch.float32).tiny
-        right = records.as_single(rewards).double().clamp(tiny, 1 - 2**-25)
+        probabilities = records.as_single(rewards).double().clamp(tiny, 1 - 2**-25)
         share = labels.nan_to_num().double()
-        losses = -(share * right.log() + (1 - share) * torch.log1p(-right))
+        losses = -(share * probabilities.log() + (1 - share) * torch.log1p(-probabilities))
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
 
-# Losses on K outputs per attribute, which a readout converts into a reward.
+# Losses on K outputs per attribute, which a readout converts into one reward.
 
 
 @dataclass(frozen=True)
 class Quantiles(RatingObjective):
-    """Mean over K levels t of ``max(t * u, (t - 1) * u)``, u the label minus the output of t.
+    """Pinball loss: mean over K levels t of ``max(t * u, (t - 1) * u)``.
 
-    The pinball loss of Koenker and Bassett 1978, "Regression quantiles", over the labels that are
-    present. The median is the reward, and the distance of the outer levels its uncertainty.
+    u is the label minus the output of level t (Koenker and Bassett 1978, "Regression quantiles").
+    It is averaged over the labels that are present. The median is the reward, and the distance of
+    the outer levels is its uncertainty.
 
     Attributes:
-        levels: ascending, between 0 and 1, with 0.5 among them.
+        levels: ascending numbers between 0 and 1, with 0.5 among them.
     """
 
     levels: Sequence[float] = (0.1, 0.5, 0.9)
@@ -159,12 +167,12 @@ class Quantiles(RatingObjective):
         return Readout(QUANTILES, (tuple(map(float, self.levels)),) * len(self.attributes))
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over labels, and their count (int), of ``outputs [S, A * K]``."""
+        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A * K]``."""
         levels = to_device(torch.tensor(self.levels, dtype=outputs.dtype), outputs.device)
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         quantiles = self.output_columns.by_attribute(records.as_single(outputs))
-        # u > 0: the output is too low, which costs t of the distance; too high costs 1 - t of it.
+        # u > 0 means that the output is too low, which costs t * u; too high costs (1 - t) * -u.
         short = labels.nan_to_num()[..., None] - quantiles
         losses = torch.maximum(levels * short, (levels - 1) * short).mean(dim=2)
         return torch.where(present, losses, 0.0).sum(), present.sum()
@@ -172,17 +180,18 @@ class Quantiles(RatingObjective):
 
 @dataclass(frozen=True)
 class OrdinalBins(RatingObjective):
-    """``-sum_k w_k log softmax(outputs)_k`` over K bins, for the labels that are present.
+    """Cross-entropy ``-sum_k w_k log softmax(outputs)_k`` over K bins of label values.
 
-    w is 1 at the bin that is the label. A label between two bins is split over both, so that the
-    weighted sum of bins is the label ("two-hot": Imani and White 2018, "Improving regression
-    performance with distributional losses"; Farebrother et al. 2024, "Stop regressing"). The reward
-    is the expected value.
+    It is averaged over the labels that are present. w is 1 at the bin whose value is the label. A
+    label between two bins is split over both, so that the weighted sum of the bins' values is the
+    label ("two-hot": Imani and White 2018, "Improving regression performance with distributional
+    losses"; Farebrother et al. 2024, "Stop regressing"). The reward is the expected value.
 
     Attributes:
-        values: ascending values of the bins: a list for all attributes, or a mapping from attribute
-            to list. None spaces ``bins`` values evenly over the range of the training labels.
-        bins: number of values where ``values`` is None.
+        values: ascending values of the bins: one list for all attributes, or a mapping from
+            attribute to list. None spaces ``bins`` values evenly over the range of the training
+            labels.
+        bins: K if ``values`` is None.
     """
 
     values: Any = None
@@ -191,61 +200,67 @@ class OrdinalBins(RatingObjective):
     centres_labels: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_whole(self, "bins", 2)
+        check_integer(self, "bins", 2)
         if self.values is not None:
             _ = self.readout
 
     @property
     def readout(self) -> Readout | None:
-        """None until the values are known."""
+        """The bins' values; None until they are set or fitted to the training labels."""
         if self.values is None:
             return None
-        rows = _rows(self.values, self.attributes)
+        rows = _values_per_attribute(self.values, self.attributes)
         return Readout(BINS, tuple(tuple(map(float, row)) for row in rows))
 
-    def fitted(self, labels: LabelColumns, kept: Readout | None) -> OrdinalBins:
-        """Fill in the values: those of ``kept``, else the range of each attribute's ``labels``.
+    def fit_to_labels(self, labels: LabelColumns, base_readout: Readout | None) -> OrdinalBins:
+        """Fill in ``values`` if they are not set.
 
-        Values that are set stay.
+        They are those of ``base_readout`` if it has bins, otherwise evenly spaced over the range of
+        each attribute's ``labels``.
 
         Raises:
             ValueError: all labels of an attribute are equal or missing.
         """
         if self.values is not None:
             return self
-        if kept is not None and kept.kind == BINS:
-            own = zip(self.attributes, map(list, kept.numbers), strict=True)
-            return replace(self, values=dict(own))
+        if base_readout is not None and base_readout.kind == BINS:
+            base_values = zip(self.attributes, map(list, base_readout.numbers), strict=True)
+            return replace(self, values=dict(base_values))
         columns = [labels.values[:, labels.names.index(name)] for name in self.attributes]
-        ranges = [column[~torch.isnan(column)] for column in columns]
+        present = [column[~torch.isnan(column)] for column in columns]
         values = {}
-        for name, given in zip(self.attributes, ranges, strict=True):
-            if given.numel() == 0 or given.min() == given.max():
-                raise ValueError(f"values: got none, wanted them, as all labels of {name} are one")
-            low, high = float(given.min()), float(given.max())
+        for name, numbers in zip(self.attributes, present, strict=True):
+            if numbers.numel() == 0 or numbers.min() == numbers.max():
+                raise ValueError(
+                    f"values: got none, and all training labels of {name} are equal or missing, so "
+                    "that no values follow from them. Set values"
+                )
+            low, high = float(numbers.min()), float(numbers.max())
             values[name] = np.linspace(low, high, self.bins).tolist()
         return replace(self, values=values)
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over labels, and their count (int), of ``outputs [S, A * K]``."""
+        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A * K]``."""
         readout = self.readout
-        assert readout is not None, "training fits it to its data first"
+        assert readout is not None, "fit_to_labels comes before training"
         values = to_device(torch.tensor(readout.numbers, dtype=outputs.dtype), outputs.device)
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
-        # Softmax in each attribute's own K outputs.
+        # The softmax is over the K outputs of each attribute.
         logits = self.output_columns.by_attribute(records.as_single(outputs))
         weights = _two_hot(labels.nan_to_num().to(outputs.dtype), values)
         losses = -(weights * logits.log_softmax(dim=2)).sum(dim=2)
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
 
-def _rows(values: Any, attributes: Sequence[str]) -> list[Any]:
-    """Expand ``values`` to a list per attribute; ValueError if one is missing or not numbers."""
+def _values_per_attribute(values: Any, attributes: Sequence[str]) -> list[Any]:
+    """Return one list of values per attribute; ValueError if one is missing or not numbers."""
     rows = [values] * len(attributes)
     if isinstance(values, Mapping):
         if set(values) != set(attributes):
-            raise ValueError(f"values: got those of {list(values)}, wanted {list(attributes)}")
+            raise ValueError(
+                f"values: got lists for {list(values)}, wanted one for each of {list(attributes)}"
+            )
         rows = [values[name] for name in attributes]
     for row in rows:
         are_numbers = isinstance(row, list | tuple) and all(
@@ -257,14 +272,19 @@ def _rows(values: Any, attributes: Sequence[str]) -> list[Any]:
 
 
 def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
-    """Distribute labels ``[S, A]`` over values ``[A, K]``: weights ``[S, A, K]`` that sum to 1.
+    """Split each label over the two nearest values.
 
-    Labels beyond the outer values are clamped.
+    Args:
+        labels: ``[S, A]``; those beyond the outer values are clamped.
+        values: ``[A, K]`` ascending values.
+
+    Returns:
+        Weights ``[S, A, K]`` that sum to 1 over K.
     """
     within = torch.minimum(torch.maximum(labels, values[:, 0]), values[:, -1])[..., None]
     steps = values.diff(dim=1)
     ones = torch.ones_like(within)
-    # Position of the label between a value and the one below it, and the one above it.
+    # Weight of each value: rises from the value below to it, falls from it to the value above.
     rising = torch.cat([ones.expand_as(within), (within - values[:, :-1]) / steps], dim=2)
     falling = torch.cat([(values[:, 1:] - within) / steps, ones.expand_as(within)], dim=2)
     return torch.minimum(rising, falling).clamp(0, 1)
@@ -275,18 +295,19 @@ def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RankingAndRegression(RatingObjective):
-    """``-log sigmoid(m)`` of comparisons, and the mean squared error over a rating's labels.
+    """``-log sigmoid(m)`` of comparisons plus the mean squared error of ratings.
 
-    Ratings say what is good about a reply, pairs which one people prefer on the whole. Wang et al.
-    2024, "Interpretable preferences via multi-objective reward modeling and mixture-of-experts",
-    learn one after the other; here it is one loss.
+    Ratings say what is good about a reply; comparisons say which reply people prefer overall. Wang
+    et al. 2024, "Interpretable preferences via multi-objective reward modeling and
+    mixture-of-experts", train on one after the other; here both are in one loss.
 
-    m is the margin of the weighted sums of attributes. Every record counts once: a comparison by
-    the mean of its pairs, a rating by the mean over its labels times ``regression_weight``.
+    m is the margin of the weighted sums of attributes. Every record counts once: a comparison with
+    the mean over its pairs, a rating with the mean over its labels times ``regression_weight``.
 
     Attributes:
-        weights: of the attributes in the sum (``model.regression.attribute_weights``); 1 each if
-            empty.
+        weights: weights of the attributes in the sum (``model.regression.attribute_weights``);
+            empty means 1 each.
+        regression_weight: weight of a rating's loss relative to that of a comparison.
     """
 
     weights: tuple[float, ...] = ()
@@ -299,9 +320,12 @@ class RankingAndRegression(RatingObjective):
         check_number(self, "regression_weight", 0)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over records of rewards ``[S, A]``, and the count of those with a pair or a label."""
-        # A rating has one completion and so no pair: Bradley-Terry counts comparisons alone.
-        total, count = BradleyTerry().loss(self._merged(rewards)[:, None], records)
+        """Sum of the records' losses from rewards ``[S, A]``, and the count of records with one.
+
+        A comparison has a loss if it has a pair, a rating if it has a label.
+        """
+        # A rating has one completion and so no pair: Bradley-Terry counts only the comparisons.
+        total, count = BradleyTerry().loss(self._merge(rewards)[:, None], records)
         rated, rows = _rated_rows(records)
         if len(rated) == 0:
             return total, count
@@ -310,7 +334,7 @@ class RankingAndRegression(RatingObjective):
         present = ~torch.isnan(labels)
         errors = rewards[to_device(rows, rewards.device)] - labels.nan_to_num()
         squares = torch.where(present, errors, 0.0).square().sum(dim=1)
-        # Its labels share one record's weight, however many of them it has.
+        # The labels share one record's weight, however many of them the record has.
         means = squares / present.sum(dim=1).clamp(min=1)
         return total + self.regression_weight * means.sum(), count + present.any(dim=1).sum()
 
@@ -319,30 +343,30 @@ class RankingAndRegression(RatingObjective):
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         """Metrics of pairs if there are comparisons, and of ratings if there are any."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         rated, rows = _rated_rows(records)
         if len(rated) < len(records):
-            found |= measure_pairs(self._pair_rewards(rewards, records, reply_lengths))
+            metrics |= measure_pairs(self._pair_rewards(rewards, records, reply_lengths))
         if len(rated):
-            own = self._rated(rewards[rows], records.select(rated), reply_lengths[rows])
-            found |= measure_ratings(own)
-        return found
+            ratings = self._join_ratings(rewards[rows], records.select(rated), reply_lengths[rows])
+            metrics |= measure_ratings(ratings)
+        return metrics
 
-    def _merged(self, rewards: Tensor) -> Tensor:
-        """Weighted sums ``[S]``."""
+    def _merge(self, rewards: Tensor) -> Tensor:
+        """Weighted sums ``[S]`` of the attributes' rewards ``[S, A]``."""
         return merge_attributes(rewards, self.weights or (1.0,) * len(self.attributes))
 
     def _pair_rewards(
         self, rewards: Tensor, records: Records, lengths: Tensor | None = None
     ) -> PairRewards:
-        """Pair the weighted sums, with the means of centred labels added back."""
+        """Pair the weighted sums of attributes, with the means of centred labels added back."""
         pairs = records.pairs()
-        merged = self._merged(rewards + torch.tensor(records.labels.offsets(self.attributes)))
-        known = None if lengths is None else torch.stack(pairs.of(lengths), dim=1)
-        return PairRewards.of(torch.stack(pairs.of(merged), dim=1), known)
+        merged = self._merge(rewards + torch.tensor(records.labels.offsets(self.attributes)))
+        pair_lengths = None if lengths is None else torch.stack(pairs.of(lengths), dim=1)
+        return PairRewards.of(torch.stack(pairs.of(merged), dim=1), pair_lengths)
 
 
 def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
-    """Indices of the ratings among ``records``, and the rows of their rewards; on the host."""
+    """Indices of the ratings among ``records``, and of their rewards; both on the host."""
     rated = (records.sample_bounds.diff() == 1).nonzero().flatten()
     return rated, records.record_bounds[:-1][rated]

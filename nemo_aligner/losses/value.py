@@ -17,14 +17,15 @@ RETURNS, PREV_VALUES, MASK = "returns", "prev_values", "mask"
 class ClippedValueLoss:
     """``0.5 * max((v - R)**2, (clip(v, v_old - c, v_old + c) - R)**2)`` over unmasked tokens.
 
-    v is the value of a token, R its return, v_old its value at the time of the rollout, c ``clip``;
-    0 does not clip. The squared error is L^VF of PPO (Schulman et al. 2017, arXiv:1707.06347,
-    equation 9), the clipping that of OpenAI's baselines (ppo2); the factor, the maximum and the
-    meaning of ``clip`` 0 are those of NeMo-Aligner's critic (``model.loss_clip_val``).
+    v is the value of a token, R its return, v_old its value at the time of the rollout, and c is
+    ``clip``. The squared error is L^VF of PPO (Schulman et al. 2017, arXiv:1707.06347, equation 9),
+    and the clipping is that of OpenAI's baselines (ppo2). The factor, the maximum and the meaning
+    of ``clip`` 0 are those of NeMo-Aligner's critic (``model.loss_clip_val``).
 
     Attributes:
+        clip: c, the largest change of a value that lowers the loss; 0 does not clip.
         weights: A factors that merge the head's A attributes into one value.
-        means: A offsets added to its outputs first, as for rewards; empty for none.
+        means: A offsets that are added to the head's outputs first, as for rewards; empty for none.
     """
 
     clip: float
@@ -33,25 +34,27 @@ class ClippedValueLoss:
     columns: ClassVar[tuple[str, ...]] = (RETURNS, PREV_VALUES, MASK)
 
     def loss(self, values: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over tokens, and their count (int), of the head's outputs ``values [T, A]``.
+        """Sum and count (int) of the unmasked tokens' losses, from outputs ``values [T, A]``.
 
-        Each token is a record with the columns ``returns``, ``prev_values`` and ``mask``. The first
-        two may hold anything where the mask is 0.
+        Each token is a record with the label columns ``returns``, ``prev_values`` and ``mask``. The
+        first two may hold any number where the mask is 0.
         """
-        returns, before, mask = records.labels.targets(self.columns).unbind(dim=1)
+        returns, previous, mask = records.labels.targets(self.columns).unbind(dim=1)
         counts = mask != 0
-        now = self.merged(records.as_single(values))
-        # Masked, not indexed: boolean indexing would synchronise to learn the size.
-        returns, before, now = (torch.where(counts, each, 0.0) for each in (returns, before, now))
-        losses = (now - returns).square()
+        current = self.merge(records.as_single(values))
+        # Boolean indexing would wait for the GPU to learn the size, so masked tokens become 0.
+        returns, previous, current = (
+            torch.where(counts, column, 0.0) for column in (returns, previous, current)
+        )
+        losses = (current - returns).square()
         if self.clip > 0:
-            # The worse of the two errors, as in PPO's policy loss: leaving the clip range towards
-            # the return is not rewarded, and there the gradient is 0.
-            clipped = before + (now - before).clamp(-self.clip, self.clip)
+            # The maximum of both errors, as in PPO's policy loss: a value that leaves the clip
+            # range towards the return does not lower the loss, and its gradient there is 0.
+            clipped = previous + (current - previous).clamp(-self.clip, self.clip)
             losses = torch.maximum(losses, (clipped - returns).square())
         return 0.5 * losses.sum(), counts.sum()
 
-    def merged(self, outputs: Tensor) -> Tensor:
+    def merge(self, outputs: Tensor) -> Tensor:
         """Merge the head's ``outputs [T, A]`` into values ``[T]``."""
         if self.means:
             columns = zip(outputs.unbind(dim=1), self.means, strict=True)
@@ -60,6 +63,6 @@ class ClippedValueLoss:
 
 
 def merge_attributes(values: Tensor, weights: tuple[float, ...]) -> Tensor:
-    """Merge A attributes ``[T, A]`` into one value ``[T]``."""
+    """Sum A attributes ``[T, A]``, times their ``weights``, into one value ``[T]``."""
     columns = zip(values.unbind(dim=1), weights, strict=True)
     return torch.stack([column * weight for column, weight in columns]).sum(dim=0)

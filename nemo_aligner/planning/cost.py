@@ -1,11 +1,14 @@
-"""Cost of a training step by arithmetic alone: FLOPs and bytes sent.
+"""Formulas for the cost of a training step: parameters, FLOPs and bytes sent between ranks.
 
-Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
-optimizer; ``memory.py`` has the bytes in memory and ``step_time.py`` the time. The terms are those
-of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM". h, f, q and kv are the widths of a hidden state, of the MLP, of all queries and of all
-keys; t, c, p and d the sizes of tensor, context, pipeline and data parallelism; m the packs of a
-data parallel rank in a step.
+They follow the modules in ``nemo_aligner/models`` and the schedules and optimizer of megatron-core
+0.16. ``memory.py`` counts the bytes in memory and ``step_time.py`` the time.
+
+The terms are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM". The letters in docstrings are:
+
+- h, f, q and kv: width of a hidden state, of the MLP, of all queries and of all keys
+- t, c, p, d and e: sizes of tensor, context, pipeline, data and expert parallelism
+- m: packs of a data parallel rank in a step
 """
 
 from __future__ import annotations
@@ -25,13 +28,17 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Packs:
-    """Work of one data parallel rank in a step: ``count`` packs, each of this size.
+    """The work of one data parallel rank in a step: ``count`` packs of equal size.
 
-    ``keys`` is the mean number of keys that a token attends to. ``sequences`` is per pack; the head
-    reads one row of each. ``kept_keys`` is the number of keys per token that attention keeps for
-    the backward pass: 1, or more if a common prefix is copied for the sequences that share it.
-    ``longest`` is the longest segment where attention's backward pass takes one at a time, as on a
-    CPU; None where a kernel takes the whole pack.
+    Attributes:
+        tokens: tokens of a pack.
+        sequences: sequences of a pack. The head reads one token of each.
+        keys: mean number of keys that a token attends to.
+        count: packs of the rank in a step.
+        kept_keys: keys per token that attention keeps for the backward pass: 1, or more if a
+            shared prefix is copied for each sequence that has it.
+        longest: tokens of the longest segment if attention's backward pass computes one segment at
+            a time, as on a CPU; None if a kernel computes the whole pack.
     """
 
     tokens: int
@@ -44,12 +51,20 @@ class Packs:
 
 @dataclass(frozen=True)
 class Plan(LayoutSizes):
-    """Inputs of a step's cost besides the model's shape.
+    """Everything but the model's shape that the cost of a step depends on.
 
-    ``recompute_layers``: number of layers that ``Recompute.full`` recomputes in a stage, from its
-    first; None is all. ``equal_heads``: attention copies keys and values for every query head, as
-    in fp32 on GPUs (``models/attention``), because no kernel takes grouped heads there.
-    ``fused_kernels``: norms and RoPE are those of a GPU (``models/pointwise``), not torch's.
+    The fields of ``LayoutSizes`` are the parallel layout. Fields that are named like a setting of
+    training mean the same.
+
+    Attributes:
+        packs: the work of a data parallel rank.
+        recompute_layers: number of layers that ``Recompute.full`` recomputes in each pipeline
+            stage, counted from its first layer; None means all.
+        equal_heads: attention copies keys and values for every query head, because no kernel
+            supports grouped heads, as in fp32 on GPUs (``models/attention``).
+        fused_kernels: norms and RoPE use the fused GPU kernels of ``models/pointwise`` instead of
+            torch's.
+        expert_load: rows of the busiest expert parallel rank, relative to the mean.
     """
 
     packs: Packs
@@ -67,18 +82,18 @@ class Plan(LayoutSizes):
 
     @property
     def tokens(self) -> float:
-        """Tokens of a pack that one rank computes."""
+        """Tokens of a pack that one context parallel rank computes."""
         return self.packs.tokens / self.cp
 
     @property
     def replicas(self) -> int:
-        """Ranks that reduce gradients with each other, and share out the optimizer's state."""
+        """Ranks that reduce gradients with each other and shard the optimizer's state."""
         return self.dp * self.cp
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations of one pack, over all ranks of a stage that share it."""
+    """Floating point operations for one pack, summed over the ranks of a stage that share it."""
 
     forward: float
     backward: float
@@ -91,7 +106,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends in a step."""
+    """Bytes that one rank sends in a step, by the kind of parallelism that sends them."""
 
     tensor: float
     context: float
@@ -101,13 +116,20 @@ class Traffic:
 
 
 def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
-    """Packs of ``pairs`` of two sequences of ``length`` tokens that share ``prefix`` tokens.
+    """Split ``pairs`` evenly into packs; each pair has two sequences that share a prefix.
 
-    As ``data/packing.py`` makes them: as few as the token budget allows, with even work. Attention
-    is that of a GPU, whose kernel gets the prefix by itself and again with each sequence.
+    The packs are those that ``data/packing.py`` makes: as few as the token budget allows, with even
+    work. Attention is that of a GPU, whose kernel gets the prefix once by itself and once with each
+    sequence.
+
+    Args:
+        pairs: number of pairs.
+        length: tokens of each sequence, prefix included.
+        budget: most tokens of a pack.
+        prefix: tokens that both sequences of a pair share.
 
     Raises:
-        ConfigError: a pair alone is larger than the budget.
+        ConfigError: a single pair is larger than the budget.
     """
     size = 2 * length - prefix
     if size > budget:
@@ -117,23 +139,23 @@ def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
         )
     count = -(-pairs // (budget // size))
     fullest = -(-pairs // count)
-    kept = (2 * length + prefix) / size
-    return Packs(fullest * size, 2 * fullest, attended_keys(length, prefix), count, kept)
+    kept_keys = (2 * length + prefix) / size
+    return Packs(fullest * size, 2 * fullest, attended_keys(length, prefix), count, kept_keys)
 
 
 def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
-    """Mean keys per token of ``sequences`` of ``length`` tokens with a common ``prefix``.
+    """Mean keys per token of ``sequences`` of ``length`` tokens that share ``prefix`` tokens.
 
-    Attention is causal: token i (from 1) of a sequence has i keys. A pack has the prefix once.
+    Attention is causal: token i (from 1) of a sequence has i keys. A pack holds the prefix once.
     """
-    own = length - prefix
-    beginning = prefix * (prefix + 1) / 2
-    rest = own * prefix + own * (own + 1) / 2
-    return (beginning + sequences * rest) / (prefix + sequences * own)
+    suffix = length - prefix
+    prefix_keys = prefix * (prefix + 1) / 2
+    suffix_keys = suffix * prefix + suffix * (suffix + 1) / 2
+    return (prefix_keys + sequences * suffix_keys) / (prefix + sequences * suffix)
 
 
 def widths(shape: ModelShape) -> tuple[int, int, int, int]:
-    """h, f, q and kv."""
+    """Return h, f, q and kv (see the module's docstring)."""
     return (
         shape.hidden_size,
         shape.ffn_hidden_size,
@@ -143,43 +165,45 @@ def widths(shape: ModelShape) -> tuple[int, int, int, int]:
 
 
 def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
-    """Layers of a stage, counted from 0."""
-    each = shape.num_layers // plan.pp
-    return range(stage * each, (stage + 1) * each)
+    """Layers of a pipeline stage, counted from 0."""
+    num_layers = shape.num_layers // plan.pp
+    return range(stage * num_layers, (stage + 1) * num_layers)
 
 
 def has_backward(plan: Plan, stage: int, layer: int) -> bool:
     """Return True if gradients flow through a layer.
 
-    They do not through frozen layers of the first stage, except with full recomputation, whose
-    input has to require a gradient. In later stages the states that they receive require one.
+    No gradient flows through the frozen layers of the first stage, except with full recomputation,
+    which needs an input that requires a gradient. In later stages the hidden states that arrive
+    require a gradient.
     """
     return layer >= plan.freeze_layers or stage > 0 or plan.recompute is Recompute.full
 
 
 def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
-    """Return True if a layer keeps nothing but its input."""
+    """Return True if a layer keeps only its input for the backward pass."""
     if plan.recompute is not Recompute.full:
         return False
-    each = shape.num_layers // plan.pp
-    return layer % each < (each if plan.recompute_layers is None else plan.recompute_layers)
+    num_layers = shape.num_layers // plan.pp
+    num_recomputed = num_layers if plan.recompute_layers is None else plan.recompute_layers
+    return layer % num_layers < num_recomputed
 
 
 def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = False) -> int:
-    """Parameters of one rank of a stage.
+    """Count the parameters on one rank of a stage; with ``trainable`` only those that train.
 
-    Linear layers and the embedding's rows are split over t; norms are on every rank. The first
-    stage has the embedding, the last one the final norm and the head. With LoRA only its matrices
-    and the head are trained.
+    Linear layers and the embedding's rows are split over tensor parallel ranks; norms are on every
+    rank. The first stage has the embedding, the last one the final norm and the head. With LoRA
+    only the adapters and the head are trained.
     """
     layers = stage_layers(shape, plan, stage)
     adapters = len(layers) * _adapter_size(shape, plan)
     if trainable and shape.lora is not None:
         return adapters + (head_size(shape, plan) if stage == plan.pp - 1 else 0)
     frozen = plan.freeze_layers if trainable else 0
-    split, whole = shape.layer_parameters()
-    own = _experts_of_layer(shape)
-    layer = (split - own) // plan.tp + own // (plan.tp * plan.ep) + whole
+    split, replicated = shape.layer_parameters()
+    experts = _experts_of_layer(shape)
+    layer = (split - experts) // plan.tp + experts // (plan.tp * plan.ep) + replicated
     count = layer * sum(index >= frozen for index in layers) + adapters
     if stage == 0 and not frozen:
         count += embedding_size(shape, plan)
@@ -189,27 +213,27 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
 
 
 def _experts_of_layer(shape: ModelShape) -> int:
-    """Parameters of a layer's experts, which expert parallelism splits."""
+    """Count the parameters of a layer's experts, which expert parallelism splits."""
     if shape.experts is None:
         return 0
     return shape.experts.parameters(shape.hidden_size, 3)[0]
 
 
 def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
-    """Trained parameters of one rank's experts, whose optimizer is split over fewer ranks."""
+    """Count the trained expert parameters on one rank, whose optimizer state has fewer shards."""
     layers = stage_layers(shape, plan, stage)
     if shape.lora is not None:
         return len(layers) * _adapter_size(shape, plan, of_experts=True)
-    own = _experts_of_layer(shape) // (plan.tp * plan.ep)
-    return own * sum(layer >= plan.freeze_layers for layer in layers)
+    experts = _experts_of_layer(shape) // (plan.tp * plan.ep)
+    return experts * sum(layer >= plan.freeze_layers for layer in layers)
 
 
 def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Number of trained parameters whose optimizer state one rank of a stage holds and updates.
+    """Count the trained parameters whose optimizer state one rank of a stage holds and updates.
 
     The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits the state of a
-    parameter over the ranks that have a copy of it: d c ranks, or d c / e for those of experts,
-    which expert parallelism has split over e ranks already.
+    parameter over the ranks that have a copy of it. These are d c ranks. For an expert's parameters
+    they are d c / e, because expert parallelism has split the experts over e ranks already.
     """
     trained = parameters(shape, plan, stage, trainable=True)
     experts = expert_parameters(shape, plan, stage)
@@ -217,29 +241,29 @@ def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def mlp_width(shape: ModelShape) -> int:
-    """Ffn channels that a token goes through."""
+    """Number of MLP channels that compute each token."""
     return shape.ffn_hidden_size if shape.experts is None else shape.experts.active_width
 
 
 def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
-    """Input and output widths of the linear layers that have LoRA, by name.
+    """Input and output widths of a layer's linear layers that have LoRA adapters, by name.
 
-    In the model's last layer that is only ``linear_qkv``, which reads every token; the others see
-    only the rows that the head reads.
+    In the model's last layer only ``linear_qkv`` is listed, because it reads every token. The other
+    linear layers of the last layer compute only the tokens that the head reads.
     """
     if shape.lora is None:
         return {}
     h, f, q, kv = widths(shape)
     f = f if shape.experts is None else shape.experts.width
-    first = (2 if shape.is_gated else 1) * f
-    of_all = {
+    fc1_outputs = (2 if shape.is_gated else 1) * f
+    all_widths = {
         "linear_qkv": (h, q + 2 * kv),
         "linear_proj": (q, h),
-        "linear_fc1": (h, first),
+        "linear_fc1": (h, fc1_outputs),
         "linear_fc2": (f, h),
     }
-    names = ("linear_qkv",) if layer == shape.num_layers - 1 else tuple(of_all)
-    return {name: of_all[name] for name in names if name in shape.lora.targets}
+    names = ("linear_qkv",) if layer == shape.num_layers - 1 else tuple(all_widths)
+    return {name: all_widths[name] for name in names if name in shape.lora.targets}
 
 
 def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
@@ -250,14 +274,15 @@ def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
 
 
 def is_of_experts(shape: ModelShape, linear: str) -> bool:
-    """Return True if each expert has its own such layer."""
+    """Return True if each expert has its own copy of the linear layer."""
     return shape.experts is not None and linear in ("linear_fc1", "linear_fc2")
 
 
 def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> int:
-    """Parameters of a layer's adapters on a rank.
+    """Count a layer's adapter parameters on a rank; with ``of_experts`` only those of experts.
 
-    Of A and B the one on the split side is split; of experts both.
+    Tensor parallelism splits the one of LoRA's matrices A and B that lies on the split side of the
+    linear layer. Both matrices of an expert are split.
     """
     rank = 0 if shape.lora is None else shape.lora.rank
     count = 0
@@ -267,27 +292,27 @@ def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> in
             continue
         if of_experts:
             continue
-        split, whole = outputs, inputs
+        split, replicated = outputs, inputs
         if name in ("linear_proj", "linear_fc2"):
-            split, whole = inputs, outputs
-        count += rank * (split // plan.tp + whole)
+            split, replicated = inputs, outputs
+        count += rank * (split // plan.tp + replicated)
     return count
 
 
 def embedding_size(shape: ModelShape, plan: Plan) -> int:
-    """Parameters of a rank's rows of the embedding."""
+    """Count the parameters of a rank's rows of the embedding."""
     return shape.padded_vocab_size(plan.tp) // plan.tp * shape.hidden_size
 
 
 def head_size(shape: ModelShape, plan: Plan) -> int:
-    """Parameters of the reward head."""
+    """Count the parameters of the reward head."""
     head = shape.head or HeadShape()
     sizes = head.tensors(plan.num_attributes, shape.hidden_size).values()
     return sum(map(math.prod, sizes))
 
 
 def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, float]:
-    """Count FLOPs of one pack's forward pass: linear layers, and attention's two products."""
+    """FLOPs of one pack's forward pass in a layer: linear layers, and attention's two matmuls."""
     h, _, q, kv = widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
@@ -299,9 +324,9 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
 
 
 def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Count FLOPs of one pack's forward pass through a layer's adapters."""
+    """FLOPs of one pack's forward pass through a layer's adapters."""
     rank = 0 if shape.lora is None else shape.lora.rank
-    of_all, read_by_all = adapter_widths(shape, -1), adapter_widths(shape, layer)
+    all_widths, read_by_all = adapter_widths(shape, -1), adapter_widths(shape, layer)
     packs = plan.packs
     return sum(
         2.0
@@ -309,20 +334,22 @@ def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
         * (shape.experts.top_k if shape.experts and is_of_experts(shape, name) else 1)
         * rank
         * sum(sides)
-        for name, sides in of_all.items()
+        for name, sides in all_widths.items()
     )
 
 
 def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
-    """A stage's floating point operations for one pack, over the ranks that share it.
+    """Floating point operations of a stage for one pack, summed over the ranks that share it.
 
-    A multiplication and an addition count as two. A linear layer has ``2 in out`` per token, and
-    attention ``4 q`` per query and key (Narayanan et al. 2021, appendix; they count all keys, here
-    only those that a causal query attends to). The backward pass has twice as many, or none if all
-    weights below are frozen. LoRA adds ``2 rank (in + out)``, and the weights beside it have no
-    gradient. Full recomputation repeats the forward pass, selective recomputation that of
-    attention. Norms, biases, rotation and softmax are ignored, and so are windows: such a layer is
-    counted as if it saw all tokens.
+    A multiplication and an addition count as two operations. A linear layer takes
+    ``2 * inputs * outputs`` per token, and attention ``4 * q`` per pair of query and key. Narayanan
+    et al. 2021 (appendix) count all keys; here only the keys count that a causal query attends to.
+
+    The backward pass takes twice as many, or none if all weights below are frozen. LoRA adds
+    ``2 * rank * (inputs + outputs)`` per token, and the frozen weights get no gradient. Full
+    recomputation repeats the forward pass, selective recomputation that of attention. The formula
+    ignores norms, biases, RoPE and softmax. It ignores attention windows, too: a layer with a
+    window counts as if it saw all tokens.
     """
     forward = backward = recomputed = 0.0
     for layer in stage_layers(shape, plan, stage):
@@ -342,18 +369,18 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
 
 
 def stage_attention_flops(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """The part of ``pack_flops`` that attention's two products of queries and keys have."""
+    """FLOPs of attention's two matmuls with queries and keys, which ``pack_flops`` includes."""
     total = 0.0
     for layer in stage_layers(shape, plan, stage):
         _, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
         passes = 3 if has_backward(plan, stage, layer) else 1
-        is_again = is_recomputed(shape, plan, layer) or plan.recompute is Recompute.selective
-        total += attention * (passes + (is_again and passes == 3))
+        is_repeated = is_recomputed(shape, plan, layer) or plan.recompute is Recompute.selective
+        total += attention * (passes + (is_repeated and passes == 3))
     return total
 
 
 def step_flops(shape: ModelShape, plan: Plan) -> float:
-    """Count FLOPs of the whole model on all packs of a step, without recomputation."""
+    """FLOPs of the whole model on all packs of a step, without recomputation."""
     stages = [pack_flops(shape, plan, stage) for stage in range(plan.pp)]
     return plan.packs.count * plan.dp * sum(flops.forward + flops.backward for flops in stages)
 
@@ -361,17 +388,19 @@ def step_flops(shape: ModelShape, plan: Plan) -> float:
 def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     """Bytes that one rank of a stage sends in a step, by ring algorithms.
 
-    Tensor parallelism (Narayanan et al. 2021, section 3.2) all-reduces the hidden states after
-    attention and after the MLP, and in the backward pass the gradients of their inputs. A ring
-    all-reduce sends ``2 (t - 1) / t`` of the tensor. Sequence parallelism replaces it by a
-    reduce-scatter and an all-gather of half that each, and gathers the inputs of two linear layers
-    again for their weights' gradients. Context parallelism all-gathers a layer's keys and values in
-    both passes, and reduce-scatters their gradients, ``(c - 1) / c`` of each; in a ring gradients
-    go all the way round. A pipeline sends states forward and their gradients back. Expert
-    parallelism sends a token's state to each of its experts, ``(e - 1) / e`` of which are
-    elsewhere, and back; and gradients the same way. Data and context parallelism reduce-scatter
-    fp32 gradients and all-gather updated weights, ``(d c - 1) / (d c)`` of each; those of experts
-    among fewer ranks, ``d c / e``.
+    - Tensor parallelism (Narayanan et al. 2021, section 3.2) all-reduces the hidden states after
+      attention and after the MLP, and in the backward pass the gradients of their inputs. A ring
+      all-reduce sends ``2 * (t - 1) / t`` of the tensor.
+    - Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather of half
+      its bytes. It gathers the inputs of two linear layers again for the gradients of their
+      weights.
+    - Context parallelism all-gathers a layer's keys and values in both passes and reduce-scatters
+      their gradients, ``(c - 1) / c`` of each. In a ring, gradients go all the way round.
+    - Expert parallelism sends a token's hidden state to each of its experts, of which
+      ``(e - 1) / e`` are on other ranks, and back. The gradients go the same way.
+    - A pipeline sends hidden states forward and their gradients back.
+    - Data and context parallelism reduce-scatter fp32 gradients and all-gather updated weights,
+      ``(d * c - 1) / (d * c)`` of each. Those of experts go among fewer ranks, ``d * c / e``.
     """
     size = ELEMENT_BYTES[plan.precision]
     states = plan.tokens * shape.hidden_size * size
@@ -380,9 +409,9 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
     gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
-    reductions = 1.0 if stage == 0 else 0.0  # of the embedding, whose rows are split over t
+    reductions = 1.0 if stage == 0 else 0.0  # the embedding's, whose rows are split over t
     for layer in stage_layers(shape, plan, stage):
-        # The last layer's MLP has only the rows that the head reads: too few to count.
+        # In the last layer, the MLP computes only the tokens that the head reads: too few to count.
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         gathers += 1
@@ -392,10 +421,10 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
             gathers += passes + 1 + home
             exchanges += 2 * (forward - 1) * passes
             has_weights = layer >= plan.freeze_layers and shape.lora is None
-            again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
-            reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + again
+            gathered_again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
+            reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + gathered_again
     trained = parameters(shape, plan, stage, trainable=True)
-    own = expert_parameters(shape, plan, stage)
+    experts = expert_parameters(shape, plan, stage)
     rows = 0.0 if shape.experts is None else shape.experts.top_k * states * (1 - 1 / plan.ep)
     adjacent_stages = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1
@@ -404,11 +433,14 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         context=plan.packs.count * gathers * keys,
         expert=plan.packs.count * exchanges * rows,
         pipeline=plan.packs.count * adjacent_stages * states / split,
-        data=(_reduced(trained - own, plan.replicas) + _reduced(own, plan.replicas // plan.ep))
+        data=(
+            _reduced_elements(trained - experts, plan.replicas)
+            + _reduced_elements(experts, plan.replicas // plan.ep)
+        )
         * (FP32_BYTES + size),
     )
 
 
-def _reduced(parameters: int, ranks: int) -> float:
-    """Numbers that a ring of ``ranks`` has each send to reduce-scatter so many."""
+def _reduced_elements(parameters: int, ranks: int) -> float:
+    """Elements that each of ``ranks`` sends to reduce-scatter ``parameters`` elements in a ring."""
     return (ranks - 1) / ranks * parameters

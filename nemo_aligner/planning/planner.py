@@ -1,4 +1,8 @@
-"""Search for parallel layouts that fit into memory, with as little recomputation as possible."""
+"""Search for the fastest parallel layouts that fit into memory; the tables of ``plan``.
+
+``Planner`` searches, ``PlanRequest`` holds the options of ``nemo-aligner plan``, ``preset`` knows
+the shapes of common models, and the ``render_*`` functions print the result.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,14 @@ from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
 from nemo_aligner.planning.step_time import Machine, StepTime, step_time
 from nemo_aligner.utils.errors import ConfigError
 
-# Tokens of a chunk, of which a context parallel rank has two of each text: with fewer its matrix
-# products are too small to be worth sending keys for.
+# Least tokens of a chunk. Context parallelism gives each rank two chunks of a sequence; with fewer
+# tokens the matmuls of a chunk are too small to be worth sending keys for.
 _LEAST_CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, the memory of its fullest rank, and the time of a step."""
+    """A layout with its recomputation, the memory of its fullest rank, and the time of a step."""
 
     plan: Plan
     memory: Memory
@@ -32,10 +36,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Planner for a model, the batch of a step, and GPUs with ``usable`` bytes each.
+    """Search over the layouts of one model, batch and kind of GPU.
 
-    A step has ``batch`` pairs of two sequences of ``length`` tokens without a common prefix, in
-    packs of at most ``budget`` tokens. ``recompute`` None recomputes as few layers as possible.
+    Attributes:
+        usable: bytes of a GPU's memory that a step may fill.
+        batch: pairs of a step. Each pair has two sequences of ``length`` tokens that share no
+            prefix.
+        budget: most tokens of a pack (``model.micro_batch_tokens``).
+        recompute: None recomputes as few layers as possible.
     """
 
     shape: ModelShape
@@ -51,66 +59,68 @@ class Planner:
     activations_offload: bool = False
 
     def candidates(self, gpus: int) -> list[Candidate]:
-        """List every layout of ``gpus``; tensor parallel groups stay inside a node."""
+        """Evaluate every layout of ``gpus``; tensor parallel groups stay inside a node."""
         return [self._candidate(plan) for plan in self._plans(gpus)]
 
     def ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """List the layouts that fit, the fastest first; ties go to the one with less memory."""
-        fitting = [each for each in candidates if each.memory.total <= self.usable]
-        return sorted(fitting, key=lambda each: (each.time.total, each.memory.total))
+        """Return the layouts that fit, the fastest first; ties go to the one with less memory."""
+        fitting = [layout for layout in candidates if layout.memory.total <= self.usable]
+        return sorted(fitting, key=lambda layout: (layout.time.total, layout.memory.total))
 
     def least_gpus(self) -> Plan | None:
         """Find the layout on the fewest GPUs that fits with all allowed recomputation."""
-        found: Plan | None = None
+        smallest: Plan | None = None
         for tp, cp, pp in self._sizes():
-            most = self.batch
-            if found is not None:
-                most = min(most, (found.num_ranks - 1) // (tp * cp * pp))
+            largest_dp = self.batch
+            if smallest is not None:
+                largest_dp = min(largest_dp, (smallest.num_ranks - 1) // (tp * cp * pp))
             # A larger dp splits more: if the largest does not fit, no smaller one does.
-            if self._most_recomputed(tp, cp, pp, most) is not None:
-                plans = (self._most_recomputed(tp, cp, pp, dp) for dp in range(1, most + 1))
-                found = next(plan for plan in plans if plan is not None)
-        return found
+            if self._most_recomputed(tp, cp, pp, largest_dp) is not None:
+                plans = (self._most_recomputed(tp, cp, pp, dp) for dp in range(1, largest_dp + 1))
+                smallest = next(plan for plan in plans if plan is not None)
+        return smallest
 
     def tokens_per_second(self, candidate: Candidate) -> float:
+        """Throughput of training with this layout."""
         return self.batch * 2 * self.length / candidate.time.total
 
     def _candidate(self, plan: Plan) -> Candidate:
-        tried = self._recomputations(plan)
+        """Choose how much a layout recomputes: as little as fits, or what is fastest."""
+        plans = self._recomputations(plan)
         if plan.activations_offload:
-            # Recomputing is the faster one where copies take longer than computing.
-            fitting = [each for each in tried if self._fits(each)] or tried[-1:]
-            chosen = min(fitting, key=lambda each: self._time(each).total)
+            # Recomputing is faster where copying activations takes longer than computing them.
+            fitting = [plan for plan in plans if self._fits(plan)] or plans[-1:]
+            chosen = min(fitting, key=lambda plan: self._time(plan).total)
         else:
-            # Bisection works because each plan keeps less than the one before it.
-            index = bisect_left(tried, True, key=self._fits)
-            chosen = tried[min(index, len(tried) - 1)]
+            # Bisection works because each plan keeps less in memory than the previous one.
+            index = bisect_left(plans, True, key=self._fits)
+            chosen = plans[min(index, len(plans) - 1)]
         return Candidate(chosen, fullest_stage(self.shape, chosen), self._time(chosen))
 
     def _time(self, plan: Plan) -> StepTime:
         return step_time(self.shape, plan, self.machine)
 
     def _recomputations(self, plan: Plan) -> list[Plan]:
-        """List plans by recomputation: none, then one layer more each, then all."""
+        """List variants of a plan by recomputation: none, one more layer each time, all."""
         if self.recompute is not None:
             return [replace(plan, recompute=self.recompute)]
         full = replace(plan, recompute=Recompute.full)
         if plan.activations_offload:
             return [replace(plan, recompute=Recompute.none), full]
         layers = self.shape.num_layers // plan.pp
-        some = [replace(full, recompute_layers=count) for count in range(1, layers)]
-        return [replace(plan, recompute=Recompute.none), *some, full]
+        partial = [replace(full, recompute_layers=count) for count in range(1, layers)]
+        return [replace(plan, recompute=Recompute.none), *partial, full]
 
     def _fits(self, plan: Plan) -> bool:
         return fullest_stage(self.shape, plan).total <= self.usable
 
     def _most_recomputed(self, tp: int, cp: int, pp: int, dp: int) -> Plan | None:
-        """Find a plan that fits with all allowed recomputation."""
+        """Find a plan of these sizes that fits with all allowed recomputation."""
         plans = (self._recomputations(plan)[-1] for plan in self._plans_of(tp, cp, pp, dp))
         return next((plan for plan in plans if self._fits(plan)), None)
 
     def _sizes(self) -> Iterator[tuple[int, int, int]]:
-        """Sizes of tensor, context and pipeline parallelism that are tried."""
+        """Yield the sizes of tensor, context and pipeline parallelism to try."""
         layers = self.shape.num_layers
         contexts = [1]
         while self.length >= 2 * _LEAST_CHUNK * 2 * contexts[-1]:
@@ -126,17 +136,17 @@ class Planner:
     def _plans_of(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Plan]:
         """Yield plans with any expert parallelism, with and without sequence parallelism or a ring.
 
-        None if model and batch cannot be split so.
+        Yields nothing if these sizes cannot split the model or the batch.
         """
         try:
             self.shape.check_fits(tp, pp)
         except ConfigError:
             return
-        if not 1 <= dp <= self.batch:  # a data parallel rank without a pair is refused
+        if not 1 <= dp <= self.batch:  # training rejects a data parallel rank without a pair
             return
         packs = even_packs(-(-self.batch // dp), self.length, self.budget)
         rings = (False, True) if cp > 1 and self._can_ring() else (False,)
-        kinds = product(self._shares_of_experts(dp * cp), (False, True)[: min(tp, 2)], rings)
+        kinds = product(self._expert_sizes(dp * cp), (False, True)[: min(tp, 2)], rings)
         for ep, sequence_parallel, ring in kinds:
             yield Plan(
                 packs,
@@ -155,37 +165,41 @@ class Planner:
                 fused_kernels=True,
             )
 
-    def _shares_of_experts(self, replicas: int) -> list[int]:
-        """Sizes of groups that experts can be shared out in."""
+    def _expert_sizes(self, replicas: int) -> list[int]:
+        """Sizes of expert parallelism that divide both the experts and the ``replicas`` ranks."""
         experts = self.shape.experts
-        most = 1 if experts is None else gcd(replicas, experts.count)
-        return [ep for ep in range(1, most + 1) if most % ep == 0]
+        largest = 1 if experts is None else gcd(replicas, experts.count)
+        return [ep for ep in range(1, largest + 1) if largest % ep == 0]
 
     def _can_ring(self) -> bool:
-        """Predict ``why_gathered`` of ``models/attention`` on Ampere GPUs and newer ones."""
+        """Predict the answer of ``why_gathered`` in ``models/attention`` for Ampere or newer."""
         return self.precision is not Precision.fp32 and self.shape.attn_logit_softcapping is None
 
     def _copies_keys(self) -> bool:
-        """Predict ``copies_keys`` of ``models/attention`` on Ampere GPUs and newer ones.
+        """Predict the answer of ``copies_keys`` in ``models/attention`` for Ampere or newer.
 
-        FlashAttention takes grouped heads but no fp32; a soft cap has an implementation of its own.
+        FlashAttention supports grouped heads but not fp32; a soft cap has its own implementation.
         """
         is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
         has_cap = self.shape.attn_logit_softcapping is not None
         return self.precision is Precision.fp32 and is_grouped and not has_cap
 
 
-# Request: the batch, the GPUs, and assumptions about their speed.
+# Options of ``nemo-aligner plan``: the batch, the GPUs, and their assumed speeds.
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Settings of a plan; None is training's default.
+    """Options of ``nemo-aligner plan``; None means the default of training.
 
-    ``gpu_memory`` and ``reserve`` (for CUDA, NCCL and fragmentation) are in GiB, ``tflops`` is the
-    peak of a GPU, and ``memory_bandwidth``, ``intra_node``, ``inter_node`` and ``host`` are GB/s
-    per GPU. ``mfu`` is the share of the peak that is reached; None takes that of each kind of work
-    (``planning/step_time.py``). ``global_batch_tokens`` overrides ``global_batch_size``.
+    Attributes:
+        gpu_memory: GiB of a GPU.
+        reserve: GiB that stay free for CUDA, NCCL and fragmentation.
+        global_batch_tokens: overrides ``global_batch_size``.
+        tflops: peak TFLOP/s of a GPU.
+        memory_bandwidth, intra_node, inter_node, host: GB/s per GPU.
+        mfu: share of the peak that all computation reaches; None uses the measured share of each
+            kind of work (``planning/step_time.py``).
     """
 
     gpu_memory: float = 80
@@ -209,10 +223,10 @@ class PlanRequest:
     gpus_per_node: int = 8
 
     def planner(self, shape: ModelShape) -> Planner:
-        """Make the planner for a model.
+        """Build the planner for a model.
 
         Raises:
-            ConfigError: a setting is out of range.
+            ConfigError: an option is out of range.
         """
         length = self.seq_length or DataConfig().seq_length
         batch = self.global_batch_size or ModelConfig().global_batch_size
@@ -235,7 +249,7 @@ class PlanRequest:
         )
 
     def machine(self) -> Machine:
-        """The machine that is assumed."""
+        """The assumed machine."""
         return Machine(
             flops=self.tflops * 1e12,
             efficiency=self.mfu,
@@ -261,12 +275,12 @@ class PlanRequest:
             ("gpu_memory", self.gpu_memory > reserve, f"more than the {reserve:g} of reserve"),
             ("micro_batch_tokens", budget >= pair, f"{pair} (a pair) or more"),
             ("lora_rank", self.lora_rank >= 0, "0 (no LoRA) or more"),
-            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 beside LoRA"),
+            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 with LoRA"),
             ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
         ]
-        for name, is_good, wanted in checks:
-            if not is_good:
-                raise ConfigError(f"{name}: got {getattr(self, name):g}, wanted {wanted}")
+        for name, is_valid, allowed in checks:
+            if not is_valid:
+                raise ConfigError(f"{name}: got {getattr(self, name):g}, wanted {allowed}")
 
 
 # Shapes of well-known models, to plan without a checkpoint.
@@ -285,15 +299,15 @@ PRESETS = tuple(_SHAPES)
 
 
 def preset(params: str) -> tuple[ModelShape, str]:
-    """Shape and name of a Llama by its size, such as ``8B``.
+    """Return the shape and the name of a Llama model by its size, such as ``8B``.
 
     Raises:
         ConfigError: ``params`` is none of ``PRESETS``.
     """
-    known = {key.lower(): value for key, value in _SHAPES.items()}
-    if params.lower() not in known:
+    presets = {size.lower(): values for size, values in _SHAPES.items()}
+    if params.lower() not in presets:
         raise ConfigError(f"params: got {params}, wanted one of {', '.join(PRESETS)}")
-    name, layers, hidden, ffn, heads, groups, channels, vocabulary = known[params.lower()]
+    name, layers, hidden, ffn, heads, groups, channels, vocabulary = presets[params.lower()]
     config = {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -307,7 +321,7 @@ def preset(params: str) -> tuple[ModelShape, str]:
     return ModelShape.from_config(config), name
 
 
-# Output: assumptions, and the layouts that fit or would nearly fit.
+# Output: assumptions, and the layouts that fit or nearly fit.
 
 
 def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
@@ -332,23 +346,23 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
 
 
 def render_layouts(planner: Planner, gpus: int, top: int) -> str:
-    """Render the ``top`` fastest layouts of ``gpus``, and the settings of the first.
+    """Render the ``top`` fastest layouts on ``gpus`` GPUs, and the settings of the first.
 
     Raises:
-        ConfigError: none fits; the message says what would.
+        ConfigError: none fits; the message names the smallest cluster that would.
     """
     candidates = planner.candidates(gpus)
-    planner, found = _with_offload_if_needed(planner, gpus, planner.ranked(candidates))
-    if not found:
-        raise ConfigError(_what_would_fit(planner, gpus, candidates))
-    shown = f", the fastest {top} of them above" if len(found) > top else ""
+    planner, fitting = _with_offload_if_needed(planner, gpus, planner.ranked(candidates))
+    if not fitting:
+        raise ConfigError(_describe_smallest_fit(planner, gpus, candidates))
+    shown = f", the fastest {top} of them above" if len(fitting) > top else ""
     offload = " with offloaded activations" * planner.activations_offload
     return "\n".join(
         [
-            _render([_row(planner, each) for each in found[:top]]),
-            f"\n{len(found)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{shown}. "
+            _render([_layout_row(planner, candidate) for candidate in fitting[:top]]),
+            f"\n{len(fitting)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{shown}. "
             "The first one:",
-            *(f"  {line}" for line in settings_of(found[0].plan)),
+            *(f"  {line}" for line in settings_of(fitting[0].plan)),
         ]
     )
 
@@ -357,27 +371,31 @@ def render_best(planner: Planner, numbers: Sequence[int]) -> str:
     """Render the best layout for each number of GPUs."""
     rows = []
     for gpus in numbers:
-        found = planner.ranked(planner.candidates(gpus))
-        used, found = _with_offload_if_needed(planner, gpus, found)
-        row = _row(used, found[0]) if found else {"layout": "none fits"}
+        fitting = planner.ranked(planner.candidates(gpus))
+        used, fitting = _with_offload_if_needed(planner, gpus, fitting)
+        row = _layout_row(used, fitting[0]) if fitting else {"layout": "none fits"}
         rows.append({"GPUs": str(gpus), **row})
     columns = max(rows, key=len)
     return _render([{name: row.get(name, "") for name in columns} for row in rows])
 
 
 def _with_offload_if_needed(
-    planner: Planner, gpus: int, found: list[Candidate]
+    planner: Planner, gpus: int, fitting: list[Candidate]
 ) -> tuple[Planner, list[Candidate]]:
-    """Offload activations as well where no layout was ``found`` to fit without."""
-    if found:
-        return planner, found
+    """Search again with offloaded activations if no layout fits without.
+
+    Returns:
+        The planner that found the layouts, and the layouts that fit.
+    """
+    if fitting:
+        return planner, fitting
     offloading = replace(planner, activations_offload=True)
-    found = offloading.ranked(offloading.candidates(gpus))
-    return (offloading, found) if found else (planner, [])
+    fitting = offloading.ranked(offloading.candidates(gpus))
+    return (offloading, fitting) if fitting else (planner, [])
 
 
 def settings_of(plan: Plan) -> list[str]:
-    """Settings of a training run for this layout."""
+    """List the settings of a training run with this layout, as ``key=value``."""
     settings = [
         f"model.tensor_model_parallel_size={plan.tp}",
         f"model.pipeline_model_parallel_size={plan.pp}",
@@ -396,12 +414,13 @@ def settings_of(plan: Plan) -> list[str]:
     return settings
 
 
-def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
+def _layout_row(planner: Planner, candidate: Candidate) -> dict[str, str]:
+    """One row of the table, by column name."""
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
     return {
         "layout": str(plan),
-        "recompute": _recompute(plan),
+        "recompute": _describe_recompute(plan),
         "packs": str(plan.packs.count),
         **{part: f"{getattr(memory, part) / GIB:.1f}" for part in parts},
         "GiB": f"{memory.total / GIB:.1f}",
@@ -413,19 +432,19 @@ def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
     }
 
 
-def _recompute(plan: Plan) -> str:
-    """Describe what is recomputed, by kind or the number of layers in a stage, and offloaded."""
+def _describe_recompute(plan: Plan) -> str:
+    """Name what is recomputed (a kind, or layers per stage), and whether it offloads."""
     offloaded = ", offloaded" * plan.activations_offload
     if plan.recompute_layers is None:
         return plan.recompute.value + offloaded
     return f"{plan.recompute_layers} layers{offloaded}"
 
 
-def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
-    """Explain why no layout fits, and name the smallest that would.
+def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
+    """Explain why no layout fits, and name the smallest number of GPUs that would.
 
-    Offloaded activations count as tried (``_with_offload_if_needed``). Moments in host memory are
-    the user's choice, so they are named where fewer GPUs are enough with them.
+    ``_with_offload_if_needed`` has tried offloaded activations already. Moments in host memory are
+    the user's choice, so the message suggests them where fewer GPUs are enough with them.
     """
     if not candidates:
         return (
@@ -433,47 +452,48 @@ def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]
             f"divide into, with at most {planner.batch} data parallel ranks (the pairs of a step)"
         )
     offloading = replace(planner, activations_offload=True)
-    tried = [*candidates, *offloading.candidates(gpus)]
-    least = min(tried, key=lambda candidate: candidate.memory.total)
+    evaluated = [*candidates, *offloading.candidates(gpus)]
+    least = min(evaluated, key=lambda candidate: candidate.memory.total)
     settings = [f"recompute {least.plan.recompute.value}", *_offload_settings(least.plan)]
     message = (
-        f"no layout fits on {gpus} GPUs: the least is {least.plan} with {' and '.join(settings)}, "
-        f"which holds {least.memory.total / GIB:.1f} GiB of the {planner.usable / GIB:.1f} that "
-        "are free; "
+        f"no layout fits on {gpus} GPUs. The one that needs the least memory is {least.plan} with "
+        f"{' and '.join(settings)}: it needs {least.memory.total / GIB:.1f} GiB per GPU, but "
+        f"{planner.usable / GIB:.1f} GiB are free; "
     )
     fitting = _least_fitting(planner)
     if fitting is None:
         message += "no number of such GPUs is enough"
     else:
-        message += f"the least that fits is {_ranks_and_layout(fitting)}"
+        message += f"the fewest GPUs that fit: {_describe_gpus(fitting)}"
     if planner.cpu_offload:
         return message
     offloaded = _least_fitting(replace(planner, cpu_offload=True))
     if offloaded is None or (fitting is not None and fitting.num_ranks <= offloaded.num_ranks):
         return message
-    return f"{message}; or {_ranks_and_layout(offloaded)}"
+    return f"{message}; or {_describe_gpus(offloaded)}"
 
 
 def _least_fitting(planner: Planner) -> Plan | None:
-    """Find the layout on the fewest GPUs; activations are offloaded only where that saves some."""
+    """Find the layout on the fewest GPUs; it offloads activations only if that saves GPUs."""
     plans = (planner.least_gpus(), replace(planner, activations_offload=True).least_gpus())
     fitting = [plan for plan in plans if plan is not None]
     return min(fitting, key=lambda plan: plan.num_ranks, default=None)
 
 
-def _ranks_and_layout(plan: Plan) -> str:
-    """Render the number of GPUs, the layout, and the settings that offload."""
+def _describe_gpus(plan: Plan) -> str:
+    """Describe the number of GPUs, the layout, and the settings that offload."""
     settings = _offload_settings(plan)
     gpus = f"{plan.num_ranks} GPU{'s' * (plan.num_ranks > 1)}, as {plan}"
     return f"{gpus} with {' and '.join(settings)}" if settings else gpus
 
 
 def _offload_settings(plan: Plan) -> list[str]:
+    """The plan's settings that move activations or moments to host memory."""
     return [setting for setting in settings_of(plan) if "offload" in setting]
 
 
 def _render(rows: Sequence[Mapping[str, str]]) -> str:
-    """Render a table; numbers are right-aligned."""
+    """Render rows as a table with a header; numbers are right-aligned."""
     names = list(rows[0])
     lines = [names, *([row[name] for name in names] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(names))]

@@ -116,12 +116,11 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
         if not config.model.data.data_prefix.train:
             config.model.data.data_prefix.train = [str(_demo_file(Path(folder), records))]
         _set_for_probe(config, records, steps)
-        layout = layout_of(config.model)
-        run = prepare_run(config, layout)
+        run = prepare_run(config, layout_of(config.model))
         data = few_records(run.data, records)
         _check_bar(data.objective.main_metric)
         say(f"{len(data.train)} records, {steps} steps each way")
-        return probe(lambda each: build_learner(replace(run, data=each), layout)[0], data, steps)
+        return probe(lambda part: build_learner(replace(run, data=part))[0], data, steps)
 
 
 def render_probe(result: ProbeResult) -> str:
@@ -145,6 +144,7 @@ def render_probe(result: ProbeResult) -> str:
 
 
 def _set_for_probe(config: TrainConfig, records: int, steps: int) -> None:
+    config.exp_manager.resume_if_exists = True  # the probe neither reads nor writes checkpoints
     config.model.global_batch_size = records
     config.model.optim.sched.name = Schedule.constant
     config.model.optim.sched.warmup_steps = 0

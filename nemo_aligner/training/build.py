@@ -1,4 +1,4 @@
-"""Build the model, the optimizer and the learner of a run that is prepared."""
+"""Build the model, the optimizer and the learner of a prepared run."""
 
 from __future__ import annotations
 
@@ -31,17 +31,30 @@ from nemo_aligner.utils.errors import ConfigError
 
 
 def build_learner(
-    run: PreparedRun, layout: ParallelLayout, keep_heldout: KeepHeldout | None = None
+    run: PreparedRun, keep_heldout: KeepHeldout | None = None
 ) -> tuple[RewardLearner, PretrainedModel]:
-    """Model and optimizer, ready to train on the data of ``run``, which has this ``layout``."""
-    config, shape, options = run.config, run.shape, run.config.model
-    # Before the weights, which take minutes to load: batches and schedule may not fit the data.
+    """Load the model and build its optimizer and learner; every rank calls it.
+
+    Args:
+        run: the prepared run, whose ``layout`` has process groups.
+        keep_heldout: called with each validation set and its rewards.
+
+    Returns:
+        The learner, and the loaded model with its tokenizer and its config.
+
+    Raises:
+        ConfigError: batches or the learning rate schedule do not fit the data.
+        CheckpointError: the base checkpoint is unfit.
+    """
+    config, shape, options, layout = run.config, run.shape, run.config.model, run.layout
+    assert isinstance(layout, ParallelLayout), "a dry run has no process groups"
+    # Batches and schedule may not fit the data. Find out before loading weights takes minutes.
     total_steps = run.total_steps
-    pretrained = _load(run, layout)
+    pretrained = _load_model(run, layout)
     if options.lora.rank > 0:
         train_adapters_alone(pretrained.model)
-    trained, coeff = options.train_router, options.moe_aux_loss_coeff
-    set_routers(pretrained.model, trained=trained, aux_loss_coeff=coeff)
+    trained, coefficient = options.train_router, options.moe_aux_loss_coeff
+    set_routers(pretrained.model, trained=trained, aux_loss_coeff=coefficient)
     clip_grad = config.trainer.rm.gradient_clip_val
     model, optimizer = build_optimized(pretrained.model, shape, options, clip_grad, total_steps)
     learner = RewardLearner(
@@ -66,7 +79,10 @@ def build_optimized(
     clip_grad: float,
     total_steps: int,
 ) -> tuple[Any, Optimizer]:
-    """Wrap a model in Megatron's data parallelism, without its frozen layers; and its optimizer.
+    """Freeze layers, wrap the model in Megatron's data parallelism, and build its optimizer.
+
+    Returns:
+        Megatron's wrapper of the model, and the optimizer of its trained parameters.
 
     Raises:
         ConfigError: no layer is left to train, or see ``build_optimizer``.
@@ -76,15 +92,15 @@ def build_optimized(
         offload_activations(model)
     if options.cuda_graphs:
         model.use_cuda_graphs()
-    # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
-    # a gradient a place in its buffers, and the optimizer takes its parameters from there.
+    # Freeze before wrapping: Megatron gives every parameter that requires a gradient a place in its
+    # buffers, and the optimizer takes its parameters from there.
     freeze_lower_layers(model, options.freeze_layers, shape.num_layers)
     wrapped = wrap_for_training(model)
     return wrapped, build_optimizer(wrapped, options.optim, clip_grad, total_steps)
 
 
-def _load(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
-    """The model to train, its head as the objective and the settings want it at first."""
+def _load_model(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
+    """Load the model to train, with the initial head that the objective and the settings need."""
     config, data, path = run.config, run.data, run.base.path
     options = config.model
     size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""
@@ -105,31 +121,31 @@ def _load(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
         pointwise_kernels=options.pointwise_kernels,
     )
-    _begin_head(run, pretrained)
+    _initialize_head(run, pretrained)
     if pretrained.model.post_process:
-        # Only after loading: archives have the head's weights, but no scalars of an objective.
-        pretrained.model.rm_head.add_learned_scalars(data.objective.start_of_learned)
+        # After loading, because archives have the head's weights but no scalars of an objective.
+        pretrained.model.rm_head.add_learned_scalars(data.objective.initial_scalars)
     return pretrained
 
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:
-    """Counter of FLOPs, over all ranks; None where the device's peak is not known."""
+    """Build the counter of a step's FLOPs over all ranks; None if the device's peak is unknown."""
     if known_peak(current_device(), config.precision) is None:
         return None
     frozen = config.model.freeze_layers
     return lambda packs: step_flops(shape, Plan(packs=packs, freeze_layers=frozen))
 
 
-def _begin_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
-    """Give a new head the outputs of another reward model, where the settings ask for it."""
+def _initialize_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
+    """Copy outputs of another reward model's head into a new head, if the settings say so."""
     start_from = run.config.pretrained_checkpoint
     source = start_from.load_rm_head_weights
     if source is None:
         return
     if not pretrained.head_is_new:
         raise ConfigError(
-            f"pretrained_checkpoint.load_rm_head_weights: got {source}, and a reward model to "
-            "start from, which has its own head; wanted pretrained_checkpoint.new_head=true, too"
+            f"pretrained_checkpoint.load_rm_head_weights: got {source}, but training starts from "
+            "a reward model, which has a head already. Set pretrained_checkpoint.new_head=true, too"
         )
     names = start_from.rm_head_names
     init_head_from(pretrained.model, source, run.data.contract, run.shape, names)

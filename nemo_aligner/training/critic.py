@@ -1,5 +1,7 @@
-"""The critic: values of every token, PPO steps with exact global means, and its run from load to
-save.
+"""The critic of PPO: values of every token, training steps, and its run from load to save.
+
+``CriticLearner`` computes values and trains with means over the global batch. ``open_critic``
+builds it from a reward model or from the last save, for ``nemo-aligner serve-critic``.
 """
 
 from __future__ import annotations
@@ -50,16 +52,19 @@ from nemo_aligner.training.resume import check_may_resume, load_checkpoint, writ
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
-_ADVICE = "the weights are from before this step; look at its returns, or lower model.optim.lr"
+_ADVICE = "the weights are those from before it. Look at its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)
 class ValueStep:
-    """Outcome of one step of a critic.
+    """Outcome of one training step of a critic.
 
     Attributes:
-        loss: its mean over ``num_tokens``, on all ranks, before the update.
-        grad_norm: before clipping; None where fp16 overflowed and the step was skipped.
+        step: counted from 1.
+        loss: mean loss over ``num_tokens`` on all ranks, before the update.
+        num_tokens: tokens of all ranks that the mask selects.
+        grad_norm: norm before clipping; None if fp16 overflowed and the step was skipped.
+        lr: learning rate of the step.
     """
 
     step: int
@@ -71,10 +76,12 @@ class ValueStep:
 
 
 class CriticLearner:
-    """A critic and its optimizer, spread over the ranks by ``layout``; every rank calls it alike.
+    """A critic and its optimizer, distributed over the ranks; every rank makes the same calls.
 
-    ``step`` counts the steps that are done, ``consumed_samples`` their sequences; they go on from
-    those of ``start``, whose weights and moments are loaded already.
+    Attributes:
+        step: number of steps done. It continues from that of ``start``, whose weights and moments
+            are loaded already.
+        consumed_samples: number of sequences trained on.
     """
 
     def __init__(
@@ -87,7 +94,7 @@ class CriticLearner:
         global_batch_size: int,
         start: RunState,
     ) -> None:
-        """``model`` is Megatron's data parallel wrapper of one that reads every token."""
+        """``model`` is Megatron's data parallel wrapper of a model that outputs every token."""
         self._ddp = model
         self._layout = layout
         self._packing = packing
@@ -100,27 +107,27 @@ class CriticLearner:
 
     @property
     def tokens_per_call(self) -> int:
-        """Tokens with which a call of ``values`` has a pack for every rank."""
+        """Number of tokens with which a call of ``values`` has a pack for every rank."""
         return self._packing.micro_batch_tokens * self._layout.dp * self._layout.pp
 
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Compute the values ``[tokens]`` float32 of each sequence of token ids, on every rank."""
         lengths = [len(sequence) for sequence in sequences]
-        mine = self._packing.share(lengths, self._layout.dp)[self._layout.dp_rank]
-        packs = self._packing.pack(sequences, mine)
-        found = infer_values(self._ddp, packs, self._layout)
+        local_indices = self._packing.share(lengths, self._layout.dp)[self._layout.dp_rank]
+        packs = self._packing.pack(sequences, local_indices)
+        outputs = infer_values(self._ddp, packs, self._layout)
         gathered = gather_rewards(
-            torch.cat(found) if found else None,
+            torch.cat(outputs) if outputs else None,
             packs,
             (sum(lengths), len(self._objective.weights)),
             self._layout,
         )
-        # Label means added, attributes weighted: a value is on the scale of the server's reward.
-        merged = self._objective.merged(gathered).numpy()
+        # Merging adds label means and weighs attributes, as for the server's rewards.
+        merged = self._objective.merge(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
     def train(self, rollout: Rollout) -> list[ValueStep]:
-        """A step for each ``global_batch_size`` sequences, in order.
+        """Train one step on each ``global_batch_size`` sequences, in order.
 
         Raises:
             TrainingError: the loss or the gradient of a step is not finite. The weights are those
@@ -128,15 +135,16 @@ class CriticLearner:
         """
         batches = rollout.in_batches(self._global_batch_size)
         steps = [self._train_step(batch) for batch in batches]
-        # A rank that only answers would not come to the weights that the others wait for.
+        # A rank that computes only values next would not gather the weights that others wait for.
         self.optimizer.finish_update()
         return steps
 
     def _train_step(self, batch: Rollout) -> ValueStep:
-        begun = time.perf_counter()
+        """Train one step on a global batch."""
+        start_time = time.perf_counter()
         packs = self._pack(batch)
         values = compute_gradients(self._ddp, packs, self._layout, self._objective.loss)
-        # Before the update, as a learner of rewards does: a step that fails leaves the weights.
+        # Check the loss before the update, so that a step that fails leaves the weights unchanged.
         total, count = self._sum_over_ranks(values, packs)
         if not math.isfinite(total):
             raise self._error("a loss that is not finite")
@@ -152,45 +160,51 @@ class CriticLearner:
             num_tokens=count,
             grad_norm=update.grad_norm if update.applied else None,
             lr=lr,
-            seconds=time.perf_counter() - begun,
+            seconds=time.perf_counter() - start_time,
         )
 
     def _pack(self, batch: Rollout) -> list[PackedBatch]:
-        """This data parallel rank's packs: at least one, as all ranks meet in the backward pass."""
+        """Build this data parallel rank's packs: at least one, for the collective backward pass."""
         lengths = batch.lengths()
         used = np.flatnonzero(lengths)
         shares = self._packing.share(lengths[used].tolist(), self._layout.dp)
         sequences = [batch.tokens[row, : lengths[row]] for row in used]
         labels = _labels(batch, used, lengths)
-        # A rank without a sequence runs one token whose mask is 0: no loss, and no count.
-        mine = shares[self._layout.dp_rank]
-        if mine:
-            return self._packing.pack(sequences, mine, labels)
-        nothing = LabelColumns.of(ClippedValueLoss.columns, torch.zeros(1, 3))
-        return self._packing.pack([np.zeros(1, dtype=np.int64)], [0], nothing)
+        # A rank without a sequence runs one token whose mask is 0, which adds no loss and no count.
+        local_indices = shares[self._layout.dp_rank]
+        if local_indices:
+            return self._packing.pack(sequences, local_indices, labels)
+        masked = LabelColumns.of(ClippedValueLoss.columns, torch.zeros(1, 3))
+        return self._packing.pack([np.zeros(1, dtype=np.int64)], [0], masked)
 
     def _sum_over_ranks(
         self, values: Tensor | None, packs: Sequence[PackedBatch]
     ) -> tuple[float, int]:
-        """The loss's sum and count over all ranks, the same on each."""
+        """Return the loss's sum and count over all ranks, the same on each."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
-        # Tensor and context parallel ranks have the same values; stages before the last have none.
+        # All tensor and context parallel ranks have the same values, so only the first counts them.
+        # Stages before the last have none.
         if values is not None and self._layout.tp_rank == self._layout.cp_rank == 0:
             sizes = [len(pack.records) for pack in packs]
-            for own, pack in zip(values.split(sizes), packs, strict=True):
-                labels = pack.to(own.device).records
-                sums += torch.stack(self._objective.loss(own.double(), labels)).double()
+            for pack_values, pack in zip(values.split(sizes), packs, strict=True):
+                labels = pack.to(pack_values.device).records
+                sums += torch.stack(self._objective.loss(pack_values.double(), labels)).double()
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
         total, count = sums.tolist()
         return total, int(count)
 
-    def _error(self, what: str) -> TrainingError:
-        return TrainingError(f"step {self.step + 1}: got {what}; {_ADVICE}")
+    def _error(self, problem: str) -> TrainingError:
+        """The error of the current step, with advice."""
+        return TrainingError(f"step {self.step + 1}: got {problem}; {_ADVICE}")
 
 
 def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColumns:
-    """Returns, earlier values and mask of every token that has a say, in the order of ``rows``."""
+    """Labels of every token in the trained part of its sequence, in the order of ``rows``.
+
+    Returns:
+        Columns of returns, previous values and mask.
+    """
     columns = [batch.returns, batch.prev_values, batch.mask]
     values = [
         np.concatenate([column[row, : lengths[row]] for row in rows]).astype(np.float32)
@@ -199,14 +213,14 @@ def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColum
     return LabelColumns.of(ClippedValueLoss.columns, torch.from_numpy(np.stack(values, axis=1)))
 
 
-# The run of a critic: it starts from a reward model, or resumes from its last save.
+# The run of a critic, which starts from a reward model or resumes from its last save.
 
-_WANTED = "wanted a reward model, or a critic that critic_save has written"
+_EXPECTED = "Start from a reward model, or from a critic that critic_save has written"
 
 
 @dataclass(frozen=True)
 class CriticRun:
-    """A critic that learns, and where it is kept; every rank has one."""
+    """A critic that trains, and the folder of its run; every rank has one."""
 
     learner: CriticLearner
     contract: ScoringContract
@@ -217,16 +231,19 @@ class CriticRun:
     fresh: RunState
 
     def save(self) -> Path:
-        """Write the run's state, and the critic as a ``.nemo``, which it returns; every rank.
+        """Write the run's state, and the critic as a ``.nemo``; every rank calls it.
 
-        When it returns both are on the disk. The ``.nemo`` has the scoring contract that it came
-        with, without the mean and deviation of the rewards, which were another model's.
+        Both are on disk when it returns. The ``.nemo`` gets the scoring contract of the base,
+        without the mean and deviation of the rewards, which belong to another model.
+
+        Returns:
+            The path of the ``.nemo``.
 
         Raises:
             CheckpointError: on every rank, if any cannot write.
         """
         learner, checkpoints = self.learner, self.checkpoints
-        # The state first: a ``.nemo`` without it could be served, but the run not go on from there.
+        # The state comes first: a ``.nemo`` without a state could be served but not resumed.
         latest = checkpoints.latest()
         if latest is None or latest.state.step != learner.step:
             samples = learner.consumed_samples
@@ -245,20 +262,21 @@ class CriticRun:
 def open_critic(
     config: ServeCriticConfig, layout: ParallelLayout, lock: RunLock | None = None
 ) -> CriticRun:
-    """The critic of ``pretrained_checkpoint``, or of the run in ``exp_manager.explicit_log_dir``.
+    """Open the critic of ``pretrained_checkpoint``, or resume the run in the run's folder.
 
-    Every rank calls it. ``lock`` is that of the run's folder.
+    Every rank calls it. ``lock`` is the lock of the folder.
 
     Raises:
-        CheckpointError: the checkpoint is no reward model, or the run is another one.
-        ConfigError: ``model.micro_batch_tokens`` is below the contract's ``seq_length``, or there
-            is a run, and ``exp_manager.resume_if_exists`` is false, or see ``check_experts``.
+        CheckpointError: the checkpoint is no reward model, or the folder has another run.
+        ConfigError: ``model.micro_batch_tokens`` is below the contract's ``seq_length``;
+            ``exp_manager.resume_if_exists`` is false but the folder has a run; or see
+            ``check_experts``.
     """
     check_loggers(config.exp_manager)
     path = str(config.pretrained_checkpoint.restore_from_path)
     tokenizer, contract = read_text_rules(path)
     if contract is None:
-        raise CheckpointError(f"{path}: it has no scoring contract; {_WANTED}")
+        raise CheckpointError(f"{path}: it has no scoring contract. {_EXPECTED}")
     check_plain_reading(contract, path, "a critic")
     check_expected(contract, config.expect_contract, "expect_contract")
     check_expected_fingerprint(
@@ -270,7 +288,7 @@ def open_critic(
             f"model.micro_batch_tokens: got {config.model.micro_batch_tokens}, wanted at least "
             f"the scoring contract's seq_length, {contract.seq_length}"
         )
-    pretrained = _load(config, contract, layout)
+    pretrained = _load_base(config, contract, layout)
     options, ppo = config.model, config.trainer.ppo
     shape = ModelShape.from_config(pretrained.config)
     check_experts(config, shape)
@@ -294,9 +312,10 @@ def open_critic(
     return CriticRun(learner, contract, tokenizer, checkpoints, loggers, pretrained.config, fresh)
 
 
-def _load(
+def _load_base(
     config: ServeCriticConfig, contract: ScoringContract, layout: ParallelLayout
 ) -> PretrainedModel:
+    """Load the model of ``pretrained_checkpoint``, with outputs for every token."""
     path = str(config.pretrained_checkpoint.restore_from_path)
     say(f"loading the critic {path} ...")
     pretrained = load_pretrained(
@@ -310,15 +329,16 @@ def _load(
         pointwise_kernels=config.model.pointwise_kernels,
     )
     if pretrained.head_is_new:
-        raise CheckpointError(f"{path}: it has no reward head; {_WANTED}")
+        raise CheckpointError(f"{path}: it has no reward head. {_EXPECTED}")
     return pretrained
 
 
 def _new_state(config: ServeCriticConfig, contract: ScoringContract, shape: ModelShape) -> RunState:
+    """Build the state of a critic's run before its first step."""
     return RunState(
         step=0,
         consumed_samples=0,
-        # Layout, learning rate and clipping may change when a run goes on.
+        # The layout, the learning rate and clipping may change when a run is resumed.
         fingerprint={
             **{f"model.{name}": value for name, value in shape.as_fingerprint().items()},
             "critic": True,
@@ -338,7 +358,7 @@ def _resume(
     model: Any,
     optimizer: Optimizer,
 ) -> RunState:
-    """Load the newest checkpoint into ``model`` and ``optimizer``; the state they are in then."""
+    """Load the newest checkpoint into ``model`` and ``optimizer``, and return its state."""
     checkpoints.clean()
     latest = checkpoints.latest()
     check_may_resume(latest, config.exp_manager)

@@ -1,4 +1,4 @@
-"""Dry run: describe a training run, with every check that needs no weights."""
+"""Dry run: describe a training run, after every check that needs no weights."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
+from nemo_aligner.training.describe import describe_model, describe_steps
 from nemo_aligner.training.prepare import (
     PreparedRun,
     check_settings,
@@ -29,23 +30,23 @@ from nemo_aligner.training.prepare import (
     prepare_run,
 )
 from nemo_aligner.training.resume import RunFolder, changes_since
-from nemo_aligner.training.run import describe_model, describe_steps
 from nemo_aligner.utils.console import show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
-_STEPS_LOOKED_AT = 20
-# Adam's moments and an fp32 copy of each parameter.
+_STEPS_TO_INSPECT = 20
+# Bytes of the optimizer's state per parameter: Adam's two moments and an fp32 copy of the weight.
 _OPTIMIZER_BYTES = 12
 
 
 def check_run(config: TrainConfig, processes: int) -> str:
-    """Describe a run on ``processes`` ranks; no process group is needed.
+    """Check a run on ``processes`` ranks and describe it; needs no process group.
 
-    All data is read and tokenized, and of the base checkpoint everything but its weights.
+    It reads and tokenizes all data, and reads everything but the weights of the base checkpoint.
 
     Raises:
-        AlignerError: the run would end before its first step: settings, data, base checkpoint or
-            layout are unfit, the output cannot be written, or another run lies there.
+        AlignerError: the run would end before its first step, because settings, data, base
+            checkpoint or layout are unfit, the output folder is not writable, or another run is in
+            it.
     """
     check_settings(config)
     names_precision = config.trainer.precision is not None
@@ -59,34 +60,36 @@ def check_run(config: TrainConfig, processes: int) -> str:
             run.data.table(),
             describe_model(run, head_is_new=head_is_new),
             describe_steps(run, folder.checkpoints),
-            *([] if names_precision or start is not None else _precision_here(config)),
+            *([] if names_precision or start is not None else _describe_precision(config)),
             f"scoring contract: {run.data.contract.hash}",
             _render_memory(fullest_stage(run.shape, plan), plan.packs),
             _check_output(config, run.shape),
-            *_resuming(folder, run.total_steps),
+            *_describe_start(folder, run.total_steps),
             f"The run can begin, on {processes} process{'es' * (processes > 1)}. This dry run read "
-            f"no weights and wrote {_written(config)}.",
+            f"no weights and wrote {_describe_written(config)}.",
         ]
     )
 
 
-def _precision_here(config: TrainConfig) -> list[str]:
-    """A line on the precision of this machine, where the run may be meant for another one."""
+def _describe_precision(config: TrainConfig) -> list[str]:
+    """Describe the precision that this machine chose, if the run may be meant for a GPU."""
     if torch.cuda.is_available():
         return []
     return [
-        f"precision: {config.precision.value}, as on this machine without a GPU; a GPU would take "
-        "bf16 (trainer.precision=bf16 plans for one)"
+        f"precision: {config.precision.value}, because this machine has no GPU; on a GPU it would "
+        "be bf16 (trainer.precision=bf16 plans for one)"
     ]
 
 
-def _written(config: TrainConfig) -> str:
+def _describe_written(config: TrainConfig) -> str:
+    """Describe what the dry run has left on disk."""
     data = config.model.data
-    kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
-    return "only the tokenized data, which the run will reuse" if kept else "nothing"
+    is_kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
+    return "only the tokenized data, which the run will reuse" if is_kept else "nothing"
 
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
+    """Compute the sizes of the parallel layout of a run on ``processes`` ranks."""
     options = config.model
     sizes = layout_sizes(options)
     ring = sizes.pop("ring")
@@ -94,12 +97,13 @@ def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
 
 
 def _plan(run: PreparedRun) -> Plan:
-    """Cost per rank of the largest packs of the first steps."""
+    """Describe the cost of the largest packs of the first steps for ``planning``."""
     config, layout, shape = run.config, run.layout, run.shape
     options, dtype = config.model, torch_dtype(config.precision)
-    steps = range(min(run.total_steps, _STEPS_LOOKED_AT))
+    steps = range(min(run.total_steps, _STEPS_TO_INSPECT))
     packs = [run.loader.plan(step).packs for step in steps]
-    largest = max((pack for of_step in packs for pack in of_step), key=lambda pack: pack.num_tokens)
+    all_packs = (pack for step_packs in packs for pack in step_packs)
+    largest = max(all_packs, key=lambda pack: pack.num_tokens)
     sequences = largest.rows.numel()
     return Plan(
         Packs(
@@ -107,7 +111,7 @@ def _plan(run: PreparedRun) -> Plan:
             sequences=sequences,
             keys=attended_keys(max(1, largest.num_tokens // sequences)),
             count=max(map(len, packs)),
-            kept_keys=_kept_keys(largest),
+            kept_keys=_keys_per_token(largest),
         ),
         tp=layout.tp,
         cp=layout.cp,
@@ -129,52 +133,56 @@ def _plan(run: PreparedRun) -> Plan:
     )
 
 
-def _kept_keys(pack: PackedBatch) -> float:
-    """Keys per token in a GPU's attention: a prefix counts for each sequence that has it."""
+def _keys_per_token(pack: PackedBatch) -> float:
+    """Keys per token in a GPU's attention; a shared prefix counts for each sequence with it."""
     lengths = pack.cu_seqlens.diff().tolist()
     chains = chains_of(pack.prefixes.tolist(), cached=0)
-    seen = sum(lengths[number] for own, chain in enumerate(chains) for number in (*chain, own))
-    return seen / pack.num_tokens
+    num_keys = sum(
+        lengths[segment] for index, chain in enumerate(chains) for segment in (*chain, index)
+    )
+    return num_keys / pack.num_tokens
 
 
 def _render_memory(memory: Memory, packs: Packs) -> str:
+    """Describe the estimated memory of the fullest rank."""
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
     listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.2f}" for part in parts)
     host = f", and {memory.host / GIB:.2f} GiB of page-locked host memory" if memory.host else ""
     return (
-        f"memory of the fullest rank, by arithmetic: {memory.total / GIB:.2f} GiB ({listed})"
+        f"estimated memory of the fullest rank: {memory.total / GIB:.2f} GiB ({listed})"
         f"{host}, with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
-        "and fragmentation come on top"
+        "and fragmentation need more in addition"
     )
 
 
 def _check_output(config: TrainConfig, shape: ModelShape) -> str:
-    """Folder that a run writes to, and how much it writes."""
-    folder = Path(config.exp_manager.explicit_log_dir)
-    existing = next(
-        each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
-    )
+    """Check that the run's folder is writable, and describe how much the run writes to it."""
+    folder = Path(config.exp_manager.explicit_log_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"exp_manager.explicit_log_dir: got {folder}, wanted a folder to write to: {existing} "
-            f"is {'not writable' if existing.is_dir() else 'no folder'}"
+            f"exp_manager.explicit_log_dir: got {config.exp_manager.explicit_log_dir}, wanted a "
+            f"folder to write to: {existing} is "
+            f"{'not writable' if existing.is_dir() else 'no folder'}"
         )
     size = 4 if config.precision is Precision.fp32 else 2
     saved = shape.num_parameters()
-    if shape.lora is not None:  # the weights beside it are not saved
+    if shape.lora is not None:  # LoRA's checkpoints leave out the frozen weights
         saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)
-    one = saved * (size + _OPTIMIZER_BYTES)
-    # The best, the newest, and one that is being written.
-    most = config.exp_manager.checkpoint_callback_params.save_top_k + 2
+    checkpoint_bytes = saved * (size + _OPTIMIZER_BYTES)
+    # The best ones, the newest, and one that is being written.
+    count = config.exp_manager.checkpoint_callback_params.save_top_k + 2
     free = shutil.disk_usage(existing).free
-    note = "" if most * one <= free else ": TOO FEW for them"
+    note = "" if count * checkpoint_bytes <= free else ": TOO FEW for them"
     return (
-        f"output: {folder}; a checkpoint takes up to {show_bytes(one)}, and up to {most} exist "
-        f"at once; {show_bytes(free)} are free{note}"
+        f"output: {config.exp_manager.explicit_log_dir}; a checkpoint takes up to "
+        f"{show_bytes(checkpoint_bytes)}, and up to {count} exist at once; {show_bytes(free)} are "
+        f"free{note}"
     )
 
 
-def _resuming(folder: RunFolder, total_steps: int) -> list[str]:
+def _describe_start(folder: RunFolder, total_steps: int) -> list[str]:
+    """Describe the step that the run begins with, and what has changed since its checkpoint."""
     latest = folder.latest
     if latest is None:
         return ["begins: a new run, at step 1"]

@@ -1,13 +1,13 @@
-"""RewardLearner: a training step and a validation pass with exact global means, and checks for
-non-finite numbers.
+"""RewardLearner: a training step and a validation pass on all ranks, with exact global means.
+
+``RewardLearner`` joins model, optimizer and data. The functions below it compute gradients, and
+turn a head's outputs into rewards and metrics. ``nonfinite.py`` checks for NaN and infinity.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,10 +17,9 @@ from nemo_aligner.batch.packed import LabelColumns, PackedBatch, Records
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.packing import measure_record, pack_records
-from nemo_aligner.data.report import far_labels
+from nemo_aligner.data.packing import measure_record
 from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader, validation_batches
-from nemo_aligner.distributed.collectives import agree, current_device, gather_objects
+from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
@@ -41,20 +40,29 @@ from nemo_aligner.models.step import (
 )
 from nemo_aligner.models.training_wrap import unwrap_after_training
 from nemo_aligner.planning.cost import Packs
+from nemo_aligner.training.nonfinite import (
+    StepRecords,
+    check_rewards,
+    check_validation,
+    gradient_error,
+)
 from nemo_aligner.training.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import TrainingError
 
 KeepHeldout: TypeAlias = Callable[[TokenizedDataset, Tensor], None]
-"""Takes a validation set and its ``[S, A]`` rewards, label means added."""
+"""Receives a validation set and its rewards ``[S, A]`` float64, with label means added."""
 
 
 class RewardLearner:
-    """A reward model, its optimizer and its data, spread over the ranks by ``layout``.
+    """A reward model with its optimizer and data, distributed over the ranks by ``layout``.
 
-    ``count_flops`` counts those of a step on all of these packs, over all ranks; None: nobody asks.
-    ``keep_heldout`` is called once for each set that is measured. ``num_layers`` is that of a
-    mixture of experts, whose load is measured; else None.
+    Every rank makes the same calls.
+
+    Attributes:
+        model: this rank's part of the model, without Megatron's data parallel wrapper.
+        optimizer: this rank's part of the optimizer.
+        data: training, validation and test sets.
+        objective: the loss and its metrics.
     """
 
     def __init__(
@@ -70,6 +78,16 @@ class RewardLearner:
         keep_heldout: KeepHeldout | None = None,
         num_layers: int | None = None,
     ) -> None:
+        """Hold the parts of a run.
+
+        Args:
+            model: Megatron's data parallel wrapper.
+            micro_batch_tokens: most tokens of a pack.
+            query_key_cost: work of a pair of query and key relative to a token, to balance packs.
+            count_flops: counts a step's FLOPs over all ranks; None if no metric needs them.
+            keep_heldout: called once with each set that is measured.
+            num_layers: layers of a mixture-of-experts model, whose load is measured; else None.
+        """
         self._ddp = model
         self._num_layers = num_layers
         self._count_flops = count_flops
@@ -84,13 +102,15 @@ class RewardLearner:
         self.data = data
 
     def release(self) -> None:
-        """Let go of the model and its gradients; nothing can be trained or measured afterwards."""
+        """Free the model and its gradients; afterwards nothing can be trained or measured."""
         unwrap_after_training(self._ddp)
 
     def train_step(self, step: int) -> dict[str, float]:
-        """Train on the batch of ``step``, counted from 0; metrics of the batch before the update.
+        """Train on the batch of ``step``, counted from 0; every rank calls it.
 
-        A step whose gradient overflowed fp16 is skipped, and has no ``grad_norm``.
+        Returns:
+            Metrics of the batch with the weights from before the update. A step whose gradient
+            overflowed fp16 is skipped and has no ``grad_norm``.
 
         Raises:
             TrainingError: a reward, the loss or the gradient is not finite; the weights are those
@@ -99,11 +119,11 @@ class RewardLearner:
         plan = self._loader.plan(step)
         # LoRA's dropout hashes the step, so that a resumed run draws the masks of this one.
         self.model.begin_step(step, self._losses_per_record(plan))
-        loss = self._loss_of(plan)
-        mine = compute_gradients(self._ddp, plan.packs, self._layout, loss)
-        # Read before the update, which moves both on: they are those of this step.
+        loss = self._step_loss(plan)
+        local_rewards = compute_gradients(self._ddp, plan.packs, self._layout, loss)
+        # Read before the update, which changes both.
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
-        done = StepRecords(
+        step_records = StepRecords(
             step=step + 1,
             record_ids=plan.record_ids,
             owners=plan.owners,
@@ -112,12 +132,13 @@ class RewardLearner:
             device=current_device(),
             is_fp16=loss_scale is not None,
         )
-        # The step's own forward pass gives the metrics: with the weights from before the update,
-        # and LoRA's dropout. All ranks have all rewards, so what a check finds, all raise.
-        rewards = self._gather(mine, plan.packs, done.records)
-        check_rewards(done, rewards, self.objective.loss)
-        metrics = measure_step(self.objective, rewards, done.records)
-        metrics |= self._update(done, loss_scale)
+        # Metrics come from the forward pass of the step itself, that is with the weights from
+        # before the update and with LoRA's dropout. All ranks have all rewards, so that a failed
+        # check raises on all of them.
+        rewards = self._gather(local_rewards, plan.packs, step_records.records)
+        check_rewards(step_records, rewards, self.objective.loss)
+        metrics = measure_step(self.objective, rewards, step_records.records)
+        metrics |= self._update(step_records, loss_scale)
         if self._num_layers is not None:
             metrics |= describe_load(take_load(self.model, self._num_layers))
         tokens = sum(dataset.num_tokens(record) for record in plan.record_ids)
@@ -126,30 +147,35 @@ class RewardLearner:
         return {**metrics, "lr": lr, "tokens": float(tokens)}
 
     def _losses_per_record(self, plan: StepPlan) -> float:
-        """What the auxiliary loss of a mixture of experts needs to know of the step's divisor."""
+        """Losses per record of the step, by which the auxiliary loss of experts is scaled."""
         if self._num_layers is None:
             return 1.0
         return losses_per_record(self.objective, self.data.train.records.select(plan.record_ids))
 
-    def _loss_of(self, plan: StepPlan) -> RewardLoss | Tensor:
-        """Loss of each pack of a step; of a loss over the whole batch its gradient by all rewards.
+    def _step_loss(self, plan: StepPlan) -> RewardLoss | Tensor:
+        """Return the loss of each pack of a step, or the loss's gradient by all rewards.
 
-        That takes a forward pass of its own, whose rewards are those of the next one.
+        A loss that is a function of all rewards of the batch needs the gradient, which takes a
+        forward pass in addition. Its rewards equal those of the training pass.
         """
-        if not self.objective.is_of_batch:
+        if not self.objective.is_batch_level:
             return self.objective.loss
         self._ddp.train()
-        mine = forward(self._ddp, plan.packs, self._layout)
+        local_rewards = forward(self._ddp, plan.packs, self._layout)
         records = self.data.train.records.select(plan.record_ids)
-        return reward_gradient(self.objective, self._gather(mine, plan.packs, records), records)
+        rewards = self._gather(local_rewards, plan.packs, records)
+        return reward_gradient(self.objective, rewards, records)
 
-    def _update(self, done: StepRecords, loss_scale: float | None) -> dict[str, float]:
-        """Step the optimizer: the gradient's norm, and what ``loss_scale`` made of the step."""
+    def _update(self, step: StepRecords, loss_scale: float | None) -> dict[str, float]:
+        """Update the weights; the gradient's norm, and in fp16 the outcome of the loss scale."""
         update = self.optimizer.step()
         # An overflow of fp16 is not an error while the loss scale can still be halved.
         if not update.applied and not update.skipped:
-            what = _wrong_gradient(update, loss_scale)
-            raise gradient_error(done, self._ddp, self.objective.loss, what)
+            problem = _describe_gradient(update, loss_scale)
+            compute = partial(
+                compute_gradients, self._ddp, layout=self._layout, loss=self.objective.loss
+            )
+            raise gradient_error(step, self._ddp, compute, problem)
         norm = {"grad_norm": update.grad_norm} if update.applied else {}
         if loss_scale is None:
             return norm
@@ -161,48 +187,54 @@ class RewardLearner:
         }
 
     def _gather(
-        self, mine: Tensor | None, batches: Sequence[PackedBatch], records: Records
+        self, local_rewards: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
-        # The head's outputs, more than one for an attribute where a loss has quantiles or bins.
+        """Gather the head's outputs ``[S, outputs]`` for ``records`` from all ranks."""
+        # Losses with quantiles or bins have several outputs for an attribute.
         shape = (records.num_rewards, self.objective.output_columns.count)
-        return gather_rewards(mine, batches, shape, self._layout)
+        return gather_rewards(local_rewards, batches, shape, self._layout)
 
     def validate(self, watch: Watch = unwatched) -> dict[str, float]:
-        """Metrics of every validation set, over each record once, named ``set/metric``."""
+        """Measure every validation set, each record once; metrics are named ``set/metric``."""
         return self.measure(self.data.validation, watch)
 
     def measure(
         self, sets: Sequence[TokenizedDataset], watch: Watch = unwatched
     ) -> dict[str, float]:
-        """Metrics of each of these sets, over each record once, named ``set/metric``."""
-        # A rank without records would not come to the weights that the others wait for.
+        """Measure each of ``sets``, each record once; metrics are named ``set/metric``.
+
+        Raises:
+            TrainingError: a reward is not finite.
+        """
+        # A rank without records would not gather the updated weights that the others wait for.
         self.optimizer.finish_update()
         done, total = 0, sum(map(len, sets))
-        found: dict[str, float] = {}
+        all_metrics: dict[str, float] = {}
         watch(0, total)
         for dataset in sets:
-            shown = partial(_show_share, watch, done, len(dataset), total)
-            metrics = self._measure_on(dataset, shown)
-            found |= {f"{dataset.name}/{name}": value for name, value in metrics.items()}
+            show_share = partial(_show_share, watch, done, len(dataset), total)
+            metrics = self._measure_on(dataset, show_share)
+            all_metrics |= {f"{dataset.name}/{name}": value for name, value in metrics.items()}
             done += len(dataset)
-        return found
+        return all_metrics
 
     def _measure_on(
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]
     ) -> dict[str, float]:
+        """Compute the rewards of a set and measure them; ``after_part`` gets the share done."""
         layout, budget = self._layout, self._micro_batch_tokens
-        # The rewards of the whole set are measured at once: a correlation, a quantile or a
-        # calibration error is no mean of those of batches.
+        # The rewards of the whole set are measured at once, because a correlation, a quantile or a
+        # calibration error is not the mean of those of batches.
         batches = validation_batches(
             dataset, budget, layout.dp_rank, layout.dp, self._query_key_cost
         )
         parts = count_parts(dataset.total_tokens, budget, layout)
-        mine = infer_in_parts(self._ddp, batches, layout, parts, after_part)
-        rewards = self._gather(mine, batches, dataset.records)
+        local_rewards = infer_in_parts(self._ddp, batches, layout, parts, after_part)
+        rewards = self._gather(local_rewards, batches, dataset.records)
         check_validation(dataset, rewards)
         if self._keep_heldout is not None:
-            whole = whole_rewards(self.objective, dataset.records.labels, rewards)
-            self._keep_heldout(dataset, whole)
+            uncentred = uncentred_rewards(self.objective, dataset.records.labels, rewards)
+            self._keep_heldout(dataset, uncentred)
         return describe_rewards(self.objective, dataset, rewards)
 
 
@@ -212,9 +244,12 @@ def compute_gradients(
     layout: ParallelLayout,
     loss: RewardLoss | Tensor,
 ) -> Tensor | None:
-    """Replace the gradients by those of a step on these packs; see ``forward_backward``.
+    """Replace the model's gradients by those of a step on these packs; see ``forward_backward``.
 
     ``model`` is Megatron's data parallel wrapper.
+
+    Returns:
+        This rank's outputs of the head; None on a pipeline stage without a head.
     """
     model.train()
     model.zero_grad_buffer()
@@ -222,14 +257,15 @@ def compute_gradients(
 
 
 def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
-    """Work on these records, whatever packs they are in."""
+    """Sum up the work on these records, as if they were one pack."""
     sizes = [measure_record(dataset, record) for record in record_ids]
-    tokens, sequences, query_keys = (sum(each) for each in zip(*sizes, strict=True))
+    tokens, sequences, query_keys = (sum(column) for column in zip(*sizes, strict=True))
     return Packs(tokens, sequences, keys=query_keys / tokens)
 
 
-def _show_share(watch: Watch, before: int, size: int, total: int, share: float) -> None:
-    watch(before + round(share * size), total)
+def _show_share(watch: Watch, done: int, size: int, total: int, share: float) -> None:
+    """Show that a ``share`` of ``size`` records is done in addition to ``done`` records."""
+    watch(done + round(share * size), total)
 
 
 def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
@@ -246,10 +282,10 @@ def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Ten
 def describe_rewards(
     objective: Objective, dataset: TokenizedDataset, rewards: Tensor
 ) -> dict[str, float]:
-    """The objective's report on a whole data set and on each of its sources; the rewards' spread.
+    """Report the objective's metrics on a whole data set and its sources, and the rewards' spread.
 
     Args:
-        rewards: ``[S, outputs]`` of every record once, as the head gives them.
+        rewards: ``[S, outputs]``, the head's outputs for every record once.
     """
     return {
         **measure_set(objective, rewards, dataset.records, dataset.reply_lengths, dataset.sources),
@@ -257,19 +293,19 @@ def describe_rewards(
     }
 
 
-def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
-    """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
+def uncentred_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
+    """Convert a head's ``outputs`` to rewards ``[S, A]`` float64, with label means added back."""
     rewards = rewards_of(objective.readout, objective.output_columns.split(outputs).attributes)
     offsets = torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
     return rewards.double() + offsets
 
 
 def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
-    """Mean and deviation of every attribute, offsets included, for the scoring contract.
+    """Mean and standard deviation of every attribute's rewards, for the scoring contract.
 
     They are of samples if the objective aggregates the rewards of turns or steps, else of these.
     """
-    measured = whole_rewards(objective, records.labels, rewards)
+    measured = uncentred_rewards(objective, records.labels, rewards)
     rule = objective.aggregate
     if objective.has_steps and rule not in (None, Aggregate.last.value):
         measured = rewards_of_samples(measured, records, Aggregate(rule))
@@ -283,10 +319,10 @@ def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str
 def validation_metric_names(
     objective: Objective, datasets: Sequence[TokenizedDataset]
 ) -> list[str]:
-    """Names of all metrics by which checkpoints may be chosen, without a model.
+    """List the names of all metrics by which checkpoints can be ranked, without a model.
 
-    Objectives of other packages have metrics of their own, so the few records that a set's names
-    depend on are measured, with rewards of 0: one of each source and kind.
+    Custom objectives have metrics of their own. So a few records are measured with rewards of 0:
+    one of each source and kind, on which the names depend.
     """
     names = []
     for dataset in datasets:
@@ -300,207 +336,8 @@ def validation_metric_names(
     return names
 
 
-def _wrong_gradient(update: Update, loss_scale: float | None) -> str:
+def _describe_gradient(update: Update, loss_scale: float | None) -> str:
+    """Describe a gradient that is not finite, for an error."""
     if loss_scale is None:
         return f"a gradient norm of {update.grad_norm}"
     return f"a gradient that overflows fp16 at a loss scale of {loss_scale:g}"
-
-
-# Numbers that are not finite stop a run: the error names their records and ranks.
-#
-# The record with the largest part is named first: centring spreads one label of 1e38 over all, so
-# that no record's loss is finite, but that record's is by far the largest.
-
-_NAMED = 5
-_ADVICE = "nothing was learned from this step: look at the records, or lower model.optim.lr"
-_FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
-
-
-@dataclass(frozen=True)
-class StepRecords:
-    """The records of one step, counted from 1, in the order of the global batch.
-
-    Attributes:
-        record_ids: in ``dataset``.
-        owners: of each record the data parallel rank that computed it, as the loader planned.
-    """
-
-    step: int
-    record_ids: Sequence[int]
-    owners: Sequence[int]
-    dataset: TokenizedDataset
-    layout: ParallelLayout
-    device: torch.device
-    is_fp16: bool = False
-
-    @cached_property
-    def records(self) -> Records:
-        """Who owns the step's rewards, and what people said."""
-        return self.dataset.records.select(self.record_ids)
-
-    def my_indices(self) -> list[int]:
-        """This rank's records, as indices into ``record_ids``."""
-        return [i for i, owner in enumerate(self.owners) if owner == self.layout.dp_rank]
-
-    def error(self, what: str, ranks: Sequence[int], indices: Sequence[int]) -> TrainingError:
-        """The same on every rank, for what was seen on ``ranks`` in the records at ``indices``."""
-        whose = _named(self.dataset, [self.record_ids[index] for index in indices])
-        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        advice = _far_labels(self.dataset) + _ADVICE + _FP16_ADVICE * self.is_fp16
-        return TrainingError(f"step {self.step}: got {what}, on {on}, from {whose}; {advice}")
-
-
-def _named(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
-    # A record may be in a batch twice.
-    origins = list(dict.fromkeys(str(dataset.origins[record]) for record in record_ids))
-    shown = ", ".join(origins[:_NAMED]) or "no record alone"
-    return shown + (f", and {len(origins) - _NAMED} more" if len(origins) > _NAMED else "")
-
-
-def _far_labels(dataset: TokenizedDataset) -> str:
-    """A label outside the batch can spoil it, too: by the mean that is subtracted from all."""
-    far = far_labels(dataset.records.labels, dataset.label_origins)
-    if not far:
-        return ""
-    more = f", and {len(far) - _NAMED} more" if len(far) > _NAMED else ""
-    return f"labels of {dataset.name} are far out: {', '.join(map(str, far[:_NAMED]))}{more}; "
-
-
-@dataclass(frozen=True, order=True)
-class _Blame:
-    """Share of a record in a number that is not finite; the greater, the more.
-
-    ``amount`` is the size of its own part of the number, in float64.
-    """
-
-    is_certain: bool
-    is_nan: bool
-    amount: float
-    index: int = field(compare=False)
-
-    @classmethod
-    def of(cls, index: int, amount: float, is_certain: bool = False) -> _Blame:
-        is_nan = math.isnan(amount)
-        return cls(is_certain, is_nan, 0.0 if is_nan else amount, index)
-
-
-def _by_blame(blames: Iterable[_Blame]) -> list[int]:
-    """The records' indices, each once, the one that is most to blame first."""
-    # Where the blame is the same, in the order of the batch.
-    in_order = sorted(sorted(blames, key=lambda blame: blame.index), reverse=True)
-    return list(dict.fromkeys(blame.index for blame in in_order))
-
-
-def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
-    """Refuse rewards ``[S, A]`` of a whole set that nothing can be measured on.
-
-    Raises:
-        TrainingError: a reward is not finite.
-    """
-    bad = torch.nonzero(~torch.isfinite(rewards).all(dim=1)).flatten()
-    if bad.numel():
-        owners = torch.searchsorted(dataset.records.record_bounds, bad, right=True) - 1
-        whose = _named(dataset, owners.unique().tolist())
-        raise TrainingError(f"{dataset.name}: got a reward that is not finite, from {whose}")
-
-
-def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
-    """Refuse rewards ``[S, A]``, in the order of ``step``'s records, that cannot be learned on.
-
-    Every rank calls it, with the same rewards.
-
-    Raises:
-        TrainingError: on every rank, if on any a reward or the loss is not finite.
-    """
-    records = step.records
-    if _is_learnable(rewards, records, loss):
-        return
-    parts = [
-        (index, rewards[records.rows([index])], records.select([index]))
-        for index in step.my_indices()
-    ]
-    mine = [
-        _loss_blame(index, own, record, loss)
-        for index, own, record in parts
-        if not _is_learnable(own, record, loss)
-    ]
-    seen = gather_objects(mine)
-    indices = _by_blame(blame for found in seen for blame in found)
-    # Or no record's loss, but their sum, which is every rank's.
-    ranks = [rank for rank, found in enumerate(seen) if found] or list(range(len(seen)))
-    if not bool(torch.isfinite(rewards).all()):
-        raise step.error("a reward that is not finite", ranks, indices)
-    missing = _without_labels(step, indices)
-    raise step.error(f"a loss that is not finite{missing}", ranks, indices)
-
-
-def _without_labels(step: StepRecords, indices: Sequence[int]) -> str:
-    """A note on records without a label, which a loss reads as NaN; empty if all have theirs."""
-    labels = step.records.select(indices).labels
-    absent = torch.isnan(labels.values)
-    if not bool(absent.any()):
-        return ""
-    some = absent.any(0).tolist()
-    names = " or ".join(name for name, lacks in zip(labels.names, some, strict=True) if lacks)
-    return (
-        f" ({int(absent.any(1).sum())} of its {len(absent)} records have no {names}: a missing "
-        "label is NaN, which the loss has to leave out)"
-    )
-
-
-def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
-    total, _ = loss(rewards, records)
-    # Both: a record whose labels are all missing hides a NaN reward from the loss.
-    return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
-
-
-def _loss_blame(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
-    total, _ = loss(rewards.double(), record)
-    return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
-
-
-def gradient_error(
-    step: StepRecords,
-    model: Any,
-    loss: RewardLoss,
-    what: str,
-) -> TrainingError:
-    """Trace a gradient that is not finite: recompute each record's alone; every rank calls it.
-
-    ``model`` is Megatron's data parallel wrapper, with the gradient of the step still in it; what
-    is in it afterwards is of no use.
-    """
-    # Before any gradient is computed anew: which ranks saw it in the step itself.
-    broken = gather_objects(not _has_finite_gradients(model))
-    blames: list[_Blame] = []
-    for index, record in enumerate(step.record_ids):
-        # All ranks take the same record: Megatron sums gradients over them within this call.
-        dataset = step.dataset
-        packs = pack_records(dataset, [record], dataset.num_tokens(record))
-        compute_gradients(model, packs, step.layout, loss)
-        if agree(not _has_finite_gradients(model), step.device):
-            blames += gather_objects(_Blame.of(index, _gradient_norm(model)))
-    indices = _by_blame(blames)
-    owners = {step.owners[index] for index in indices}
-    dp_ranks = gather_objects(step.layout.dp_rank)
-    ranks = [rank for rank, dp_rank in enumerate(dp_ranks) if dp_rank in owners]
-    ranks = ranks or [rank for rank, bad in enumerate(broken) if bad]
-    return step.error(what, ranks, indices)
-
-
-def _has_finite_gradients(model: Any) -> bool:
-    """True if the squares of all gradients on this rank have a finite sum, as the norm needs."""
-    norms = [
-        parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad
-    ]
-    return not norms or bool(torch.isfinite(torch.stack(norms).square().sum()))
-
-
-def _gradient_norm(model: Any) -> float:
-    """The norm of all gradients on this rank, in float64, which the square of no float32 leaves."""
-    norms = [
-        torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float64)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    return float(torch.stack(norms).norm()) if norms else 0.0

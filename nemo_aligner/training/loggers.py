@@ -1,4 +1,9 @@
-"""Who is told of a run's metrics: files, tracking services and the person at the terminal."""
+"""Metrics of a run: where they are logged, what a terminal shows, and the GPU's gauges.
+
+``MetricLoggers`` sends metrics to the run's file, to TensorBoard, CSV, W&B and MLflow, and to a
+callback. ``StepProgress`` and the ``render_*`` functions write the lines of a terminal. ``Gauges``
+measures MFU, memory and power of a GPU. ``Timers`` measures parts of a step.
+"""
 
 from __future__ import annotations
 
@@ -23,38 +28,44 @@ from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, is_shown
 from nemo_aligner.planning.memory import GIB
 from nemo_aligner.planning.step_time import peak_flops
-from nemo_aligner.training.tracking import MetricsFile, build_tracked_loggers
+from nemo_aligner.training.tracking import (
+    FAILED,
+    SUCCESS,
+    MetricsFile,
+    build_tracked_loggers,
+    close_loggers,
+)
 from nemo_aligner.utils.console import Progress, join_fields, say, show_number
 from nemo_aligner.utils.errors import ConfigError, one_line
 from nemo_aligner.utils.processes import is_main
 
 
 def check_loggers(config: RunFolderConfig) -> None:
-    """Refuse, before anything is built, a logger whose package is not there.
+    """Reject a logger whose package is not installed, before anything is built.
 
     Raises:
         ConfigError: it is not installed.
     """
-    for key, wanted, module in (
+    for key, is_enabled, module in (
         ("create_tensorboard_logger", config.create_tensorboard_logger, "tensorboard"),
         ("create_wandb_logger", config.create_wandb_logger, "wandb"),
         ("create_mlflow_logger", config.create_mlflow_logger, "mlflow"),
     ):
-        if wanted and find_spec(module) is None:
+        if is_enabled and find_spec(module) is None:
             raise ConfigError(
-                f"exp_manager.{key}: got true, but the package {module} is not installed "
-                f"(pip install {module})"
+                f"exp_manager.{key}: got true, but the package {module} is not installed. Install "
+                f"it (pip install {module}), or set exp_manager.{key}=false"
             )
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Argument of a run's callback: the metrics that were logged after ``step``.
+    """The argument of a run's callback: the metrics that were logged after ``step``.
 
     Attributes:
-        step: counted from 1; 0 is before the first.
-        total_steps: the last one, if nothing ends the run before.
-        metrics: by the names of ``metrics.jsonl``, as ``train/loss``.
+        step: counted from 1; 0 is before the first step.
+        total_steps: last step of the run if nothing ends it earlier.
+        metrics: values by their names in ``metrics.jsonl``, such as ``train/loss``.
     """
 
     step: int
@@ -66,10 +77,13 @@ Callback: TypeAlias = Callable[[TrainingProgress], object]
 
 
 class MetricLoggers:
-    """The run's own file and Lightning's loggers by their names on rank 0; nothing on the others.
+    """The run's own file, Lightning's loggers and the callback; on other ranks than 0 nothing.
 
-    A logger that fails, be it that its service or a disk is gone, hears no more of the run; that
-    is said, and does not end it. What a callback raises does end the run: it is its caller's.
+    A logger that fails, because its service or a disk is unreachable, is dropped with a message and
+    does not end the run. An error of the callback does end the run, because it belongs to the
+    caller.
+
+    As a context manager it closes everything at the end, and marks a run that failed as failed.
     """
 
     def __init__(
@@ -83,32 +97,40 @@ class MetricLoggers:
         self._callback, self._total_steps = callback, total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the metrics of a step, counted from 1.
+        """Log the metrics of a step, counted from 1.
 
         Raises:
             CheckpointError: the run's own file cannot be written.
         """
         if self._file is not None:
             self._file.log(metrics, step)
-        self._tell(lambda logger: logger.log_metrics(dict(metrics), step))
+        self._for_each_logger(lambda logger: logger.log_metrics(dict(metrics), step))
         if self._callback is not None:
             self._callback(TrainingProgress(step, self._total_steps, dict(metrics)))
 
-    def close(self) -> None:
+    def __enter__(self) -> MetricLoggers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        self.close(SUCCESS if kind is None else FAILED)
+
+    def close(self, status: str = SUCCESS) -> None:
+        """Close the file and all loggers; ``status`` is the run's outcome at the services."""
         if self._file is not None:
             self._file.close()
-        self._tell(lambda logger: logger.finalize("success"))
+        self._for_each_logger(lambda logger: logger.finalize(status))
 
-    def _tell(self, tell: Callable[[Any], None]) -> None:
+    def _for_each_logger(self, call: Callable[[Any], None]) -> None:
+        """Call every logger, and drop those that fail."""
         for name, logger in list(self._loggers.items()):
             try:
-                tell(logger)
-            except Exception as error:  # whatever its package raises
+                call(logger)
+            except Exception as error:  # their packages raise all kinds of errors
                 del self._loggers[name]
                 cause = error.__cause__ or error
                 say(
-                    f"{name}: logging stopped ({type(cause).__name__}: "
-                    f"{one_line(cause)}); {METRICS_NAME} has every number"
+                    f"{name}: logging stopped ({type(cause).__name__}: {one_line(cause)}); "
+                    f"{METRICS_NAME} still gets every number"
                 )
 
 
@@ -119,11 +141,15 @@ def build_loggers(
     callback: Callback | None = None,
     total_steps: int = 0,
 ) -> MetricLoggers:
-    """``metrics.jsonl`` and the loggers asked for, in ``explicit_log_dir``; and the callback.
+    """Open ``metrics.jsonl`` and the loggers that the settings enable, in ``explicit_log_dir``.
 
-    ``settings`` is the run's resolved config.
-    A resumed run keeps what was logged up to ``start_step``; later steps are logged anew. Services
-    keep both, as they take nothing back.
+    A resumed run keeps what was logged up to ``start_step`` and logs later steps again. W&B and
+    MLflow keep both, because they cannot delete numbers.
+
+    Args:
+        settings: the run's resolved settings.
+        start_step: steps that the run has done already.
+        callback: called with all metrics that are logged.
 
     Raises:
         ConfigError, CheckpointError: see ``build_tracked_loggers``.
@@ -132,14 +158,18 @@ def build_loggers(
         return MetricLoggers()
     folder = Path(config.explicit_log_dir)
     tracked = build_tracked_loggers(config, settings, start_step)
-    file = MetricsFile(folder / METRICS_NAME, start_step)
-    loggers: dict[str, Any] = {}
-    if config.create_tensorboard_logger:
-        loggers["tensorboard"] = _tensorboard_logger(folder, start_step)
-    if config.create_csv_logger:
-        loggers["csv"] = _csv_logger(folder, start_step)
-    for logger in loggers.values():
-        logger.log_hyperparams(dict(settings))
+    try:
+        file = MetricsFile(folder / METRICS_NAME, start_step)
+        loggers: dict[str, Any] = {}
+        if config.create_tensorboard_logger:
+            loggers["tensorboard"] = _tensorboard_logger(folder, start_step)
+        if config.create_csv_logger:
+            loggers["csv"] = _csv_logger(folder, start_step)
+        for logger in loggers.values():
+            logger.log_hyperparams(dict(settings))
+    except BaseException:
+        close_loggers(tracked.values(), FAILED)
+        raise
     return MetricLoggers(file, loggers | tracked, callback, total_steps)
 
 
@@ -151,7 +181,7 @@ def _tensorboard_logger(folder: Path, start_step: int) -> Any:
         name="tensorboard",
         version="",
         default_hp_metric=False,
-        # Of a run that was killed before its first checkpoint nothing is kept.
+        # A run that was killed before its first checkpoint begins again from nothing.
         purge_step=start_step + 1 if start_step else 0,
     )
 
@@ -160,19 +190,19 @@ def _csv_logger(folder: Path, start_step: int) -> Any:
     from lightning.pytorch.loggers import CSVLogger
 
     logger = CSVLogger(save_dir=str(folder), name="csv", version="", flush_logs_every_n_steps=1)
-    kept = _rows_until(Path(logger.log_dir) / "metrics.csv", start_step)
+    rows = _rows_until(Path(logger.log_dir) / "metrics.csv", start_step)
     with warnings.catch_warnings():
-        # Lightning deletes the file of the run before; its rows are written again below.
+        # Lightning deletes the file of the previous run; its rows are written again below.
         warnings.filterwarnings("ignore", message="Experiment logs directory")
         experiment = logger.experiment
-    for step, row in kept:
+    for step, row in rows:
         experiment.log_metrics(row, step)
     experiment.save()
     return logger
 
 
 def _rows_until(path: Path, last_step: int) -> list[tuple[int, dict[str, float]]]:
-    """Step and metrics of every whole row up to ``last_step``; none of a run that begins anew."""
+    """Step and metrics of every complete row up to ``last_step``; none for a new run."""
     if last_step == 0 or not path.is_file():
         return []
     rows = []
@@ -180,25 +210,25 @@ def _rows_until(path: Path, last_step: int) -> list[tuple[int, dict[str, float]]
         for row in csv.DictReader(lines):
             step = row.pop("step", None)
             if step is not None and step.isdigit() and int(step) <= last_step:
-                rows.append((int(step), _numbers(row)))
+                rows.append((int(step), _parse_numbers(row)))
     return rows
 
 
-def _numbers(row: Mapping[str, str | None]) -> dict[str, float]:
-    """The cells that hold a number: a run that was killed may have left half a line."""
-    values = {}
+def _parse_numbers(row: Mapping[str, str | None]) -> dict[str, float]:
+    """Return the cells that hold a number: a killed run may have left an incomplete line."""
+    numbers = {}
     for key, value in row.items():
         with suppress(TypeError, ValueError):
-            values[key] = float(value)  # type: ignore[arg-type]
-    return values
+            numbers[key] = float(value)  # type: ignore[arg-type]
+    return numbers
 
 
-# Console lines of a run: its steps and validations.
+# Lines that the terminal shows of steps and validations.
 
-# Runs of so few steps show every step, however fast.
+# A run of at most so many steps shows every step, however fast.
 _FEW_STEPS = 20
-# Fields with a unit or a name of their own; others are ``name number``.
-_SHOWN_AS: dict[str, Callable[[float], str]] = {
+# Metrics that are shown with a unit or a name of their own; others are shown as ``name number``.
+_FORMATS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda rate: f"{show_number(rate)} tokens/s",
     "mfu": lambda share: f"MFU {share:.1%}",
     "gpu_memory_gb": lambda size: f"GPU {size:.1f} GB",
@@ -207,9 +237,12 @@ _SHOWN_AS: dict[str, Callable[[float], str]] = {
 
 
 class StepProgress(Progress):
-    """A line for the first step, the last, and one every few seconds; a bar below on a terminal.
+    """Shows the first step, the last, and one every few seconds; with a bar on a terminal.
 
-    There is a validation after every ``interval`` of steps, and after the last.
+    Args:
+        total: steps of the run.
+        start: steps that are done already.
+        interval: steps between validations; None validates only after the last step.
     """
 
     def __init__(self, total: int, start: int, interval: int | None) -> None:
@@ -220,20 +253,21 @@ class StepProgress(Progress):
         self._always = {start + 1, total} if total - start > _FEW_STEPS else range(total + 1)
 
     def begin(self) -> None:
-        """Count the time of steps from now on; a validation before them is one more."""
+        """Start the clock of the steps; a validation before them counts in addition."""
         super().begin()
         self._since -= self._validating_seconds
         self._validations += self._validated
 
     def show(self, step: int, metrics: Mapping[str, float], best: str | None = None) -> None:
-        """Come to ``step``, counted from 1; ``best`` says which checkpoint is the best so far."""
+        """Move on to ``step``, counted from 1; ``best`` describes the best checkpoint so far."""
         if self.line_is_due() or step in self._always:
-            fields = [f"step {step}/{self._total}", self.time_left(step), *_fields(metrics), best]
+            shown = _format_metrics(metrics)
+            fields = [f"step {step}/{self._total}", self.time_left(step), *shown, best]
             self.say(join_fields(field for field in fields if field))
         self.move(step)
 
     def add_validation(self, seconds: float) -> None:
-        """Say how long a validation took, which is not of the steps."""
+        """Record how long a validation took, which does not count as time of the steps."""
         self._validated += 1
         self._validating_seconds += seconds
 
@@ -246,17 +280,19 @@ class StepProgress(Progress):
         return per_step * (self._total - done) + per_validation * left
 
 
-def _fields(metrics: Mapping[str, float]) -> list[str]:
-    return [_field(name.partition("/")[2], value) for name, value in metrics.items()]
+def _format_metrics(metrics: Mapping[str, float]) -> list[str]:
+    """Format metrics for people, without the prefix of their names."""
+    return [_format_metric(name.partition("/")[2], value) for name, value in metrics.items()]
 
 
-def _field(name: str, value: float) -> str:
-    shown_as = _SHOWN_AS.get(name)
-    return f"{name} {show_number(value)}" if shown_as is None else shown_as(value)
+def _format_metric(name: str, value: float) -> str:
+    """Format one metric for people, such as ``loss 0.69``."""
+    format_value = _FORMATS.get(name)
+    return f"{name} {show_number(value)}" if format_value is None else format_value(value)
 
 
 def render_best(saved: Saved | None, monitor: str | None) -> str | None:
-    """The best checkpoint so far, as a field of a line; None where there is none."""
+    """Describe the best checkpoint so far, as a field of a line; None if there is none."""
     if saved is None or monitor is None:
         return None
     value = show_number(saved.state.metrics[monitor])
@@ -264,21 +300,21 @@ def render_best(saved: Saved | None, monitor: str | None) -> str | None:
 
 
 def render_validation(step: int, metrics: Mapping[str, float]) -> str:
-    """Render every set's metrics for people, and below them those of its sources."""
+    """Render the metrics of every validation set for people, followed by those of its sources."""
     sets: dict[str, list[str]] = {}
     sources: dict[str, dict[str, list[str]]] = {}
-    for name, value in metrics.items():
-        prefix, _, rest = name.partition("/")
+    for full_name, value in metrics.items():
+        prefix, _, name = full_name.partition("/")
         shown = sets.setdefault(prefix, [])
-        if not rest.startswith(BY_SOURCE):
-            if is_shown(rest, Shown.validation):
-                shown.append(f"{rest} {show_number(value)}")
+        if not name.startswith(BY_SOURCE):
+            if is_shown(name, Shown.validation):
+                shown.append(f"{name} {show_number(value)}")
             continue
-        for metric in _of_sources():
-            if rest.endswith(f"/{metric}"):
-                source = rest.removeprefix(BY_SOURCE).removesuffix(f"/{metric}")
-                of_set = sources.setdefault(prefix, {}).setdefault(metric, [])
-                of_set.append(f"{source} {value:.3f}")
+        for metric in _metrics_by_source():
+            if name.endswith(f"/{metric}"):
+                source = name.removeprefix(BY_SOURCE).removesuffix(f"/{metric}")
+                by_source = sources.setdefault(prefix, {}).setdefault(metric, [])
+                by_source.append(f"{source} {value:.3f}")
     lines = []
     for prefix, shown in sets.items():
         lines += [f"step {step}: {prefix}", join_fields(shown, first="  ")]
@@ -287,21 +323,22 @@ def render_validation(step: int, metrics: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _of_sources() -> list[str]:
+def _metrics_by_source() -> list[str]:
+    """Names of the metrics that are also shown for each source of a set."""
     return [metric.name for metric in all_metrics() if Shown.source in metric.shown]
 
 
-# Gauges of the GPU that a step ran on: share of its peak FLOPS, memory, power.
+# Gauges of the GPU: the share of its peak FLOP/s that a step reached, its memory and its power.
 
 
 @dataclass(frozen=True)
 class Gauges:
-    """The gauges of this rank's GPU; without one, or where it does not say, there is none.
+    """The gauges of this rank's GPU. A gauge is None without a GPU, or if the GPU lacks it.
 
     Attributes:
-        peak: FLOP/s of all ranks' GPUs together, which are taken to be alike.
-        used_bytes: of the GPU's memory, by whomever.
-        watts: that the GPU draws now.
+        peak: peak FLOP/s of all ranks' GPUs together, which are assumed to be equal.
+        used_bytes: reads how many bytes of the GPU's memory all processes use.
+        watts: reads the power that the GPU draws.
     """
 
     peak: float | None = None
@@ -310,7 +347,7 @@ class Gauges:
 
     @classmethod
     def of(cls, device: torch.device | str, precision: Precision) -> Gauges:
-        """Gauges of a device; power needs the package nvidia-ml-py."""
+        """Find the gauges of a device; the power needs the package nvidia-ml-py."""
         device = torch.device(device)
         if not _is_gpu(device):
             return cls()
@@ -326,41 +363,43 @@ class Gauges:
         return cls(
             None if peak is None else peak * dist.get_world_size(),
             used_bytes,
-            watts if _answers(watts) else None,
+            watts if _is_readable(watts) else None,
         )
 
     def read(self, flops: float | None, seconds: float) -> dict[str, float]:
-        """``mfu`` of a step of so many ``flops``, ``gpu_memory_gb`` and ``gpu_power_watts``.
+        """Read the gauges after a step that took so many ``flops`` and ``seconds``.
 
-        Model FLOPs utilization (Chowdhery et al. 2022, appendix B): what is recomputed is no work.
+        Returns:
+            ``mfu``, ``gpu_memory_gb`` and ``gpu_power_watts``, as far as they are known. Model
+            FLOPs utilization does not count recomputation (Chowdhery et al. 2022, appendix B).
         """
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         if self.peak is not None and flops is not None:
-            found["mfu"] = flops / seconds / self.peak
+            values["mfu"] = flops / seconds / self.peak
         if self.used_bytes is not None:
-            found["gpu_memory_gb"] = self.used_bytes() / 1e9
+            values["gpu_memory_gb"] = self.used_bytes() / 1e9
         if self.watts is not None:
-            found["gpu_power_watts"] = self.watts()
-        return found
+            values["gpu_power_watts"] = self.watts()
+        return values
 
 
 def describe_gpu_memory(device: torch.device | str) -> str | None:
-    """Describe what holds a GPU's memory, tensors or all else; None for a CPU."""
+    """Describe how much of a GPU's memory tensors and everything else hold; None for a CPU."""
     device = torch.device(device)
     if not _is_gpu(device):
         return None
     free, total = torch.cuda.mem_get_info(device)
-    reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    reserved, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
     outside = total - free - reserved
     return (
-        f"GPU memory: {reserved / GIB:.1f} GiB held by torch, of which tensors took at most "
-        f"{most / GIB:.1f}; {outside / GIB:.1f} GiB outside of it (CUDA, its libraries, NCCL, and "
-        "other processes)"
+        f"GPU memory: torch holds {reserved / GIB:.1f} GiB, in which tensors took at most "
+        f"{peak / GIB:.1f} GiB; CUDA, its libraries, NCCL and other processes hold "
+        f"{outside / GIB:.1f} GiB"
     )
 
 
 def known_peak(device: torch.device | str, precision: Precision) -> float | None:
-    """FLOP/s of a device, where a share of them can be told."""
+    """Return the peak FLOP/s of a device; None if it is a CPU or not in the table of peaks."""
     if not _is_gpu(torch.device(device)):
         return None
     return peak_flops(torch.cuda.get_device_name(device), precision)
@@ -370,26 +409,26 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available()
 
 
-def _answers(gauge: Callable[[], float]) -> bool:
-    """True if it can be read: NVML may be missing, or not know this of the GPU."""
+def _is_readable(gauge: Callable[[], float]) -> bool:
+    """True if a gauge can be read: NVML may be missing, or not support it on this GPU."""
     try:
         gauge()
     except Exception:
-        # Among them pynvml's own, whose classes are there only where it is; a run goes on without.
+        # pynvml raises errors of its own, whose classes exist only if it is installed.
         return False
     return True
 
 
-# The run's wall clock: a time limit, and how long each part of a step takes.
+# The clock of a run: its time limit, and the time of each part of a step.
 
 _MAX_TIME = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
 
 def parse_max_time(text: str) -> float:
-    """Seconds of ``DD:HH:MM:SS``.
+    """Return the seconds of ``DD:HH:MM:SS``.
 
     Raises:
-        ConfigError: another form.
+        ConfigError: the text has another form.
     """
     match = _MAX_TIME.fullmatch(str(text).strip())
     if match is None:
@@ -399,7 +438,7 @@ def parse_max_time(text: str) -> float:
 
 
 class Timers:
-    """Seconds spent in named parts, since they were last taken."""
+    """Adds up the seconds spent in named parts of a step, until ``take`` returns them."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -412,11 +451,11 @@ class Timers:
         self.add_since(start, name)
 
     def add_since(self, start: float, name: str) -> None:
-        """Add the time since ``start``, of ``time.perf_counter``, to ``name``."""
+        """Add the time since ``start``, a value of ``time.perf_counter()``, to ``name``."""
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """``timing/<name>`` -> seconds, and start anew."""
-        taken = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
+        """Return the seconds of each part as ``timing/<name>``, and reset them to zero."""
+        timings = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
-        return taken
+        return timings

@@ -1,4 +1,9 @@
-"""The optimizer of a run: AdamW on DDP's flat buffers, its schedule, clipping and loss scale."""
+"""The optimizer of a run: AdamW on DDP's flat buffers, with schedule, clipping and loss scale.
+
+``Optimizer`` takes a step, and saves and loads its state. ``build_optimizer`` groups the model's
+parameters by their hyperparameters and builds it. ``adamw.py`` has the update itself, and
+``optimizer_state.py`` the shards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from nemo_aligner.config.model import OptimConfig
 from nemo_aligner.distributed.collectives import current_device, gather_objects
-from nemo_aligner.training.adamw import AdamW, Ferry
+from nemo_aligner.training.adamw import AdamW, MomentStreamer
 from nemo_aligner.training.optimizer_state import MOMENTS, Shard, ShardedState
 from nemo_aligner.utils.host_transfer import before_writing
 
@@ -31,13 +36,14 @@ _EPSILON = 1e-6  # added to a norm that divides, as in Megatron and torch
 
 @dataclass(frozen=True)
 class Update:
-    """Outcome of a step.
+    """Outcome of an optimizer step.
 
     Attributes:
-        grad_norm: before clipping; NaN if fp16 overflowed.
+        grad_norm: L2 norm of the gradient before clipping; NaN if fp16 overflowed.
         applied: the weights were updated.
         skipped: fp16 overflowed, and a lower loss scale may help; the weights are unchanged. If
-            neither is true, the gradient is not finite for another reason, and they are, too.
+            neither is true, the gradient is not finite for another reason, and the weights are
+            unchanged, too.
     """
 
     grad_norm: float
@@ -46,12 +52,11 @@ class Update:
 
 
 class Optimizer:
-    """AdamW on this rank's shards of the model's weights, and its schedule.
+    """AdamW on this rank's shards of the model's weights, and its learning rate schedule.
 
     Attributes:
         param_groups: hyperparameters of each group of parameters, the same on every rank.
-        loss_scale: of the next step in fp16; None in fp32 and bf16.
-        skipped_steps: overflows of fp16 since the start of the run.
+        skipped_steps: steps skipped since the start of the run because fp16 overflowed.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Optimizer:
         scheduler: OptimizerParamScheduler,
         clip_grad: float,
     ) -> None:
-        """Take what ``build_optimizer`` builds: ``states`` of dense parameters, then of experts."""
+        """Hold what ``build_optimizer`` builds: ``states`` are those of dense weights, experts."""
         self._model = model
         self._states = states
         self.param_groups = param_groups
@@ -73,11 +78,11 @@ class Optimizer:
         self._loss_scale = LossScale() if model.module.config.fp16 else None
         self.skipped_steps = 0
         self._gradients = [shard.gradients for state in states for shard in state.shards]
-        self._counted = [_gradients_to_count(state.shards) for state in states]
+        self._norm_gradients = [_select_for_norm(state.shards) for state in states]
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step, where none of its own multiplies it."""
+        """Learning rate of the next step for groups without a multiple of their own."""
         return float(self._scheduler.get_lr({"lr_mult": 1.0}))
 
     @property
@@ -97,7 +102,7 @@ class Optimizer:
         """
         overflows, norm = self._measure_gradients()
         if self._loss_scale is not None:
-            # At the least scale there is no lower one to try: the gradient itself is at fault.
+            # At the lowest scale there is no lower one to try: the gradient itself is at fault.
             skipped = overflows and self._loss_scale.value > MIN_LOSS_SCALE
             self._loss_scale.update(overflows)
             if overflows:
@@ -110,34 +115,34 @@ class Optimizer:
             torch._foreach_mul_(self._gradients, factor)
         before_writing()  # a save may still be copying weights and moments
         self._adamw.step(self.param_groups, self._scheduler.num_steps + 1)
-        # Each rank has updated its shards. If gathering overlaps, the next forward pass gathers the
-        # weights as it comes to them, bucket by bucket (see ``finish_update``).
+        # Each rank has updated its shards. If the all-gather overlaps, the next forward pass
+        # gathers the weights bucket by bucket as it reaches them (see ``finish_update``).
         if not self._model.ddp_config.overlap_param_gather:
             self._model.start_param_sync()
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
 
     def _measure_gradients(self) -> tuple[bool, float]:
-        """Tell if any gradient overflowed fp16, and their L2 norm over all ranks; collective.
+        """Check the gradients for an overflow of fp16, and compute their L2 norm; collective.
 
         In fp16 it divides the gradients by the loss scale. The host waits for the GPU once.
         """
-        # A rank without gradients takes part with 0. Shards do not overlap, and copies on other
-        # tensor parallel ranks are left out, so the squares of all ranks add up to the whole.
-        sums = torch.zeros(1 + len(self._counted), device=current_device())
+        # A rank without gradients contributes 0. Shards do not overlap, and only one tensor
+        # parallel rank counts a replicated parameter, so the squares add up over all ranks.
+        sums = torch.zeros(1 + len(self._norm_gradients), device=current_device())
         if self._loss_scale is not None and self._gradients:
             inverse = torch.full((1,), 1 / self._loss_scale.value, device=sums.device)
             torch._amp_foreach_non_finite_check_and_unscale_(self._gradients, sums[:1], inverse)
-        for number, gradients in enumerate(self._counted, 1):
+        for index, gradients in enumerate(self._norm_gradients, 1):
             if gradients:
-                # Parameter by parameter: on a CPU one sum of billions of squares loses digits.
-                sums[number] = get_total_norm(gradients) ** 2.0
+                # One norm per parameter: on a CPU a single sum of billions of squares loses digits.
+                sums[index] = get_total_norm(gradients) ** 2.0
         dist.all_reduce(sums, group=parallel_state.get_intra_distributed_optimizer_instance_group())
         overflows, *squares = sums.tolist()
         return overflows > 0, math.sqrt(sum(squares))
 
     def state_tensors(self) -> list[Tensor]:
-        """List this rank's fp32 weights and moments, a view for each parameter."""
+        """List this rank's fp32 weights and moments, as one view for each parameter."""
         return [
             shard.state[key][segment.start : segment.stop]
             for state in self._states
@@ -149,7 +154,7 @@ class Optimizer:
     def finish_update(self) -> None:
         """Wait until every rank has all updated weights; collective.
 
-        A training step needs no such call: its forward pass waits for weights as it uses them.
+        A training step needs no such call: its forward pass waits for weights where it uses them.
         """
         if not self._model.ddp_config.overlap_param_gather:
             return
@@ -160,25 +165,25 @@ class Optimizer:
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Sharded state dict of the optimizer, given that of the model.
+        """Build the optimizer's sharded state dict, given that of the model; collective.
 
         For a save it holds copies in host memory: 12 bytes for each trained parameter on the first
-        rank of a data parallel group. They may still be in flight; they have arrived when the next
-        tensors given to ``copy_beside`` have. The next call reuses the memory, so this one's result
-        must have been written by then.
+        rank of a data parallel group. They may still be in flight; they have arrived once the
+        tensors of the next call of ``copy_beside`` have. The next call of this method reuses the
+        memory, so the result of this one must have been written by then.
         """
         self._adamw.wait()
         parts = [
-            self._sharded_part(state, bool(number), model_state, is_loading)
-            for number, state in enumerate(self._states)
+            self._sharded_part(state, bool(index), model_state, is_loading)
+            for index, state in enumerate(self._states)
         ]
-        whole: dict[Any, Any] = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
-        return {**whole, _SKIPPED: self.skipped_steps}
+        combined: dict[Any, Any] = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
+        return {**combined, _SKIPPED: self.skipped_steps}
 
     def _sharded_part(
         self, state: ShardedState, is_expert: bool, model_state: dict[str, Any], is_loading: bool
     ) -> dict[str, Any]:
-        """What megatron-core's optimizer saves for dense parameters, or for those of experts."""
+        """State dict of dense or of expert parameters, as megatron-core's optimizer saves it."""
         step = float(self._scheduler.num_steps)
         groups = [
             {**group, "step": step}
@@ -203,20 +208,20 @@ class Optimizer:
         # Missing in checkpoints of versions before fp16.
         self.skipped_steps = int(state.get(_SKIPPED, 0))
         count = len(self._states)
-        parts = [state] if count == 1 else [state[number] for number in range(count)]
+        parts = [state] if count == 1 else [state[index] for index in range(count)]
         for sharded, part in zip(self._states, parts, strict=True):
-            sharded.put(part.get("param_state", {}))
+            sharded.copy_loaded(part.get("param_state", {}))
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(parts[0]["grad_scaler"])
         self._scheduler.num_steps = 0
         self._scheduler.step(step - self.skipped_steps)
 
 
-def _gradients_to_count(shards: Sequence[Shard]) -> list[Tensor]:
-    """List the gradients of each parameter that this rank adds to the norm.
+def _select_for_norm(shards: Sequence[Shard]) -> list[Tensor]:
+    """List the gradients that this rank adds to the norm, one view for each parameter.
 
-    Matrices come first, as in megatron-core's groups: earlier versions added squares in that order,
-    so a run that goes on keeps its rounding.
+    Matrices come first, as in megatron-core's groups. Earlier versions added squares in that order,
+    so a resumed run keeps its rounding.
     """
     pairs = [(shard, segment) for shard in shards for segment in shard.segments]
     pairs.sort(key=lambda pair: pair[1].parameter.dim() == 1)
@@ -234,10 +239,10 @@ _HYSTERESIS = 2
 
 @dataclass
 class LossScale:
-    """Loss scale of fp16: halved from the second overflow on, doubled after 1,000 steps without.
+    """Loss scale of fp16: halved from the second overflow on, doubled after 1,000 good steps.
 
-    It counts as megatron-core's ``DynamicGradScaler`` does and has its state, but on the host,
-    which would have to wait for the GPU to read it.
+    It has the rules and the state of megatron-core's ``DynamicGradScaler``. But it lives on the
+    host, so that reading it does not wait for the GPU.
     """
 
     value: float = 2.0**16
@@ -245,7 +250,7 @@ class LossScale:
     hysteresis_tracker: int = _HYSTERESIS
 
     def update(self, overflows: bool) -> None:
-        """Count a step."""
+        """Adapt the scale to the outcome of a step."""
         if overflows:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
@@ -258,6 +263,7 @@ class LossScale:
             self.value *= 2
 
     def state_dict(self) -> dict[str, Any]:
+        """The state under the names of megatron-core's ``DynamicGradScaler``."""
         return {
             "scale": torch.tensor([self.value]),
             "growth_tracker": self.growth_tracker,
@@ -265,20 +271,21 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
         self.value = float(state["scale"])
         self.growth_tracker = state["growth_tracker"]
         self.hysteresis_tracker = state["hysteresis_tracker"]
 
 
-# Construction and schedule.
+# Building the optimizer and its schedule.
 
-# Multiple of the learning rate for scalars that an objective learns: logarithms have further to go
-# than weights.
+# Multiple of the learning rate for the scalars that an objective learns. They are logarithms and
+# move further than weights.
 _OBJECTIVE_LR = 100.0
 
 
 class _Group(NamedTuple):
-    """What parameters of a group have in common; sorted, dense ones come before experts'."""
+    """Properties that the parameters of a group share. Dense groups sort before expert groups."""
 
     is_expert: bool
     is_of_objective: bool
@@ -286,7 +293,7 @@ class _Group(NamedTuple):
     decays: bool
 
     def hyperparameters(self, config: OptimConfig) -> dict[str, Any]:
-        """What the scheduler reads, and by what megatron-core's loader tells groups."""
+        """Values that the scheduler reads, and by which megatron-core's loader matches groups."""
         assert config.lr is not None
         scale = _OBJECTIVE_LR if self.is_of_objective else 1.0
         return {
@@ -304,36 +311,37 @@ class _Group(NamedTuple):
 def build_optimizer(
     model: DistributedDataParallel, config: OptimConfig, clip_grad: float, total_steps: int
 ) -> Optimizer:
-    """Build the optimizer of ``model``'s trainable parameters, and hook it into its schedules.
+    """Build the optimizer of ``model``'s trainable parameters, and connect it to the model.
 
-    Norms' weights do not decay. Layers may have lower rates the lower they are, and the head its
+    The weights of norms do not decay. Lower layers may have lower learning rates, and the head its
     own (Howard and Ruder 2018, "Universal language model fine-tuning for text classification",
     section 3.2; Clark et al. 2020, "ELECTRA", appendix B).
 
     Args:
-        config: with a number as ``lr`` (``ModelConfig.with_learning_rate``).
+        model: Megatron's data parallel wrapper.
+        config: settings in which ``lr`` is a number (``ModelConfig.with_learning_rate``).
         clip_grad: largest gradient norm; 0 does not clip.
-        total_steps: of the run, for the learning rate schedule.
+        total_steps: steps of the run, for the learning rate schedule.
 
     Raises:
         ConfigError: see ``SchedulerConfig.last_decay_step``.
     """
-    device, group_of = current_device(), _groups(model, config)
-    # Ranks have other parameters under pipeline parallelism, and save the same groups.
+    device, group_of = current_device(), _group_parameters(model, config)
+    # Pipeline parallel ranks have different parameters but must save the same groups.
     groups = sorted(set().union(*gather_objects(set(group_of.values()))))
     param_groups = [group.hyperparameters(config) for group in groups]
     states = _build_states(model, any(group.is_expert for group in groups), config.cpu_offload)
     adamw = AdamW(
         [shard for state in states for shard in state.shards],
         {parameter: groups.index(group) for parameter, group in group_of.items()},
-        # Without a GPU, weights and moments are in host memory both.
-        Ferry(device) if config.cpu_offload and device.type == "cuda" else None,
+        # Without a GPU, weights and moments both live in host memory.
+        MomentStreamer(device) if config.cpu_offload and device.type == "cuda" else None,
     )
     scheduler = _build_scheduler(param_groups, config, total_steps)
     optimizer = Optimizer(model, states, param_groups, adamw, scheduler, clip_grad)
-    # Megatron's schedules look for both in the model's config. The first runs after the last
-    # micro-batch: it waits for gradients to be reduced over data parallel ranks, sums those of
-    # norms over tensor parallel ones under sequence parallelism, and divides by the global count.
+    # Megatron's schedules call two functions of the model's config. The first runs after the last
+    # micro-batch. It waits until gradients are reduced over data parallel ranks, sums those of
+    # norms over tensor parallel ranks under sequence parallelism, and divides by the global count.
     model_config = model.module.config
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
@@ -343,25 +351,26 @@ def build_optimizer(
 def _build_states(
     model: DistributedDataParallel, has_experts: bool, moments_on_host: bool
 ) -> list[ShardedState]:
-    """Build the state of dense parameters and, if any rank has some, that of experts.
+    """Build the state of dense parameters and, if any rank has experts, that of experts.
 
-    Copies of an expert are on other ranks than those of the rest, so its buffers are, too.
+    Experts have a state of their own, because the copies of an expert are on other ranks than those
+    of a dense parameter.
     """
     dense, expert = model.buffers, model.expert_parallel_buffers
     group = parallel_state.get_data_parallel_group_gloo(True, partial_data_parallel=True)
     if not has_experts:
         return [ShardedState(dense, group, "", moments_on_host)]
-    of_expert = parallel_state.get_expert_data_parallel_group_gloo(True)
+    expert_group = parallel_state.get_expert_data_parallel_group_gloo(True)
     return [
         ShardedState(dense, group, "chained_0.", moments_on_host),
-        ShardedState(expert, of_expert, "chained_1.", moments_on_host),
+        ShardedState(expert, expert_group, "chained_1.", moments_on_host),
     ]
 
 
-def _groups(
+def _group_parameters(
     model: DistributedDataParallel, config: OptimConfig
 ) -> dict[torch.nn.Parameter, _Group]:
-    """The group of each trained parameter."""
+    """Return the group of each trained parameter."""
     multiples = _lr_multiples(model.module, config)
     return {
         parameter: _Group(
@@ -376,7 +385,7 @@ def _groups(
 
 
 def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, float]:
-    """Multiples of the learning rate, of the parameters that have one."""
+    """Return the multiples of the learning rate, for the parameters that have one."""
     multiples: dict[torch.nn.Parameter, float] = {}
     if config.layer_lr_decay != 1:
         parts = [(layer, layer.layer_number) for layer in model.decoder.layers]
@@ -385,8 +394,9 @@ def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, f
             multiple = config.layer_lr_decay ** (model.config.num_layers - number)
             multiples |= dict.fromkeys(part.parameters(), multiple)
     if config.head_lr_mult != 1 and model.post_process:
-        of_head = (each for each in model.rm_head.parameters() if not _is_of_objective(each))
-        multiples |= dict.fromkeys(of_head, config.head_lr_mult)
+        parameters = model.rm_head.parameters()
+        weights = (parameter for parameter in parameters if not _is_of_objective(parameter))
+        multiples |= dict.fromkeys(weights, config.head_lr_mult)
     return multiples
 
 
@@ -396,20 +406,22 @@ def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
 
 
 class _Scheduler(OptimizerParamScheduler):
-    """Megatron's, with each group's ``lr_mult``, over warm-up and decay alike."""
+    """Megatron's scheduler, with each group's ``lr_mult`` applied during warm-up and decay."""
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Learning rate of the next step for a group."""
         return super().get_lr(param_group) * param_group["lr_mult"]
 
 
 def _build_scheduler(
     param_groups: Sequence[dict[str, Any]], config: OptimConfig, total_steps: int
 ) -> OptimizerParamScheduler:
+    """Build the learning rate schedule, from warm-up to the end of the decay."""
     assert config.lr is not None
     warmup = config.sched.warmup_steps
     return _Scheduler(
         SimpleNamespace(param_groups=param_groups),
-        # NeMo's warmup: step k of w (from 1) has k / (w + 1) of the rate, so none has zero.
+        # NeMo's warm-up: step k of w (from 1) has k / (w + 1) of the rate, so no step has rate 0.
         init_lr=config.lr / (warmup + 1),
         max_lr=config.lr,
         min_lr=config.sched.min_lr,

@@ -1,12 +1,14 @@
-"""AdamW's state, sharded as DDP's flat buffers are: in memory, saved, and loaded.
+"""AdamW's state, sharded like DDP's flat buffers: in memory, for a save, and for a load.
 
-Megatron's DDP keeps weights and fp32 gradients in flat buffers, cut into buckets. Each data
-parallel rank updates an equal part of every bucket: the reduce-scatter leaves the summed gradients
-there, and the all-gather sends the updated weights from there to the other ranks.
+Megatron's DDP keeps weights and fp32 gradients in flat buffers, which it cuts into buckets. Each
+data parallel rank updates an equal part of every bucket, its shard. The reduce-scatter leaves the
+summed gradients in the shard, and the all-gather sends the updated weights from it to the other
+ranks.
 
-For a save the state is gathered into host memory that is allocated once. To load, each rank reads
-only the rows of each tensor that its own shards lie in, so that no rank ever holds the whole state.
-The form of both is megatron-core's ``fully_reshardable``, which any layout can read.
+For a save, the first rank of each group gathers the state into host memory, which is allocated
+once. For a load, each rank reads only the rows of each tensor that its shards lie in, so no rank
+ever holds the whole state. The format is megatron-core's ``fully_reshardable``, which any layout
+can read.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _STATE = ("param", *MOMENTS)
 _Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 _Flat: TypeAlias = dict[str, Tensor]
 
-# In memory.
+# The state in memory.
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Segment:
 
     Attributes:
         start, stop: their range in the shard.
-        offset: index of the first one in the flattened parameter.
+        offset: index of the segment's first element in the flattened parameter.
     """
 
     parameter: torch.nn.Parameter
@@ -50,15 +52,16 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of a bucket that this rank updates: flat tensors of one length.
+    """The part of a bucket that this rank updates, as flat tensors of equal length.
 
-    Between segments there may be padding, which is zero in all of them.
+    Between segments there may be padding, which is zero in all tensors.
 
     Attributes:
         weights: view of DDP's buffer, in the model's dtype.
         gradients: view of DDP's buffer, in fp32.
         state: ``param``, ``exp_avg`` and ``exp_avg_sq``, in fp32. If the weights are in fp32,
             ``param`` is ``weights`` itself.
+        segments: the parameters that lie in the shard.
     """
 
     weights: Tensor
@@ -68,7 +71,7 @@ class Shard:
 
 
 def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
-    """Build this rank's shard of each bucket of a DDP buffer, with moments of zero."""
+    """Build this rank's shard of each bucket of a DDP buffer; the moments are zero."""
     rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
     shards = []
     for bucket in buffer.buckets:
@@ -88,16 +91,16 @@ def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
     return shards
 
 
-# Saved and loaded.
+# The state in checkpoints.
 
 
 class ShardedState:
-    """The state of the parameters in ``buffers``, which one group of ranks shares.
+    """The state of the parameters in ``buffers``, sharded over one group of ranks.
 
     Args:
-        buffers: of Megatron's DDP; none on a rank that trains nothing.
-        group: the data parallel group over which they are sharded, of gloo.
-        prefix: of the names in a checkpoint.
+        buffers: buffers of Megatron's DDP; none on a rank that trains nothing.
+        group: the gloo data parallel group over which the buffers are sharded.
+        prefix: prefix of the names in a checkpoint.
         moments_on_host: allocate moments by ``host_zeros``.
     """
 
@@ -109,11 +112,11 @@ class ShardedState:
         self._prefix = prefix
         self._by_buffer = [build_shards(buffer, moments_on_host) for buffer in buffers]
         parameters = chain.from_iterable(buffer.param_index_map for buffer in buffers)
-        # Megatron's key of a parameter in its state.
+        # The integer by which Megatron's state dict names a parameter.
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._host: list[_Flat] = []
-        # For each parameter and tensor the slices, in the rows to read, that belong to the shard.
-        self._places: dict[tuple[int, str], list[slice]] = {}
+        # For each parameter and tensor: the slices of the rows to read that belong to the shard.
+        self._slices: dict[tuple[int, str], list[slice]] = {}
 
     @property
     def shards(self) -> list[Shard]:
@@ -123,34 +126,37 @@ class ShardedState:
     def to_save(self, model_state: dict[str, Any]) -> dict[int, dict[str, _Entry]]:
         """Gather the state in host memory, and describe it for a save; collective.
 
-        Of the ranks that share it only the first one has the result. Its tensors may still be in
-        flight (``copy_beside``), and the next call overwrites them.
+        Only the first rank of the group gets the result; the others get an empty dict. The tensors
+        may still be in flight (``copy_beside``), and the next call overwrites them.
         """
         size, is_first = self._group.size(), self._group.rank() == 0
         if not self._host:
-            # The first rank holds the whole state of a buffer, the others what they send it.
+            # The first rank holds the whole state of a buffer, the others the part that they send.
             numels = [
                 buffer.numel if is_first else buffer.numel // size for buffer in self._buffers
             ]
             self._host = [_host_memory(numel) for numel in numels]
-        placed = [
+        shards_and_targets = [
             (shard, self._split(bucket, flat))
             for buffer, shards, flat in zip(self._buffers, self._by_buffer, self._host, strict=True)
             for bucket, shard in zip(buffer.buckets, shards, strict=True)
         ]
         arrived = copy_beside(
-            (parts[key][0], shard.state[key]) for shard, parts in placed for key in _STATE
+            (parts[key][0], shard.state[key])
+            for shard, parts in shards_and_targets
+            for key in _STATE
         )
         if size > 1:
             arrived()
-            for parts in chain.from_iterable(of_bucket.values() for _, of_bucket in placed):
+            buckets = (targets.values() for _, targets in shards_and_targets)
+            for parts in chain.from_iterable(buckets):
                 gathered = list(parts) if is_first else None
                 torch.distributed.gather(parts[0], gathered, group=self._group, group_dst=0)
         return self._describe(model_state, self._host) if is_first else {}
 
     def to_load(self, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """Describe the rows that this rank's shards lie in, with memory for them."""
-        # Meta tensors tell where in the flat buffers, and so in the parameter, a stored tensor is.
+        """Describe the rows that this rank's shards lie in, and allocate memory for them."""
+        # Meta tensors show where a stored tensor lies in the flat buffer, and so in the parameter.
         meta = [
             {key: torch.empty(buffer.numel, device="meta") for key in _STATE}
             for buffer in self._buffers
@@ -162,20 +168,20 @@ class ShardedState:
             end = segment.offset + segment.stop - segment.start
             request[number] = {}
             for key, entry in entries[number].items():
-                parts = list(_rows_of(entry, segment.offset, end))
+                parts = list(_select_rows(entry, segment.offset, end))
                 request[number][key] = [rows for rows, _ in parts]
-                self._places[number, key] = [place for _, place in parts]
+                self._slices[number, key] = [elements for _, elements in parts]
         return request
 
     @torch.no_grad()
-    def put(self, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-        """Take over what was read of ``to_load``'s request; empties ``loaded``."""
+    def copy_loaded(self, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
+        """Copy the rows that ``to_load`` requested into the shards; empties ``loaded``."""
         for shard, segment in self._segments():
             number = self._numbers[segment.parameter]
-            stored = loaded.pop(number)  # so that its memory is freed after the copy
+            stored = loaded.pop(number)  # frees its memory after the copy
             for key in _STATE:
-                parts = zip(stored[key], self._places[number, key], strict=True)
-                values = torch.cat([rows.flatten()[place] for rows, place in parts])
+                parts = zip(stored[key], self._slices[number, key], strict=True)
+                values = torch.cat([rows.flatten()[elements] for rows, elements in parts])
                 shard.state[key][segment.start : segment.stop].copy_(values)
 
     def _segments(self) -> Iterator[tuple[Shard, Segment]]:
@@ -186,7 +192,7 @@ class ShardedState:
     def _describe(
         self, model_state: dict[str, Any], flats: Sequence[_Flat]
     ) -> dict[int, dict[str, _Entry]]:
-        """Describe every parameter's state, which lies in ``flats``, as the model's weights are."""
+        """Describe every parameter's state in ``flats``, with the sharding of its weight."""
         bases, _ = extract_sharded_tensors_and_factories(model_state)
         base_of = {base.data: base for base in nested_values(bases)}
         entries = {}
@@ -206,9 +212,10 @@ class ShardedState:
         return entries
 
     def _split(self, bucket: Any, flat: _Flat) -> dict[str, Sequence[Tensor]]:
-        """Split ``flat`` into the shards of a bucket, this rank's first.
+        """Split ``flat`` into the shards of a bucket.
 
-        Only the first rank has all of them. As it gathers, its own shard comes first.
+        The first rank gets all shards, its own first. Any other rank gets the memory of the one
+        that it sends.
         """
         size, numel = self._group.size(), bucket.grad_data.numel()
         if self._group.rank() == 0:
@@ -218,18 +225,19 @@ class ShardedState:
 
 
 def _host_memory(numel: int) -> _Flat:
+    """Allocate host memory for the weights and moments of ``numel`` elements."""
     like = torch.empty(numel, dtype=torch.float32, device="meta")
     return dict(zip(_STATE, host_zeros([like] * len(_STATE)), strict=True))
 
 
-def _rows_of(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedTensor, slice]]:
-    """Narrow stored tensors to the rows with elements ``start`` to ``end`` of a parameter.
+def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedTensor, slice]]:
+    """Narrow stored tensors to the rows that contain elements ``start`` to ``end`` of a parameter.
 
-    A parameter is stored as one tensor or, for a factory, as several. Yields each with memory for
-    its rows, and the slice of their elements that is wanted.
+    A parameter is stored as one tensor or, if it has a factory, as several. Yields each with memory
+    for its rows, and the slice of the rows' elements that lies between ``start`` and ``end``.
     """
-    whole = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
-    for stored in whole:
+    tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+    for stored in tensors:
         data = stored.data
         assert data.is_contiguous(), stored.key  # Megatron splits parameters along rows
         begin = data.storage_offset() - entry.data.storage_offset()

@@ -1,4 +1,8 @@
-"""Prepare a training run: everything that needs no weights, for the run and for its dry run."""
+"""Prepare a training run: everything that needs no weights, for a run and for its dry run.
+
+``prepare_run`` reads the base checkpoint, resolves and checks the settings, and tokenizes the data.
+``open_run_folder`` opens the folder of the run and compares it with its newest checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,13 @@ from nemo_aligner.models.shape import LoraShape, ModelShape, check_lora, head_to
 from nemo_aligner.models.training_wrap import check_freezing
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
-from nemo_aligner.training.resume import RunFolder, check_goes_on, check_may_resume, new_state
+from nemo_aligner.training.resume import (
+    RunFolder,
+    check_may_resume,
+    check_objective_exists,
+    check_resumable,
+    new_state,
+)
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
@@ -40,16 +50,16 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run before its weights are read: ``train`` and the dry run both start from it.
+    """A run before its weights are read. Training and the dry run both start from it.
 
     Attributes:
         config: the settings, with every null resolved that depends on the model or the machine.
-            All that a run writes down (config.yaml, checkpoints, its report) has these values.
-        layout: a ``ParallelLayout``, or in a dry run the sizes alone.
+            Everything that a run writes (config.yaml, checkpoints, its report) has these values.
+        layout: a ``ParallelLayout`` in a run; in a dry run only its sizes.
         base: the checkpoint that training starts from.
-        shape: of the model to train, with the head and the LoRA of the settings.
-        data: tokenized by the run's scoring contract.
-        latest: the newest checkpoint in the run's folder; not yet compared with this run.
+        shape: shape of the model to train, with the head and the LoRA adapters of the settings.
+        data: the data, tokenized by the run's scoring contract.
+        latest: the newest checkpoint in the run's folder, not yet compared with this run.
     """
 
     config: TrainConfig
@@ -61,10 +71,10 @@ class PreparedRun:
 
     @cached_property
     def loader(self) -> TrainLoader:
-        """The steps of this data parallel rank, in a dry run of the first.
+        """Batches of this data parallel rank; in a dry run, of the first rank.
 
         Raises:
-            ConfigError: a batch has no record for each rank.
+            ConfigError: a batch has fewer records than ranks.
         """
         options, layout = self.config.model, self.layout
         return TrainLoader(
@@ -80,10 +90,11 @@ class PreparedRun:
 
     @cached_property
     def total_steps(self) -> int:
-        """Steps of the whole run.
+        """Number of steps of the whole run.
 
         Raises:
-            ConfigError: the data is not enough for one, or the schedule leaves none to decay in.
+            ConfigError: the data is too small for one step, or the learning rate schedule has no
+                step left to decay in.
         """
         loop = self.config.trainer.rm
         steps = self.loader.total_steps(loop.max_epochs, loop.max_steps)
@@ -92,57 +103,61 @@ class PreparedRun:
 
 
 def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
-    """Read the base checkpoint, resolve the settings, check them, and tokenize the data.
+    """Read the base checkpoint, resolve and check the settings, and tokenize the data.
 
-    Every rank calls it; a dry run needs no process group.
+    Every rank calls it; a dry run needs no process group. Everything that can be rejected without
+    the data is rejected before tokenizing it, which may take minutes.
 
     Raises:
-        AlignerError: settings, data, base checkpoint or layout are unfit.
+        AlignerError: settings, data, base checkpoint, layout or the run's folder are unfit.
     """
-    base = BaseCheckpoint.read(str(config.pretrained_checkpoint.restore_from_path))
     latest = RunCheckpoints(_checkpoints_folder(config.exp_manager), save_top_k=0).latest()
-    earlier = None if latest is None else ScoringContract.from_dict(latest.state.contract)
+    check_may_resume(latest, config.exp_manager)
+    if latest is not None:
+        check_objective_exists(latest)
+    base = BaseCheckpoint.read(str(config.pretrained_checkpoint.restore_from_path))
+    resumed = None if latest is None else ScoringContract.from_dict(latest.state.contract)
     shape = _trained_shape(config, base)
-    config = _with_defaults(config, shape, earlier or base.contract)
+    config = _resolve_defaults(config, shape, resumed or base.contract)
     check_experts(config, shape)
     shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     base.tokenizer.check_fits(shape.vocab_size)
-    data = _build_data(config, base, shape, earlier)
+    data = _build_data(config, base, shape, resumed)
     return PreparedRun(config, layout, base, shape, data, latest)
 
 
 def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
     """Open the folder that a run writes to, and check that its newest checkpoint is of this run.
 
-    Every rank calls it. ``lock`` is that of the folder.
+    Every rank calls it. ``lock`` is the lock of the folder, which a dry run does not take.
 
     Raises:
-        ConfigError, CheckpointError: see the functions that it calls.
+        ConfigError: the metric that ranks checkpoints, or early stopping, does not fit the data.
+        CheckpointError: the checkpoint belongs to another run.
     """
     settings, latest = run.config.exp_manager, run.latest
     checkpoints = open_checkpoints(settings, run.data, lock)
     early_stopping = _build_early_stopping(settings, run.data)
     fresh = new_state(run.config, run.shape, run.data)
-    check_may_resume(latest, settings)
-    latest = None if latest is None else check_goes_on(latest, fresh, run.data)
+    latest = None if latest is None else check_resumable(latest, fresh, run.data)
     return RunFolder(checkpoints, early_stopping, fresh, latest)
 
 
-# The settings and the model.
+# The settings and the shape of the model.
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Reject what cannot work before anything is built.
+    """Reject settings that cannot work, before anything is built.
 
     Raises:
-        ConfigError: no base checkpoint, or a logger that is not installed.
+        ConfigError: no base checkpoint is set, or a logger is not installed.
         CheckpointError: the base checkpoint does not exist.
     """
     base = config.pretrained_checkpoint.restore_from_path
     if base is None:
         raise ConfigError(
-            "pretrained_checkpoint.restore_from_path: it is not set, wanted a .nemo file"
+            "pretrained_checkpoint.restore_from_path: it is not set. Set it to a .nemo file"
         )
     if not Path(base).exists():
         raise CheckpointError(no_such_archive(base))
@@ -150,10 +165,10 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def _trained_shape(config: TrainConfig, base: BaseCheckpoint) -> ModelShape:
-    """The shape of the model to train, which may have another head and LoRA than its base.
+    """Return the shape of the model to train, which may have another head and LoRA than its base.
 
     Raises:
-        CheckpointError: the base has LoRA, and the settings another one; or see ``BaseCheckpoint``.
+        CheckpointError: the base has LoRA adapters, and the settings ask for different ones.
     """
     lora = LoraShape.from_settings(config.model.lora)
     check_lora(base.shape.lora, lora, base.path)
@@ -162,14 +177,14 @@ def _trained_shape(config: TrainConfig, base: BaseCheckpoint) -> ModelShape:
     return replace(base.shape, head=head, lora=lora)
 
 
-def _with_defaults(
+def _resolve_defaults(
     config: TrainConfig, shape: ModelShape, contract: ScoringContract | None
 ) -> TrainConfig:
     """Resolve the settings whose null depends on the model or on the machine.
 
-    The machine decides the precision only where training starts from a base model: a run that is
-    resumed on another machine, and a reward model that is trained further, keep that of their
-    ``contract``, which would otherwise be another one.
+    The machine chooses the precision only if training starts from a base model. A run that is
+    resumed on another machine, and a reward model that is trained further, keep the precision of
+    their ``contract``, because another one would change the contract.
 
     Raises:
         ConfigError: see ``ModelConfig.with_learning_rate``.
@@ -187,33 +202,35 @@ def _with_defaults(
 
 
 def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) -> None:
-    """Refuse settings that do not go with a mixture of experts, or without one.
+    """Reject settings that do not fit a mixture-of-experts model, or a model without experts.
 
     Raises:
-        ConfigError: fp16 for experts, which is untested; or settings of experts for a model that
+        ConfigError: fp16 for experts, which is untested; or a setting of experts for a model that
             has none.
     """
     if shape.experts is None and getattr(config.model, "train_router", False):
-        raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
+        raise ConfigError(
+            "model.train_router: got true, but the model has no experts. Set it to false"
+        )
     if shape.experts is not None and config.trainer.precision is Precision.fp16:
         raise ConfigError(
-            "trainer.precision: got fp16, wanted bf16 or fp32: training a mixture-of-experts model "
-            "in fp16 is untested"
+            "trainer.precision: got fp16, but training a mixture-of-experts model in fp16 is "
+            "untested. Set it to bf16 or fp32"
         )
 
 
-# The data, by the run's scoring contract.
+# The data, tokenized by the run's scoring contract.
 
 
 def _build_data(
     config: TrainConfig,
     base: BaseCheckpoint,
     shape: ModelShape,
-    earlier: ScoringContract | None,
+    resumed: ScoringContract | None,
 ) -> TrainingData:
-    """The run's data, tokenized by the contract that settings and base checkpoint make; every rank.
+    """Tokenize the run's data by the contract of its settings and its base; every rank calls it.
 
-    ``earlier`` is the contract of the run that goes on.
+    ``resumed`` is the contract of the run that continues; None for a new run.
 
     Raises:
         ConfigError, DataError: see ``build_contract``, ``continue_contract``,
@@ -223,12 +240,12 @@ def _build_data(
     prefix = config.model.data.data_prefix
     say(f"reading and tokenizing {', '.join(prefix.all_files)} ...")
     model, start = config.model, base.contract
-    if earlier is not None:
-        model = replace(model, objective_kwargs=settings_of_run(model, earlier))
-    # Only a built-in template may have had an earlier text.
-    earlier_contract = earlier if model.data.template in BUILT_IN_TEMPLATES else None
-    contract = build_contract(model, base.tokenizer, config.precision, start, earlier_contract)
-    # Before the contract is compared with that of the model to start from.
+    if resumed is not None:
+        model = replace(model, objective_kwargs=settings_of_run(model, resumed))
+    # Only a built-in template can have changed since the run began.
+    previous_contract = resumed if model.data.template in BUILT_IN_TEMPLATES else None
+    contract = build_contract(model, base.tokenizer, config.precision, start, previous_contract)
+    # The contract must be complete before it is compared with that of the model to start from.
     objective = build_objective(
         model, contract.attributes, contract.attribute_weights, contract.has_steps
     )
@@ -242,7 +259,7 @@ def _build_data(
             new_weights=bool(config.model.regression.attribute_weights),
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
-    shape.length_dependent_rope(contract.seq_length)  # raises if it has none
+    shape.length_dependent_rope(contract.seq_length)  # raises if the length is unsupported
     data = build_training_data(
         model,
         contract,
@@ -256,28 +273,30 @@ def _build_data(
     scales = (start.reward_scale if start else None, data.contract.reward_scale)
     if scales == (LOG_ODDS, PROBABILITY) and not start_from.new_head:
         say(
-            "note: the reward model to start from answers log-odds, and this one will answer "
-            "probabilities; model.objective_kwargs.scale=log_odds keeps log-odds"
+            "note: the reward model to start from predicts log-odds, and this one will predict "
+            "probabilities. model.objective_kwargs.scale=log_odds keeps log-odds"
         )
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
-# The folder.
+# The folder of the run.
 
 
 def _checkpoints_folder(config: ExpManagerConfig) -> Path:
+    """The folder of checkpoints in a run's folder."""
     return Path(config.explicit_log_dir) / CHECKPOINTS_NAME
 
 
 def open_checkpoints(
     config: ExpManagerConfig, data: TrainingData, lock: RunLock | None = None
 ) -> RunCheckpoints:
-    """The run's checkpoints, ranked by ``monitor``: null is the first validation set's main metric.
+    """Open the run's checkpoints, ranked by ``monitor``.
 
-    ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
+    ``monitor`` null means the first validation set's main metric. ``mode`` null means the metric's
+    natural direction: for losses, ties and calibration errors, smaller is better.
 
     Raises:
-        ConfigError: validation gives no metric of that name, or ``mode`` is against its own.
+        ConfigError: no validation metric has that name, or ``mode`` contradicts the metric.
     """
     monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
     save_top_k = config.checkpoint_callback_params.save_top_k
@@ -285,17 +304,17 @@ def open_checkpoints(
 
 
 def _build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
-    """Early stopping by the metric of the best checkpoints.
+    """Build early stopping by the metric that ranks checkpoints.
 
     Raises:
-        ConfigError: it is to end early, and there is no validation data.
+        ConfigError: early stopping is on, but there is no validation data.
     """
     monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
     settings = config.early_stopping_callback_params
     if settings.patience is not None and monitor is None:
         raise ConfigError(
-            f"exp_manager.early_stopping_callback_params.patience: got {settings.patience}, wanted "
-            "null, as there is no validation data"
+            f"exp_manager.early_stopping_callback_params.patience: got {settings.patience}, but "
+            "there is no validation data. Set model.data.data_prefix.validation, or patience=null"
         )
     return EarlyStopping(monitor, mode, settings.patience, settings.min_delta)
 
@@ -303,31 +322,32 @@ def _build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> Early
 def _find_monitor(
     settings: CheckpointCallbackConfig, data: TrainingData
 ) -> tuple[str | None, MonitorMode]:
-    """The metric by which validations are compared, None where there are none; what is better."""
+    """Return the metric that ranks validations, None without any, and its better direction."""
     objective, datasets = data.objective, data.validation
     monitor = settings.monitor
     if monitor is None and datasets:
         monitor = f"{datasets[0].name}/{objective.main_metric}"
     elif monitor is not None:
-        given = monitor
-        if "/" not in given and datasets:
-            monitor = f"{datasets[0].name}/{given}"
+        full_name = monitor
+        if "/" not in monitor and datasets:
+            full_name = f"{datasets[0].name}/{monitor}"
         available = validation_metric_names(objective, datasets)
-        if monitor not in available:
+        if full_name not in available:
             raise ConfigError(
-                f"exp_manager.checkpoint_callback_params.monitor: got {given!r}, wanted one of "
+                f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, wanted one of "
                 f"{', '.join(available) or 'none, as there is no validation data'}"
             )
+        monitor = full_name
     return monitor, _find_mode(settings.mode, monitor)
 
 
-def _find_mode(given: MonitorMode | None, monitor: str | None) -> MonitorMode:
-    """The given one, or the metric's own; where it has one, they are the same."""
+def _find_mode(mode: MonitorMode | None, monitor: str | None) -> MonitorMode:
+    """Return ``mode``, or the metric's direction if it is None; a ConfigError if they differ."""
     better = Better.neither if monitor is None else better_values(monitor)
-    own = MonitorMode.min if better is Better.lower else MonitorMode.max
-    if given not in (None, own) and better is not Better.neither:
+    natural = MonitorMode.min if better is Better.lower else MonitorMode.max
+    if mode not in (None, natural) and better is not Better.neither:
         raise ConfigError(
-            f"exp_manager.checkpoint_callback_params.mode: got {given.value}, but of {monitor} "
-            f"{better.name} values are better; wanted {own.value}, or null"
+            f"exp_manager.checkpoint_callback_params.mode: got {mode.value}, but {better.name} "
+            f"values of {monitor} are better. Set it to {natural.value}, or to null"
         )
-    return given or own
+    return mode or natural

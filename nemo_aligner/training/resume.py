@@ -1,4 +1,8 @@
-"""Start a run or resume it: what must not have changed, and the run's metadata."""
+"""Start or resume a run: what must not have changed since its checkpoint, and its metadata.
+
+``resume`` loads the newest checkpoint, if there is one. ``check_resumable`` compares it with the
+settings and the data of this run. ``RunFacts`` writes down what a report says about a run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.losses import (
-    default_name,
+    default_objective_name,
     describe_removed,
     objective_name,
     objective_settings,
@@ -46,20 +50,20 @@ from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
-# A new run, or a resumed one: what must not change, and what has changed.
+# Keys of a run's fingerprint that need special care.
 
 _CONTRACT = "scoring contract"
-# With LoRA the base weights are not in the checkpoint.
+# The digest of the frozen weights. A checkpoint of a LoRA run does not contain them.
 _FROZEN = "frozen weights"
 _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
-# Multiples of the learning rate: they say which groups of parameters the optimizer's state has.
+# Multiples of the learning rate. They determine the groups of parameters in the optimizer's state.
 _MULTIPLES = ("head_lr_mult", "layer_lr_decay")
 _DATA = "training data"
-# The metric that the best value belongs to.
-_JUDGED_BY = (
+# Settings that choose the metric by which checkpoints are compared.
+_MONITOR_KEYS = (
     "exp_manager.checkpoint_callback_params.monitor",
     "exp_manager.checkpoint_callback_params.mode",
 )
@@ -67,11 +71,13 @@ _JUDGED_BY = (
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run: its checkpoints, and the one that the run goes on from.
+    """The folder of a run, and the checkpoint from which the run continues.
 
     Attributes:
-        fresh: the state of this run before its first step, if it were a new one.
-        latest: the newest checkpoint, which is of this run; None for a new run.
+        checkpoints: the folder's checkpoints.
+        early_stopping: counter of validations without an improvement.
+        fresh: the state that this run would have before its first step if it were new.
+        latest: the newest checkpoint, which belongs to this run; None for a new run.
     """
 
     checkpoints: RunCheckpoints
@@ -81,16 +87,19 @@ class RunFolder:
 
 
 def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> RunState:
-    """Resume the learner from the newest checkpoint; without one a new run begins.
+    """Load the newest checkpoint into the learner; without one a new run begins.
+
+    Returns:
+        The state of the run after its last step so far.
 
     Raises:
-        CheckpointError: the checkpoint was trained beside other frozen weights, or is damaged.
+        CheckpointError: the checkpoint belongs to other frozen weights, or is damaged.
     """
     checkpoints, fresh, latest = folder.checkpoints, folder.fresh, folder.latest
     if config.model.lora.rank > 0:
         frozen = {_FROZEN: frozen_digest(learner.model)}
         fresh = replace(fresh, fingerprint={**fresh.fingerprint, **frozen})
-        if latest is not None:  # the rest was compared before the model was read
+        if latest is not None:  # check_resumable has compared everything but the frozen weights
             check_same_run(latest, {**latest.state.fingerprint, **frozen})
     checkpoints.clean()
     checkpoints.compare_with(fresh)
@@ -100,7 +109,7 @@ def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> Ru
     checkpoints.reserve(learner.model, learner.optimizer)
     if latest is None:
         return fresh
-    return go_on(fresh, latest.state)
+    return resumed_state(fresh, latest.state)
 
 
 def load_checkpoint(
@@ -111,7 +120,7 @@ def load_checkpoint(
     optimizer: Optimizer,
     samples: str = "records",
 ) -> None:
-    """Load weights and moments, and say where the run goes on and what has changed since."""
+    """Load weights and moments, and report where the run continues and what has changed."""
     say(f"loading {latest.path} ...")
     with waiting_for(f"loading {latest.path}"):
         checkpoints.load(latest, model, optimizer)
@@ -120,28 +129,28 @@ def load_checkpoint(
         say(line)
 
 
-def go_on(fresh: RunState, before: RunState) -> RunState:
-    """A run's own state, where another left it.
+def resumed_state(fresh: RunState, previous: RunState) -> RunState:
+    """Combine the state of this run with that of the checkpoint from which it continues.
 
-    What it waits for begins anew where validations are judged by another metric or on other
-    records; on other records its last step was not validated.
+    The count of validations without an improvement restarts if another metric or other records are
+    validated now. With other records, the metrics of the checkpoint's step are dropped, too.
     """
-    here = replace(fresh, step=before.step, consumed_samples=before.consumed_samples)
-    if not same_validation(before, fresh):
-        return here
-    here = replace(here, metrics=before.metrics)
-    old, now = flatten(before.config), flatten(fresh.config)
-    if any(old.get(key) != now.get(key) for key in _JUDGED_BY):
-        return here
+    state = replace(fresh, step=previous.step, consumed_samples=previous.consumed_samples)
+    if not same_validation(previous, fresh):
+        return state
+    state = replace(state, metrics=previous.metrics)
+    old, new = flatten(previous.config), flatten(fresh.config)
+    if any(old.get(key) != new.get(key) for key in _MONITOR_KEYS):
+        return state
     return replace(
-        here,
-        best_value=before.best_value,
-        validations_since_best=before.validations_since_best,
+        state,
+        best_value=previous.best_value,
+        validations_since_best=previous.validations_since_best,
     )
 
 
 def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> RunState:
-    """The state of a run before its first step; ``shape`` is that of the model to train."""
+    """Build the state of a run before its first step; ``shape`` is that of the model to train."""
     return RunState(
         step=0,
         consumed_samples=0,
@@ -152,41 +161,46 @@ def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> Run
     )
 
 
-def check_goes_on(latest: Saved, fresh: RunState, data: TrainingData) -> Saved:
-    """Refuse to go on from a checkpoint of another run than the one with the state ``fresh``.
+def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved:
+    """Check that a checkpoint belongs to the run whose state would be ``fresh`` if it were new.
 
-    The frozen weights of LoRA are not compared, as the model is not read yet: see ``resume``.
+    The frozen weights of a LoRA run are not compared here, because the model is not read yet.
+    ``resume`` does that.
 
     Returns:
-        The checkpoint; its fingerprint has the names and settings that earlier versions left out.
+        The checkpoint, with the keys added to its fingerprint that older versions left out.
 
     Raises:
-        CheckpointError: it is of another run.
+        CheckpointError: it belongs to another run.
     """
-    stored, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
-    _check_objective_exists(latest)
-    latest = replace(latest, state=_with_objective(latest.state))
-    before = latest.state.fingerprint
-    # Runs of versions whose contract did not say how steps become one reward had the rule, too.
-    aggregate = before[_OBJECTIVE_SETTINGS].get("aggregate", Aggregate.last.value)
-    differences = describe_differences(with_aggregate(stored, aggregate).differences(now))
+    stored, current = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
+    latest = replace(latest, state=_complete_fingerprint(latest.state))
+    saved = latest.state.fingerprint
+    # Contracts of older versions do not name the rule that makes one reward of several steps'
+    # rewards, but their objective's settings do.
+    aggregate = saved[_OBJECTIVE_SETTINGS].get("aggregate", Aggregate.last.value)
+    differences = describe_differences(with_aggregate(stored, aggregate).differences(current))
     fingerprint = {
         **fresh.fingerprint,
-        _FROZEN: before.get(_FROZEN),
+        _FROZEN: saved.get(_FROZEN),
         _CONTRACT: differences or stored.hash,
     }
     if differences:
-        # The same files have other tokens by other rules, so that their digest says nothing.
-        fingerprint[_DATA] = before.get(_DATA)
-    elif before.get(_DATA) != fingerprint[_DATA]:
-        # Runs of versions that knew no digest of each file have that of all tokens.
+        # By another contract the same files give other tokens, so their digest proves nothing.
+        fingerprint[_DATA] = saved.get(_DATA)
+    elif saved.get(_DATA) != fingerprint[_DATA]:
+        # Older versions saved one digest of all tokens instead of one of each file.
         fingerprint[_DATA] = data.train.measure_digest()
     check_same_run(latest, fingerprint)
     return latest
 
 
-def _check_objective_exists(latest: Saved) -> None:
-    """Reject a run that trained with an objective that this version no longer has."""
+def check_objective_exists(latest: Saved) -> None:
+    """Reject a checkpoint of a run whose objective this version has removed.
+
+    Raises:
+        CheckpointError: the objective was removed.
+    """
     removed = describe_removed(latest.state.fingerprint.get(_OBJECTIVE, ""))
     if removed is not None:
         raise CheckpointError(
@@ -196,39 +210,40 @@ def _check_objective_exists(latest: Saved) -> None:
 
 
 def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
-    """Refuse to go on from the newest checkpoint of a folder where the settings forbid it.
+    """Reject a folder that has a checkpoint if the settings forbid resuming.
 
     Raises:
-        ConfigError: there is one, and ``exp_manager.resume_if_exists`` is false.
+        ConfigError: ``exp_manager.resume_if_exists`` is false, and the folder has a checkpoint.
     """
     if latest is not None and not run.resume_if_exists:
         raise ConfigError(
             f"exp_manager.resume_if_exists: got false, but {latest.path.parent} holds the "
-            "checkpoints of a run; wanted another exp_manager.explicit_log_dir"
+            "checkpoints of a run. Set exp_manager.explicit_log_dir to another folder"
         )
 
 
 def changes_since(latest: Saved, fresh: RunState) -> list[str]:
-    """A line for every setting and validation set that has changed since a checkpoint."""
+    """Describe every setting and validation set that has changed since a checkpoint, by line."""
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
-    before, now = latest.state.validated_on or {}, fresh.validated_on or {}
-    changed_sets = [name for name in now if before.get(name, now[name]) != now[name]]
+    old, new = latest.state.validated_on or {}, fresh.validated_on or {}
+    changed_sets = [name for name in new if old.get(name, new[name]) != new[name]]
     lines += [f"  changed since: the records of {name}" for name in changed_sets]
     if not same_validation(latest.state, fresh):
         lines.append(
-            "  earlier validations used other records: the search for the best starts anew"
+            "  earlier validations used other records: the search for the best checkpoint restarts"
         )
     return lines
 
 
-def _with_objective(state: RunState) -> RunState:
-    """Runs of versions that had one objective for each type of model do not name it.
+def _complete_fingerprint(state: RunState) -> RunState:
+    """Add the keys to a state's fingerprint that older versions left out, with their meaning then.
 
-    Those of versions that had fewer settings lack some, as the weights of files.
+    Older versions had one objective for each type of model and did not name it, and they had fewer
+    settings.
     """
     fingerprint = dict(state.fingerprint)
-    name = fingerprint.setdefault(_OBJECTIVE, default_name(fingerprint[_MODEL_TYPE]))
+    name = fingerprint.setdefault(_OBJECTIVE, default_objective_name(fingerprint[_MODEL_TYPE]))
     settings = fingerprint.get(_OBJECTIVE_SETTINGS, {})
     fingerprint[_OBJECTIVE_SETTINGS] = settings_with_defaults(name, settings)
     fingerprint.setdefault(_WEIGHTS, [])
@@ -238,7 +253,7 @@ def _with_objective(state: RunState) -> RunState:
 
 
 def write_run_config(config: object, run: RunFolderConfig) -> None:
-    """Write all settings to the folder of their run; every rank calls it."""
+    """Write all settings to ``config.yaml`` in the folder of their run; every rank calls it."""
     folder = Path(run.explicit_log_dir)
 
     def write() -> None:
@@ -251,8 +266,8 @@ def write_run_config(config: object, run: RunFolderConfig) -> None:
 def fingerprint(config: TrainConfig, shape: ModelShape, data: TrainingData) -> dict[str, Any]:
     """Settings and data that must not change when a run resumes, as plain JSON values.
 
-    It is the model, the data and its order, and the objective. Layout, learning rate and length may
-    change.
+    These are the model, the data and its order, and the objective. The parallel layout, the
+    learning rate and the length of the run may change.
     """
     model = config.model
     return {
@@ -273,9 +288,9 @@ def fingerprint(config: TrainConfig, shape: ModelShape, data: TrainingData) -> d
     }
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``key: old -> new`` for every setting that differs between two nested mappings."""
-    old, new = flatten(before), flatten(now)
+def changed_settings(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """List ``key: old -> new`` for every setting that differs between two nested mappings."""
+    old, new = flatten(previous), flatten(current)
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in dict.fromkeys([*old, *new])
@@ -283,13 +298,13 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ]
 
 
-# Facts of a run for its report: versions, data, contract, memory.
+# Facts about a run for its report: versions, data, contract, memory.
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 
 
 class RunFacts:
-    """Facts of a run, in ``run_facts.json``: written at its start and after every validation."""
+    """Writes ``run_facts.json`` at the start of a run and after every validation."""
 
     def __init__(self, run: Path, data: TrainingData, ranks: int) -> None:
         self._path = run / FACTS_NAME
@@ -299,55 +314,55 @@ class RunFacts:
             "data": [
                 describe_file(report) for dataset in data.datasets for report in dataset.reports
             ],
-            "validation_records": {each.name: len(each) for each in data.validation},
+            "validation_records": {dataset.name: len(dataset) for dataset in data.validation},
             **describe_contract(data.contract),
             "versions": find_versions(),
         }
 
     def begin(self, described: Sequence[str]) -> None:
-        """Write the file for the first time, with the lines that the start of the run says."""
+        """Write the file for the first time, with the lines that the run prints at its start."""
         self._facts["described"] = list(described)
         self.write()
 
     def write(self) -> None:
-        """Write the file, with the memory that has been needed so far."""
+        """Write the file, with the peak memory so far."""
         content = json.dumps({**self._facts, "peak_memory": peak_memory()}, indent=2)
         write_lines(self._path, [content])
 
 
 def describe_file(report: FileReport) -> dict[str, Any]:
-    """The start-up table of a file, as plain JSON values."""
+    """Return the table of a data file that the run prints at its start, as plain JSON values."""
     return {
         "name": report.name,
         "path": report.path,
         "format": report.summary.format,
         "rows": [[name, str(value)] for name, value in report.rows()],
-        "malformed": [str(each) for each in report.malformed],
+        "malformed": [str(line) for line in report.malformed],
     }
 
 
 def describe_contract(contract: ScoringContract) -> dict[str, Any]:
-    """Hash and fields of the scoring contract."""
+    """Return the hash and the fields of the scoring contract, as plain JSON values."""
     return {"contract_hash": contract.hash, "contract": contract.to_dict()}
 
 
 def find_versions() -> dict[str, str]:
-    """Versions of this package, its main dependencies, Python and the machine."""
-    found = {"nemo_aligner": nemo_aligner.__version__, "Python": platform.python_version()}
+    """Return the versions of this package, its main dependencies, Python and the machine."""
+    versions = {"nemo_aligner": nemo_aligner.__version__, "Python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    found["system"] = f"{platform.system()} {platform.machine()}"
+            versions[name] = "not installed"
+    versions["system"] = f"{platform.system()} {platform.machine()}"
     if torch.cuda.is_available():
-        found["GPU"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    return found
+        versions["GPU"] = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    return versions
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes that this process has needed at most: resident on the host, allocated on its GPU."""
-    found = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    """Return the peak memory of this process in bytes: resident on the host, and on its GPU."""
+    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
-        found["GPU"] = torch.cuda.max_memory_allocated()
-    return found
+        peaks["GPU"] = torch.cuda.max_memory_allocated()
+    return peaks

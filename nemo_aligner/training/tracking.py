@@ -1,8 +1,9 @@
-"""Weights & Biases and MLflow: a resumed run continues as the same run there.
+"""Weights & Biases, MLflow, and the file ``metrics.jsonl`` in the folder of a run.
 
-Lightning's loggers resume a run by its id; ``tracking.json`` in the run's folder keeps the id at
-each service. A service takes nothing back: steps that are computed again after a checkpoint are
-logged again there.
+Lightning's loggers resume a run at a service by its id. ``tracking.json`` in the run's folder keeps
+the id at each service, so a resumed training run continues as the same run there. A service cannot
+delete numbers: steps that are computed again after a checkpoint are logged there a second time.
+``metrics.jsonl`` has each step once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,27 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
 from nemo_aligner.utils.writing import write_problem
 
 Open = Callable[[Path, Mapping[str, Any], "str | None", Mapping[str, Any]], tuple[Any, str]]
+"""Opens a service's logger for the run's folder, the user's arguments of the logger, the id of the
+run that continues there (None for a new one), and the settings. Returns the logger and the id."""
+# Outcomes of a run, as Lightning's loggers name them.
+SUCCESS, FAILED = "success", "failed"
 
 
 def _open_wandb(
     folder: Path, options: Mapping[str, Any], run_id: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Lightning's logger of a W&B run, online or offline, with its files in ``wandb/``; its id."""
+    """Open Lightning's logger of a W&B run, online or offline, with its files in ``wandb/``."""
     from lightning.pytorch.loggers import WandbLogger
 
     class OneRunLogger(WandbLogger):
+        """Ends the W&B run with the training run, even if that failed.
+
+        Otherwise the next training run of this process would be logged as a part of it.
+        """
+
         def finalize(self, status: str) -> None:
             super().finalize(status)
-            # Else a second run of this process would be logged as a part of the first.
-            self.experiment.finish()
+            self.experiment.finish(exit_code=0 if status == SUCCESS else 1)
 
     logger = OneRunLogger(**{"name": folder.name, "save_dir": str(folder), "id": run_id, **options})
     logger.log_hyperparams(dict(settings))
@@ -45,24 +55,33 @@ def _open_wandb(
 def _open_mlflow(
     folder: Path, options: Mapping[str, Any], run_id: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Lightning's logger of a run at an MLflow server, or in ``mlflow.db``; its id."""
+    """Open Lightning's logger of a run at an MLflow server, or in ``mlflow.db``."""
     from lightning.pytorch.loggers import MLFlowLogger
 
     arguments: dict[str, Any] = {"run_name": folder.name, "run_id": run_id}
     has_server = {"tracking_uri", "save_dir"} & {*options} or "MLFLOW_TRACKING_URI" in os.environ
     if not has_server:
         path = folder.resolve()
-        # MLflow 3 refuses to write plain files.
+        # MLflow 3 does not support plain files any more.
         arguments["tracking_uri"] = f"sqlite:///{path / 'mlflow.db'}"
         arguments["artifact_location"] = (path / "mlflow_artifacts").as_uri()
     arguments.update(options)
     logger = MLFlowLogger(**arguments)
-    if arguments["run_id"] is None:
-        logger.log_hyperparams(flatten(settings))
-    else:
-        # MLflow forbids to change parameters; those of the run's start stay.
-        logger.experiment.update_run(arguments["run_id"], status="RUNNING")
+    logger.log_hyperparams(_new_parameters(logger, arguments["run_id"], flatten(settings)))
     return logger, str(logger.run_id)
+
+
+def _new_parameters(logger: Any, run_id: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Select the parameters that an MLflow run does not have yet, and mark the run as running.
+
+    MLflow forbids to change parameters, so a run that continues keeps those of its start. A run
+    that the user names by its id may have some already, too.
+    """
+    if run_id is None:
+        return parameters
+    logger.experiment.update_run(run_id, status="RUNNING")
+    existing = logger.experiment.get_run(run_id).data.params
+    return {key: value for key, value in parameters.items() if key not in existing}
 
 
 _SERVICES: dict[str, Open] = {"wandb": _open_wandb, "mlflow": _open_mlflow}
@@ -71,52 +90,73 @@ _SERVICES: dict[str, Open] = {"wandb": _open_wandb, "mlflow": _open_mlflow}
 def build_tracked_loggers(
     config: RunFolderConfig, settings: Mapping[str, Any], start_step: int
 ) -> dict[str, Any]:
-    """Open the services asked for, each in its existing run, or in a new one at step 0.
+    """Open the services that the settings name: the existing run at each, or a new one at step 0.
+
+    Args:
+        settings: the run's resolved settings, which become its parameters.
+        start_step: steps that the run has done already.
 
     Returns:
         Lightning's loggers by the names of the services.
 
     Raises:
-        ConfigError: a service does not take the run.
-        CheckpointError: the folder's ``tracking.json`` is not what was written.
+        ConfigError: a service rejects the run; the others are closed.
+        CheckpointError: ``tracking.json`` in the folder is damaged.
     """
     folder = Path(config.explicit_log_dir)
     path = folder / TRACKING_NAME
     previous_ids = _read_ids(path) if start_step > 0 else {}
-    loggers, ids = {}, {}
-    for name, options in _options_by_service(config).items():
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            loggers[name], ids[name] = _SERVICES[name](
-                folder, options, previous_ids.get(name), settings
+    loggers: dict[str, Any] = {}
+    ids: dict[str, str] = {}
+    try:
+        for name, options in _options_by_service(config).items():
+            folder.mkdir(parents=True, exist_ok=True)
+            loggers[name], ids[name] = _open_service(
+                name, folder, options, previous_ids.get(name), settings
             )
-        # The services' packages raise what they like, and a setting may be none of theirs.
-        except Exception as error:
-            raise ConfigError(
-                f"exp_manager.create_{name}_logger: got true, but the run cannot be logged there "
-                f"({type(error).__name__}: {one_line(error)}); settings of that logger are "
-                f"exp_manager.{name}_logger_kwargs"
-            ) from error
-    if ids or path.is_file():
-        content = {name: {"id": run_id} for name, run_id in ids.items()}
-        write_lines(path, [json.dumps(content, indent=2)])
+        if ids or path.is_file():
+            content = {name: {"id": run_id} for name, run_id in ids.items()}
+            write_lines(path, [json.dumps(content, indent=2)])
+    except BaseException:
+        close_loggers(loggers.values(), FAILED)
+        raise
     return loggers
 
 
+def _open_service(name: str, *arguments: Any) -> tuple[Any, str]:
+    """Open a service's logger; a ConfigError that names its settings if the service rejects it."""
+    try:
+        return _SERVICES[name](*arguments)
+    # The services' packages raise all kinds of errors, and an argument may not exist there.
+    except Exception as error:
+        raise ConfigError(
+            f"exp_manager.create_{name}_logger: got true, but the run cannot be logged there "
+            f"({type(error).__name__}: {one_line(error)}). Change "
+            f"exp_manager.{name}_logger_kwargs, or set exp_manager.create_{name}_logger=false"
+        ) from error
+
+
+def close_loggers(loggers: Iterable[Any], status: str) -> None:
+    """Close Lightning's loggers after an error, whatever their packages raise meanwhile."""
+    for logger in loggers:
+        with suppress(Exception):
+            logger.finalize(status)
+
+
 def _options_by_service(config: RunFolderConfig) -> dict[str, dict[str, Any]]:
-    """Arguments of each logger that is asked for, by the name of its service."""
+    """Arguments of each logger that the settings enable, by the name of its service."""
     services = {
         "wandb": (config.create_wandb_logger, config.wandb_logger_kwargs),
         "mlflow": (config.create_mlflow_logger, config.mlflow_logger_kwargs),
     }
-    return {name: options for name, (is_wanted, options) in services.items() if is_wanted}
+    return {name: options for name, (is_enabled, options) in services.items() if is_enabled}
 
 
 def _read_ids(path: Path) -> dict[str, str]:
     """Read the id of the run at each service; empty without a file.
 
     Raises:
-        CheckpointError: it is not what ``build_tracked_loggers`` writes.
+        CheckpointError: the file does not have the form that ``build_tracked_loggers`` writes.
     """
     if not path.is_file():
         return {}
@@ -125,28 +165,28 @@ def _read_ids(path: Path) -> dict[str, str]:
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: got {type(error).__name__}: {error}, wanted the id of the run at each "
-            "service; without the file a new run begins there"
+            "service. Delete the file to begin a new run there"
         ) from error
 
 
-# ``metrics.jsonl`` in the folder of a run: every number that is logged, a JSON object a line.
+# ``metrics.jsonl`` in the folder of a run: all logged numbers, one JSON object per line.
 
 
 class MetricsFile:
-    """Appends to the file of a run; a line is on its way to the disk before ``log`` returns.
+    """Appends lines to a run's metrics file; ``log`` returns when the line is in the file.
 
-    What a run before this one had logged after ``start_step`` is cut off; at 0 that is all.
+    A resumed run first cuts off the lines of steps after ``start_step``; 0 cuts off all.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
-        _forget_after(path, start_step)
+        _cut_after(path, start_step)
         self._path, self._lines = path, path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A line of ``step`` and the metrics; null for NaN and infinity, which JSON has not.
+        """Write a line of ``step`` and the metrics; NaN and infinity, which JSON lacks, are null.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the line cannot be written.
         """
         row = {"step": step, **{name: _finite(value) for name, value in metrics.items()}}
         try:
@@ -159,24 +199,26 @@ class MetricsFile:
             ) from error
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Read every whole line, in the order of the file; the last one may be half of one.
+    """Read every complete line, in the order of the file; the last one may be incomplete.
 
-    A step has one line of its training, and others of its validation and of its checkpoint.
+    Training, validation and saving each write their own line for a step.
     """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            row = _as_row(line)
+            row = _parse_row(line)
             if row is not None:
                 yield row
 
 
-def _as_row(line: str) -> dict[str, Any] | None:
+def _parse_row(line: str) -> dict[str, Any] | None:
+    """Parse a line of metrics; None if it is damaged."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -184,11 +226,13 @@ def _as_row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _forget_after(path: Path, last_step: int) -> None:
-    kept = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
-    write_lines(path, map(json.dumps, kept))
+def _cut_after(path: Path, last_step: int) -> None:
+    """Rewrite the file with the lines of steps up to ``last_step``; with none if that is 0."""
+    rows = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
+    write_lines(path, map(json.dumps, rows))
 
 
 def _finite(value: float) -> float | None:
+    """Return the number, or None for NaN and infinity."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -1,31 +1,25 @@
-"""SupervisedTrainer: the training loop, early stopping, and validation predictions on disk."""
+"""The training loop: steps, validations, checkpoints, and when to stop.
+
+``SupervisedTrainer`` runs the loop. ``DivergenceWatch`` warns of a loss that grows, and
+``EarlyStopping`` counts the validations without an improvement.
+"""
 
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
-from nemo_aligner.checkpoint.run_folder import HELDOUT_NAME
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import MonitorMode, TrainConfig
-from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text
-from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.cpu.products import FreedMemory
-from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.readers import ReaderConfig, parse_file
-from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
 from nemo_aligner.distributed.collectives import (
     agree,
     agree_on,
@@ -34,7 +28,7 @@ from nemo_aligner.distributed.collectives import (
     wait_for_device,
 )
 from nemo_aligner.metrics.table import Shown, all_metrics
-from nemo_aligner.training.learner import RewardLearner, rewards_of_samples
+from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import (
     Gauges,
     StepProgress,
@@ -45,7 +39,7 @@ from nemo_aligner.training.loggers import (
 )
 from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.console import Counter, say, waiting_for
-from nemo_aligner.utils.errors import AlignerError, DataError, TrainingError
+from nemo_aligner.utils.errors import TrainingError
 
 _LEAK_TIP = (
     "tip: to rule out a leak, evaluate the finished model with swapped=true\n"
@@ -55,29 +49,30 @@ _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in me
 
 
 class _LeftEarlyError(Exception):
-    """A validation that was left as the run is to stop; on every rank."""
+    """A validation ended early because the run has to stop; raised on every rank."""
 
 
 class Logger(Protocol):
-    """What keeps a run's numbers: ``MetricLoggers``, or a benchmark's own."""
+    """Receives a run's metrics: ``MetricLoggers``, or a benchmark's own class."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the metrics of a step."""
+        ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Last step of a run; ``stopped_by`` is None if it came to its end."""
+    """Last step of a run, and why it stopped; ``stopped_by`` is None if the run is complete."""
 
     step: int
     stopped_by: StopReason | None = None
 
 
 class SupervisedTrainer:
-    """Trains until ``total_steps``, or until asked to stop; every rank runs it.
+    """Trains until ``total_steps``, or until a signal or the time limit stops it; on every rank.
 
-    ``start`` is the state that learner and checkpoints are in: step 0, or the step resumed from.
-    ``patience`` may end it before; without one it does not. A validation that was due when a run
-    was stopped is made up by the one that goes on, so that both are judged as one left alone.
+    A validation that was due when a run was stopped is done first by the run that continues. So
+    both together have the same validations as a run that was never stopped.
     """
 
     def __init__(
@@ -92,6 +87,12 @@ class SupervisedTrainer:
         device: torch.device | str,
         patience: EarlyStopping | None = None,
     ) -> None:
+        """Take the parts of a run.
+
+        Args:
+            start: state of learner and checkpoints: step 0, or the step resumed from.
+            patience: early stopping; None never ends the run early.
+        """
         self._learner = learner
         self._loop = config.trainer.rm
         self._global_batch_size = config.model.global_batch_size
@@ -119,38 +120,43 @@ class SupervisedTrainer:
         self._owes_validation = due and not start.metrics
 
     def fit(self) -> Outcome:
-        """Train, log, validate, save; a run that was stopped goes on from its newest checkpoint."""
+        """Train, log, validate and save until the run is complete or stopped.
+
+        Raises:
+            TrainingError: a number is not finite; the error names the checkpoint to resume from.
+        """
         with self._stop.while_training():
             try:
                 stopping = self._run()
                 self._publish()
             except TrainingError as error:
-                # Every rank raises it, so all of them publish what was saved before.
+                # Every rank raises it, so all of them publish the checkpoint that is being written.
                 self._publish()
-                raise TrainingError(f"{error}; {self._where_to_resume()}") from error
+                raise TrainingError(f"{error}; {self._describe_resume()}") from error
             finally:
                 self._progress.close()
         if self._patience.is_over:
             say(f"training ends at step {self._step}: {self._patience.describe()}")
         stopped = stopping and not self._is_over
-        return Outcome(self._step, self._why_stopped() if stopped else None)
+        return Outcome(self._step, self._find_stop_reason() if stopped else None)
 
-    def _where_to_resume(self) -> str:
+    def _describe_resume(self) -> str:
+        """Describe where the same command would continue after an error."""
         latest = self._checkpoints.latest()
         if latest is None:
             return "this run has no checkpoint yet"
-        return f"started again, the run resumes from its checkpoint of step {latest.state.step}"
+        return f"the same command resumes from the checkpoint of step {latest.state.step}"
 
     def _run(self) -> bool:
-        """The loop; whether it was asked to stop."""
-        # The best may be of the run that this one resumes.
+        """Run the loop; True if a signal or the time limit stopped it."""
+        # A resumed run may have a best checkpoint already.
         self._find_best()
         stopping = self._begin()
         while not self._is_over and not stopping:
             self._train()
-            # Validate, then save: the checkpoint has its own metrics, by which it is ranked. A stop
-            # does not wait for a validation, which may take minutes of a grace period of seconds;
-            # the state then has none, and the run that goes on makes it up.
+            # Validate before saving, because a checkpoint is ranked by its own metrics. A stop does
+            # not wait for a validation: that may take minutes, and the grace period seconds. The
+            # state then has no metrics, and the run that continues validates first.
             self._owes_validation = self._is_due(self._loop.val_check_interval)
             stopping = self._check_in()
             metrics: dict[str, float] = {}
@@ -162,7 +168,7 @@ class SupervisedTrainer:
         return stopping
 
     def _begin(self) -> bool:
-        """Validate what is there already, where that is due; whether it was asked to stop."""
+        """Validate before the first step if that is due; True if the run has to stop."""
         if not self._owes_validation:
             return False
         metrics = self._validate()
@@ -174,21 +180,23 @@ class SupervisedTrainer:
 
     @property
     def _is_over(self) -> bool:
-        ends = self._step >= self._total_steps or self._patience.is_over
-        return ends and not self._owes_validation
+        """True if no step and no validation is left."""
+        is_last = self._step >= self._total_steps or self._patience.is_over
+        return is_last and not self._owes_validation
 
     def _train(self) -> None:
+        """Train one step, and log and show its metrics."""
         is_first = self._step == self._start.step
-        what = f"step {self._step + 1}, which includes warming up"
-        with self._timers.measure("train_step"), waiting_for(what) if is_first else nullcontext():
+        task = f"step {self._step + 1}, which includes warming up"
+        with self._timers.measure("train_step"), waiting_for(task) if is_first else nullcontext():
             metrics = self._learner.train_step(self._step)
-            # The update is a part of the step; without this its time would be the next one's.
+            # Without waiting, the time of the update would count for the next step.
             wait_for_device()
         self._step += 1
         if self._freed is not None:
             self._freed.end_step()
         timing = self._timers.take()
-        # Real tokens, of all ranks: there is no padding that could be counted.
+        # Tokens of all ranks. Packs have no padding, so all of them are real.
         tokens = metrics.pop("tokens")
         seconds = timing["timing/train_step"]
         metrics["tokens_per_second"] = tokens / seconds
@@ -204,7 +212,7 @@ class SupervisedTrainer:
         memory = describe_gpu_memory(current_device()) if is_first else None
         if memory is not None:
             self._progress.say(memory)
-        # A resumed run has no first step of its own to compare with.
+        # A resumed run does not know the loss of the first step, so it cannot detect divergence.
         warning = self._divergence.add(metrics["loss"]) if self._start.step == 0 else None
         if warning:
             self._progress.say(warning)
@@ -212,6 +220,7 @@ class SupervisedTrainer:
         self._progress.show(self._step, shown, self._best)
 
     def _validate(self) -> dict[str, float]:
+        """Validate, log and show the metrics; empty if the run has to stop before the end."""
         start = time.perf_counter()
         try:
             with self._timers.measure("validation/total_validation_time"):
@@ -231,22 +240,24 @@ class SupervisedTrainer:
             if not self._has_validated and self._can_swap(metrics):
                 self._progress.say(_LEAK_TIP)
             self._has_validated = True
-            self._patience.see(metrics)
+            self._patience.count_validation(metrics)
         return metrics
 
     def _can_swap(self, metrics: Mapping[str, float]) -> bool:
-        """Tell if ``evaluate swapped=true`` applies: ratings have no two replies to swap."""
+        """True if ``evaluate swapped=true`` applies: ratings have no two replies to swap."""
         has_accuracy = any(name.endswith("/accuracy") for name in metrics)
         return has_accuracy and self._learner.data.train.kind is RecordKind.comparison
 
     def _watch_validation(self, done: int, total: int) -> None:
+        """Show the progress of a validation, and leave it if the run has to stop."""
         self._validating.show(done, total)
-        # After the last part there is nothing left to save time on: the validation counts.
+        # After the last part, leaving would save no time, so the validation counts.
         if done < total and agree(self._stop.reason is not None, self._device):
             raise _LeftEarlyError
 
     def _save(self, metrics: dict[str, float]) -> None:
-        self._publish()  # ``save`` would, too, but without logging how long it took
+        """Start to write a checkpoint of this step with the metrics of its validation."""
+        self._publish()  # ``save`` would publish, too, but without logging the time
         self._progress.mention("saving")
         with self._timers.measure("save"):
             state = self._state(metrics)
@@ -257,19 +268,20 @@ class SupervisedTrainer:
             self._find_best()
 
     def _state(self, metrics: dict[str, float]) -> RunState:
-        """State of this run after its last step, with the metrics of its validation."""
+        """Build the state of this run after its last step, with the metrics of its validation."""
         return replace(
-            self._patience.put_into(self._start),
+            self._patience.store_in(self._start),
             step=self._step,
             consumed_samples=self._step * self._global_batch_size,
             metrics=metrics,
         )
 
     def _find_best(self) -> None:
+        """Remember the best checkpoint so far, for the lines of steps."""
         self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
 
     def _publish(self) -> None:
-        """Publish the checkpoint that is being written, if one is, when it is written."""
+        """Wait until the checkpoint in progress is written, if there is one, and publish it."""
         start = time.perf_counter()
         with waiting_for("writing a checkpoint", self._progress.say):
             saved = self._checkpoints.publish()
@@ -281,17 +293,18 @@ class SupervisedTrainer:
             self._progress.say(f"step {saved.state.step}: saved {saved.path}")
 
     def _is_due(self, interval: int | None) -> bool:
-        """True at every multiple of the interval and at the end; None is the end alone."""
+        """True at every multiple of the interval and at the end; None means only at the end."""
         at_end = self._step >= self._total_steps
         return at_end or (interval is not None and self._step % interval == 0)
 
     def _save_is_due(self, metrics: Mapping[str, float]) -> bool:
+        """True if the interval is due, or the validation is among the best ones."""
         return self._is_due(self._loop.save_interval) or self._checkpoints.is_among_best(metrics)
 
     def _check_in(self) -> bool:
-        """Ask all ranks if one was told to stop; publish a checkpoint that all have written."""
-        # A signal, or a slow disk, may be one rank's alone, and saving and publishing are
-        # collective: all ranks have to decide alike, by one all-reduce for all questions.
+        """Agree with all ranks whether to stop, and publish a checkpoint that all have written."""
+        # A signal or a slow disk may affect only one rank, but saving and publishing are
+        # collective. So one all-reduce makes all ranks decide alike.
         checkpoints = self._checkpoints
         flags = (
             self._stop.reason is not None,
@@ -305,155 +318,20 @@ class SupervisedTrainer:
             self._publish()
         return stopping
 
-    def _why_stopped(self) -> StopReason:
+    def _find_stop_reason(self) -> StopReason:
+        """Return the reason of the first rank that has one; collective."""
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
 
 
-# Rewards of the last validation for every record, in files that ``nemo-aligner report`` reads.
-
-# Some 6 MB at the lengths of HH-RLHF, rewritten by every validation.
-MOST_RECORDS = 5000
-
-
-class HeldoutRewards:
-    """Writes ``<run>/heldout/<set>.jsonl``, whose lines are those of evaluate's ``output_rewards``.
-
-    Of a set of more than ``most`` records it is those drawn once by a fixed seed. The texts are
-    read again from the data's files, at the first validation.
-    """
-
-    def __init__(
-        self, run: Path, how: ReaderConfig, contract: ScoringContract, most: int = MOST_RECORDS
-    ) -> None:
-        self._folder = run / HELDOUT_NAME
-        self._how = how
-        self._contract = contract
-        self._most = most
-        self._texts: dict[str, list[tuple[Text, ...]]] = {}
-
-    def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
-        """Write the records of a set.
-
-        Args:
-            rewards: ``[S, A]`` of every record, label means added.
-        """
-        chosen = _draw(len(dataset), self._most)
-        if dataset.name not in self._texts:
-            self._texts[dataset.name] = self._read_texts(dataset.origins, chosen)
-        texts = self._texts[dataset.name]
-        if texts:
-            how = self._contract.aggregation
-            merged = rewards_of_samples(rewards.cpu(), dataset.records, how)
-            is_pairs = dataset.kind is RecordKind.comparison
-            describe = self._pairs if is_pairs else self._ratings
-            rows = describe(dataset, merged, chosen, texts)
-            write_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
-
-    def _pairs(
-        self,
-        dataset: TokenizedDataset,
-        rewards: Tensor,
-        chosen: Sequence[int],
-        texts: Sequence[tuple[Text, ...]],
-    ) -> list[dict[str, Any]]:
-        records = dataset.records.select(chosen)
-        of_samples = rewards[dataset.records.sample_rows(chosen)].numpy()
-        merged = torch.from_numpy(one_reward(of_samples, self._contract.attribute_weights))
-        flat = [text for each in texts for text in each]
-        pairs = records.pairs()
-        found = torch.stack(pairs.of(merged.view(-1)), dim=1).tolist()
-        sides = torch.stack(pairs.of(torch.arange(len(flat))), dim=1).tolist()
-        owners = pairs.of_records(torch.tensor(chosen)).tolist()
-        return [
-            reward_row(
-                dataset.kind,
-                dataset.origins[owner],
-                dataset.sources[owner],
-                dict(zip(PAIR_COLUMNS, values, strict=True)),
-                [flat[side] for side in both],
-            )
-            for owner, values, both in zip(owners, found, sides, strict=True)
-        ]
-
-    def _ratings(
-        self,
-        dataset: TokenizedDataset,
-        rewards: Tensor,
-        chosen: Sequence[int],
-        texts: Sequence[tuple[Text, ...]],
-    ) -> list[dict[str, Any]]:
-        names, columns = self._contract.attributes, dataset.records.labels
-        order = [columns.names.index(name) for name in names]
-        # The labels of a rating's last reward are those of the whole sample.
-        rows = dataset.records.label_bounds[1:] - 1
-        labels = columns.values[rows][:, order].tolist()
-        return [
-            reward_row(
-                dataset.kind,
-                dataset.origins[record],
-                dataset.sources[record],
-                dict(zip(names, rewards[record].tolist(), strict=True)),
-                own,
-                labels=dict(zip(names, labels[record], strict=True)),
-            )
-            for record, own in zip(chosen, texts, strict=True)
-        ]
-
-    def _read_texts(
-        self, origins: Sequence[Origin], chosen: Sequence[int]
-    ) -> list[tuple[Text, ...]]:
-        """Read the texts of the ``chosen`` of all records; none if their file has changed."""
-        texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
-        try:
-            for path in dict.fromkeys(origins[index].path for index in chosen):
-                for record in parse_file(path, self._how).records:
-                    texts_by_origin.setdefault(record.origin, []).append(record.texts)
-            numbers = _numbers_in_line(origins, chosen, texts_by_origin)
-            return [texts_by_origin[origins[index]][numbers[index]] for index in chosen]
-        except (AlignerError, OSError, KeyError) as error:
-            say(f"held-out rewards are not kept for a report: their texts cannot be read: {error}")
-            return []
-
-
-def _numbers_in_line(
-    origins: Sequence[Origin],
-    chosen: Sequence[int],
-    texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
-) -> dict[int, int]:
-    """Number each of the ``chosen`` records among those that are made of the same line.
-
-    Raises:
-        DataError: a record of the line was dropped, and nothing says which.
-    """
-    lines = {origins[index] for index in chosen}
-    indices: dict[Origin, list[int]] = {}
-    for index, origin in enumerate(origins):
-        if origin in lines:
-            indices.setdefault(origin, []).append(index)
-    for origin, texts in texts_by_origin.items():
-        if origin in lines and len(texts) != len(indices[origin]):
-            raise DataError(
-                f"{origin}: {len(texts)} records are made of this line, and "
-                f"{len(indices[origin])} of them were used. Which ones is not known."
-            )
-    return {index: number for line in indices.values() for number, index in enumerate(line)}
-
-
-def _draw(count: int, most: int) -> list[int]:
-    if count <= most:
-        return list(range(count))
-    return sorted(random.Random(0).sample(range(count), most))
-
-
-# A run ends early when its validations get no better (early stopping, Prechelt 1998).
+# When a run diverges or stops improving.
 
 
 class DivergenceWatch:
     """Warns once if the training loss of a new run grows instead of falling.
 
-    A learning rate that is far too high gives finite losses, so no check for NaN stops the run.
-    Each of the last ten steps is compared with the first step of the run, whose loss no update has
-    changed: a few hard batches may exceed it by the factor, ten in a row do not.
+    A learning rate that is far too high gives finite losses, so no check for NaN stops the run. The
+    watch compares each of the last ten steps with the first step, whose loss no update has changed.
+    A few hard batches may exceed it by the factor; ten in a row do so only if training diverges.
     """
 
     _STEPS, _FACTOR = 10, 3.0
@@ -464,13 +342,13 @@ class DivergenceWatch:
         self._has_warned = False
 
     def add(self, loss: float) -> str | None:
-        """Record the loss of a step; returns the warning, once."""
+        """Record the loss of a step; returns the warning once, otherwise None."""
         if self._first_loss is None:
             self._first_loss = loss
         self._recent_losses.append(loss)
         is_full = len(self._recent_losses) == self._STEPS
         limit = self._FACTOR * abs(self._first_loss)
-        # A first batch without labels has a loss of 0, with which nothing can be compared.
+        # A first batch without labels has a loss of 0, which is no reference.
         if self._has_warned or not is_full or not limit or min(self._recent_losses) <= limit:
             return None
         self._has_warned = True
@@ -484,14 +362,17 @@ class DivergenceWatch:
 
 @dataclass
 class EarlyStopping:
-    """Counter of validations without a better one, which ends a run that gets no better.
+    """Counts validations without an improvement, and ends the run after too many.
+
+    Early stopping as in Prechelt 1998, "Early stopping - but when?".
 
     Attributes:
         monitor, mode: the metric, and which direction is better.
-        allowed: validations in a row without a better one that end the run; None: it goes on.
-        min_delta: by how much a value must be better to count.
-        best: the best value so far, None before the first validation.
-        since: validations after it.
+        allowed: number of validations in a row without an improvement that end the run; None never
+            ends it.
+        min_delta: smallest change that counts as an improvement.
+        best: best value so far; None before the first validation.
+        since: validations since the best one.
     """
 
     monitor: str | None = None
@@ -501,16 +382,16 @@ class EarlyStopping:
     best: float | None = None
     since: int = 0
 
-    def go_on_from(self, state: RunState) -> None:
-        """Restore the patience of a saved run."""
+    def restore(self, state: RunState) -> None:
+        """Continue the count of a saved run."""
         self.best, self.since = state.best_value, state.validations_since_best
 
-    def put_into(self, state: RunState) -> RunState:
-        """The state with where this run stands."""
+    def store_in(self, state: RunState) -> RunState:
+        """Return the state with this count."""
         return replace(state, best_value=self.best, validations_since_best=self.since)
 
-    def see(self, metrics: Mapping[str, float]) -> None:
-        """Count a validation, if it has the metric; NaN is no better than anything."""
+    def count_validation(self, metrics: Mapping[str, float]) -> None:
+        """Count a validation if it has the metric; NaN is never an improvement."""
         if self.monitor is None or self.monitor not in metrics:
             return
         value = metrics[self.monitor]
@@ -527,9 +408,10 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
+        """True if the run has to end."""
         return self.allowed is not None and self.since >= self.allowed
 
     def describe(self) -> str:
-        """Why a run has ended, for people."""
+        """Describe why a run has ended, for people."""
         best = "none" if self.best is None else f"{self.best:.4f}"
         return f"{self.since} validations in a row without a better {self.monitor} than {best}"

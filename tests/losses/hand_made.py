@@ -16,8 +16,12 @@ def ranked(*ranks: Sequence[int], label_margins: Sequence[float] | None = None) 
     labels = None
     if label_margins is not None:
         labels = LabelColumns.of(["label_margin"], torch.tensor(label_margins).view(-1, 1))
-    flat = torch.tensor([rank for own in ranks for rank in own], dtype=torch.int64)
-    return Records.of(range(len(ranks)), [len(own) for own in ranks], labels, flat)
+    flat = torch.tensor(
+        [rank for record_ranks in ranks for rank in record_ranks], dtype=torch.int64
+    )
+    return Records.of(
+        range(len(ranks)), [len(record_ranks) for record_ranks in ranks], labels, flat
+    )
 
 
 def rated(labels: Tensor, names: Sequence[str] = ("help", "brief")) -> Records:
@@ -28,14 +32,14 @@ def rated(labels: Tensor, names: Sequence[str] = ("help", "brief")) -> Records:
 
 def accepted(kind: Callable[..., object], *cases: tuple[dict[str, object], str]) -> list[str]:
     """Which settings, all of them wrong, are no ValueError that has the text beside them."""
-    found = []
-    for settings, wanted in cases:
+    metrics = []
+    for settings, expected in cases:
         try:
-            found.append(f"{settings}: made {kind(**settings)}")
+            metrics.append(f"{settings}: made {kind(**settings)}")
         except ValueError as error:
-            if wanted not in str(error):
-                found.append(f"{settings}: {error}; wanted {wanted}")
-    return found
+            if expected not in str(error):
+                metrics.append(f"{settings}: {error}; wanted {expected}")
+    return metrics
 
 
 def loss_of(objective: Objective, rewards: Sequence[float], records: Records) -> tuple[float, int]:
@@ -47,12 +51,12 @@ def loss_of(objective: Objective, rewards: Sequence[float], records: Records) ->
 def check_gradient(objective: Objective, rewards: Tensor, records: Records) -> None:
     """The gradient is the one of finite differences."""
     leaf = rewards.detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda own: objective.loss(own, records)[0], (leaf,))
+    assert torch.autograd.gradcheck(lambda outputs: objective.loss(outputs, records)[0], (leaf,))
 
 
 def check_any_batch(objective: Objective, rewards: Tensor, records: Records) -> None:
     """Sums over parts are the sum over all, also of records in another order."""
-    whole, count = objective.loss(rewards.double(), records)
+    total_of_all, count = objective.loss(rewards.double(), records)
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(3)).tolist()
     for size in (1, 2, 3):
         parts = [order[start : start + size] for start in range(0, len(order), size)]
@@ -60,7 +64,7 @@ def check_any_batch(objective: Objective, rewards: Tensor, records: Records) -> 
             objective.loss(rewards[records.rows(part)].double(), records.select(part))
             for part in parts
         ]
-        torch.testing.assert_close(sum(total for total, _ in sums), whole)
+        torch.testing.assert_close(sum(total for total, _ in sums), total_of_all)
         assert sum(int(number) for _, number in sums) == int(count)
 
 
@@ -73,12 +77,12 @@ def learn(objective: Objective, features: Tensor, records: Records, steps: int =
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    before = mean_loss(objective, model(features.double()).detach(), records)
+    previous = mean_loss(objective, model(features.double()).detach(), records)
     for _ in range(steps):
         optimizer.zero_grad()
         total, count = objective.loss(model(features.double()), records)
         (total / count).backward()
         optimizer.step()
     rewards = model(features.double()).detach()
-    assert mean_loss(objective, rewards, records) < before
+    assert mean_loss(objective, rewards, records) < previous
     return rewards

@@ -81,7 +81,7 @@ def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
     assert torch.corrcoef(counts.T).fill_diagonal_(0).abs().max() < 0.03
     rewards = torch.randn(4, 2, dtype=torch.float64)
     (weights,) = bootstrap_counts(PAIRS.ids, 2)[None]
-    wanted = sum(
+    expected = sum(
         float(weights[record, head])
         / 2
         * (math.log1p(math.exp(lost - won)) + 0.01 * (won + lost) ** 2)
@@ -89,7 +89,7 @@ def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
         for record, (won, lost) in enumerate([(a, b), (c, d)])
     )
     objective = HeadEnsemble(heads=2)
-    assert float(objective.loss(rewards, PAIRS)[0]) == pytest.approx(wanted)
+    assert float(objective.loss(rewards, PAIRS)[0]) == pytest.approx(expected)
     centred = {"center_rewards_coefficient": 0.5}
     all_heads = HeadEnsemble(heads=2, bootstrap=False, **centred).loss(rewards, PAIRS)[0]
     plain = [BradleyTerry(**centred).loss(head[:, None], PAIRS)[0] for head in rewards.unbind(1)]
@@ -101,8 +101,8 @@ def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
 
 def check_far_apart(objective: Objective, rewards: torch.Tensor, records: Records) -> None:
     """In fp32, also where a pair is as good as certain or a reward of no use."""
-    if objective.start_of_learned:
-        rewards = torch.full_like(rewards, objective.start_of_learned[0])
+    if objective.initial_scalars:
+        rewards = torch.full_like(rewards, objective.initial_scalars[0])
     levels = torch.tensor(FAR_APART).repeat(len(rewards))[: len(rewards)]
     rewards = torch.cat([levels[:, None], rewards[:, 1:]], dim=1).requires_grad_()
     total, _ = objective.loss(rewards, records)

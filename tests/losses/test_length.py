@@ -11,7 +11,8 @@ import torch
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import PairObjective, reward_gradient
-from nemo_aligner.losses.pairwise import BradleyTerry, pearson
+from nemo_aligner.losses.length import pearson
+from nemo_aligner.losses.pairwise import BradleyTerry
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, ranked
 
 REWARDS = [1.0, 0.2, -0.5, 0.7, 2.0, 2.5, -1.0, -3.0]
@@ -43,15 +44,15 @@ def test_terms_against_length_are_those_written_out() -> None:
         BradleyTerry(length_bias=0.7): by_hand(REWARDS, bias=0.7),
         BradleyTerry(length_correlation_penalty=3.0): by_hand(REWARDS, penalty=3.0),
     }
-    for objective, wanted in cases.items():
+    for objective, expected in cases.items():
         total, count = objective.loss(rewards, PAIRS)
-        assert (float(total), int(count)) == (pytest.approx(wanted), 4), objective
+        assert (float(total), int(count)) == (pytest.approx(expected), 4), objective
     learned = BradleyTerry(length_bias=0.7, learn_length_bias=True)
     both = torch.cat([rewards, torch.full_like(rewards, 0.7)], dim=1)
     assert float(learned.loss(both, PAIRS)[0]) == pytest.approx(by_hand(REWARDS, bias=0.7))
-    assert learned.numbers_learned(both) == {"length_bias": pytest.approx(0.7)}
+    assert learned.learned_scalars(both) == {"length_bias": pytest.approx(0.7)}
     of_pairs = BradleyTerry(length_correlation_penalty=2.0, length_correlation_of="pairs")
-    margins, differences = (np.subtract(each[::2], each[1::2]) for each in (REWARDS, LENGTHS))
+    margins, differences = (np.subtract(column[::2], column[1::2]) for column in (REWARDS, LENGTHS))
     r = margins @ differences / np.linalg.norm(margins) / np.linalg.norm(differences)
     total, _ = of_pairs.loss(rewards, PAIRS)
     assert float(total) == pytest.approx(by_hand(REWARDS) + 4 * 2 * r**2)
@@ -74,10 +75,10 @@ def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective)
         check_gradient(objective, rewards, records)
         leaf = rewards.double().requires_grad_()
         total, count = objective.loss(leaf, records)
-        (wanted,) = torch.autograd.grad(total / count, leaf)
-        got = reward_gradient(objective, rewards, records) / len(records)
-        torch.testing.assert_close(got, wanted.float())
-        if not objective.is_of_batch:
+        (expected,) = torch.autograd.grad(total / count, leaf)
+        gradient = reward_gradient(objective, rewards, records) / len(records)
+        torch.testing.assert_close(gradient, expected.float())
+        if not objective.is_batch_level:
             check_any_batch(objective, rewards, records)
     alone = torch.ones(2, objective.output_columns.count)
     gradient = reward_gradient(objective, alone, PAIRS.select([0]))

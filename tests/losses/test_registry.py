@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from nemo_aligner.config.model import ModelConfig, RegressionConfig
 from nemo_aligner.losses import (
     OBJECTIVES,
     build_objective,
-    default_name,
     default_objective,
+    default_objective_name,
     describe_objective,
     objective_name,
     objective_settings,
@@ -43,8 +44,8 @@ class Hinge(PairObjective):
         return losses.sum(), torch.tensor(len(losses))
 
 
-def own(name: str, **settings: object) -> ModelConfig:
-    """With an objective of this file."""
+def local_config(name: str, **settings: object) -> ModelConfig:
+    """Settings that name an objective of this file."""
     return ModelConfig(objective=f"{__name__}:{name}", objective_kwargs=settings)
 
 
@@ -67,6 +68,26 @@ class PlainHinge:
 @dataclass(frozen=True)
 class Half(PairObjective):
     """Without a loss."""
+
+
+@dataclass(frozen=True)
+class HidesProperty(Hinge):
+    """``aggregate`` is a property of the base class, and the field has no default."""
+
+    aggregate: str  # type: ignore[assignment, misc]
+
+
+class Undecorated(Hinge):
+    """An annotation that is no field, as the class itself is no dataclass."""
+
+    is_annotated: ClassVar[bool] = True
+    scale: float = 1.0
+
+
+class OtherMetric(Hinge):
+    """A subclass without fields needs no decorator."""
+
+    main_metric: ClassVar[str] = "loss"
 
 
 def test_objective_is_built_by_its_name() -> None:
@@ -94,9 +115,18 @@ def test_settings_that_a_run_lacks_had_their_defaults() -> None:
     # Runs from before its rewards were probabilities.
     earlier = settings_with_defaults("binary_cross_entropy", {})
     assert earlier == {"scale": "log_odds"} != objective_settings(BinaryCrossEntropy(("a",)))
+    undocumented = []
     for name in OBJECTIVES:
-        settings = settings_with_defaults(name, {})
-        assert [key for key in settings if f"`{key}`" not in rows[f"`{name}`"]] == []
+        row = rows.get(f"`{name}`")
+        if row is None:
+            undocumented.append(f"docs/training.md: no row of a table begins with `{name}`")
+            continue
+        undocumented += [
+            f"docs/training.md: the row of `{name}` does not name `{key}`"
+            for key in settings_with_defaults(name, {})
+            if f"`{key}`" not in row
+        ]
+    assert not undocumented, "\n".join(undocumented)
 
 
 def test_objective_by_default_is_that_of_the_type_of_model() -> None:
@@ -105,24 +135,27 @@ def test_objective_by_default_is_that_of_the_type_of_model() -> None:
     assert default_objective(RecordKind.rating, ["x"]) == MaskedMse(("x",))
     assert default_objective(RecordKind.comparison, ["reward"]) == BradleyTerry()
     assert objective_name(ModelConfig(objective="plackett_luce")) == "plackett_luce"
-    assert objective_name(regression()) == default_name("regression") == "masked_mse"
-    assert default_name("binary_ranking") == objective_name(ModelConfig()) == "bradley_terry"
+    assert objective_name(regression()) == default_objective_name("regression") == "masked_mse"
+    assert (
+        default_objective_name("binary_ranking") == objective_name(ModelConfig()) == "bradley_terry"
+    )
 
 
-def test_objective_of_ones_own_is_named_by_its_module() -> None:
-    config = own("Hinge", margin=2.0)
+def test_custom_objective_is_named_by_its_module() -> None:
+    config = local_config("Hinge", margin=2.0)
     objective = build_objective(config, ["reward"])
     total, count = objective.loss(torch.tensor([[1.0], [0.5]]), Records.of([0], [2]))
     assert (float(total), int(count)) == (1.5, 1)
     assert objective_settings(objective) == {"margin": 2.0, "alpha": 1.0}
     assert objective_settings(MaskedMse(("help",))) == {}
     assert describe_objective(config, objective) == f"{__name__}:Hinge margin=2.0"
+    assert build_objective(local_config("OtherMetric"), ["reward"]).main_metric == "loss"
 
 
-def test_objective_that_cannot_be_learned_by_is_refused() -> None:
+def test_unfit_objective_is_rejected() -> None:
     settings = "^model.objective_kwargs: "
     inherits = "wanted a dataclass that inherits from PairObjective or RatingObjective"
-    found = {}
+    wrong = {}
     for config, message in (
         (ModelConfig(objective="bradley"), "got 'bradley', wanted one of bradley_terry, "),
         (
@@ -134,19 +167,33 @@ def test_objective_that_cannot_be_learned_by_is_refused() -> None:
             r"regularized_by_language was removed in nemo_aligner .*; use .*=bradley_terry",
         ),
         (ModelConfig(objective="no_module:X"), "got 'no_module:X', wanted .*No module named"),
-        (own("Gone"), "has no attribute 'Gone'"),
+        (local_config("Gone"), "has no attribute 'Gone'"),
         (ModelConfig(objective="builtins:object"), inherits),
-        (own("PlainHinge"), inherits),
-        (own("Half"), f"{inherits}.*, and defines what they leave abstract$"),
-        (ModelConfig(objective="masked_mse"), "learns from ratings, wanted .* from comparisons"),
-        (regression(objective="bradley_terry"), "wanted one that learns from ratings, as model"),
+        (local_config("PlainHinge"), inherits),
+        (local_config("Half"), f"{inherits}.*, and defines what they leave abstract$"),
+        (
+            local_config("HidesProperty", aggregate="min"),
+            r"^model\.objective: .*:HidesProperty: the field aggregate has no default",
+        ),
+        (local_config("Undecorated"), r"^model\.objective: .*:Undecorated: scale cannot be set"),
+        (ModelConfig(objective="masked_mse"), "from ratings, .*=binary_ranking .* comparisons$"),
+        (regression(objective="bradley_terry"), "comparisons, .*=regression .* ratings$"),
         (regression(objective_kwargs={"x": 1}), "unknown key x; masked_mse has none"),
-        (own("Hinge", margn=1), r"objective_kwargs: unknown key margn; did you mean margin\?"),
+        (
+            local_config("Hinge", margn=1),
+            r"objective_kwargs: unknown key margn; did you mean margin\?",
+        ),
         # A key that is near no setting is answered with all of them.
-        (own("Hinge", attributes=1), r"key attributes; .*:Hinge has \['margin', 'alpha'\]"),
-        (own("Hinge", zzz=1), r"unknown key zzz; .*:Hinge has \['margin', 'alpha'\]"),
-        (own("Hinge", alpha=2.0), f"{settings}{__name__}:Hinge: got alpha 2.0, wanted at most 1"),
-        (own("Hinge", alpha="much"), f"{settings}{__name__}:Hinge: "),
+        (
+            local_config("Hinge", attributes=1),
+            r"key attributes; .*:Hinge has \['margin', 'alpha'\]",
+        ),
+        (local_config("Hinge", zzz=1), r"unknown key zzz; .*:Hinge has \['margin', 'alpha'\]"),
+        (
+            local_config("Hinge", alpha=2.0),
+            f"{settings}{__name__}:Hinge: got alpha 2.0, wanted at most 1",
+        ),
+        (local_config("Hinge", alpha="much"), f"{settings}{__name__}:Hinge: "),
         (
             ModelConfig(objective_kwargs={"label_smoothing": 0.7}),
             f"{settings}bradley_terry: label_smoothing: got 0.7, wanted a number of",
@@ -158,8 +205,8 @@ def test_objective_that_cannot_be_learned_by_is_refused() -> None:
         ),
     ):
         try:
-            found[message] = str(build_objective(config, ["reward"]))
+            wrong[message] = str(build_objective(config, ["reward"]))
         except ConfigError as error:
             if not re.search(message, str(error)):
-                found[message] = str(error)
-    assert not found
+                wrong[message] = str(error)
+    assert not wrong

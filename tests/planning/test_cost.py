@@ -58,19 +58,19 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
         assert attended_keys(30, prefix) == pytest.approx(keys)
 
 
-def test_keys_of_a_beginning_are_kept_once_more_for_each_that_has_it() -> None:
-    """As a GPU's attention is given them."""
+def test_keys_of_a_shared_prefix_are_kept_once_more_for_each_sequence() -> None:
+    """As a GPU's attention gets them."""
     for prefix in (0, 20):
         groups = [Group(2, prefix)] * 2
         batch = PackedBatch.pack([[1] * 30] * 4, Records.of(range(2), [2, 2]), groups=groups)
-        given = PackedSegments.of(batch, "cpu").kv_cu_seqlens[-1]
+        num_keys = PackedSegments.of(batch, "cpu").kv_cu_seqlens[-1]
         packs = even_packs(2, 30, 120, prefix)
         assert packs.tokens == batch.num_tokens
-        assert packs.kept_keys == pytest.approx(int(given) / batch.num_tokens)
+        assert packs.kept_keys == pytest.approx(int(num_keys) / batch.num_tokens)
     plain = replace(packs, kept_keys=1.0)
     more = pack_activations(SHAPE, Plan(packs), 0) - pack_activations(SHAPE, Plan(plain), 0)
     copies = 2 * 4 * 2 * 16 * 2  # keys and values, layers, groups, channels, bytes
-    assert more == pytest.approx(copies * (int(given) - packs.tokens))
+    assert more == pytest.approx(copies * (int(num_keys) - packs.tokens))
     selective = Recompute.selective
     assert pack_activations(SHAPE, Plan(packs, recompute=selective), 0) == pack_activations(
         SHAPE, Plan(plain, recompute=selective), 0
@@ -88,8 +88,8 @@ def test_packs_are_those_that_are_made() -> None:
 
 def test_flops_of_linear_layers_are_those_that_torch_counts(layout: ParallelLayout) -> None:
     for activation, frozen in product(("swiglu", "squared-relu"), (0, 2, "lora")):
-        found, expected = count_flops(layout, activation, frozen)
-        assert found == pytest.approx(expected, rel=1e-3), (activation, frozen)
+        counted, expected = count_flops(layout, activation, frozen)
+        assert counted == pytest.approx(expected, rel=1e-3), (activation, frozen)
 
 
 def count_flops(
@@ -108,18 +108,18 @@ def count_flops(
     # torch's counter does not know the CPU's attention.
     plan = Plan(Packs(tokens=100, sequences=3, keys=0), precision=FP32, freeze_layers=frozen)
     expected = pack_flops(shape, plan, 0)
-    # Nor the product that is added to a buffer as it is made.
-    known = {torch.ops.aten.addmm_: lambda total, a, b, **unused: 2 * a[0] * a[1] * b[1]}
-    counters = [FlopCounterMode(display=False, custom_mapping=known) for _ in range(2)]
+    # It does not know the matmul that adds to a buffer, either.
+    custom = {torch.ops.aten.addmm_: lambda total, a, b, **unused: 2 * a[0] * a[1] * b[1]}
+    counters = [FlopCounterMode(display=False, custom_mapping=custom) for _ in range(2)]
     with counters[0]:
         rewards = wrapped(batch)
     with counters[1]:
         rewards.sum().backward()
-    # Behind frozen embeddings nobody asks for the gradient of what the first layer reads.
-    unasked = 2 * 100 * 64 * (128 + 8) if has_lora else 0
-    found = [float(counter.get_total_flops()) for counter in counters]
-    # Beside the layers: the head.
-    return found, [expected.forward, expected.backward - unasked]
+    # Behind frozen embeddings the gradient of the first layer's input is not computed.
+    skipped = 2 * 100 * 64 * (128 + 8) if has_lora else 0
+    counted = [float(counter.get_total_flops()) for counter in counters]
+    # The head's FLOPs come in addition to the layers'.
+    return counted, [expected.forward, expected.backward - skipped]
 
 
 def test_parameters_of_all_ranks_are_the_model_s() -> None:
@@ -133,10 +133,10 @@ def test_parameters_of_all_ranks_are_the_model_s() -> None:
 
 def test_frozen_layers_have_no_gradients_and_keep_nothing() -> None:
     packs = Packs(tokens=1000, sequences=10, keys=50)
-    whole, frozen = Plan(packs), Plan(packs, freeze_layers=3)
-    assert memory(SHAPE, frozen, 0).gradients < memory(SHAPE, whole, 0).gradients / 3
-    assert pack_activations(SHAPE, frozen, 0) < pack_activations(SHAPE, whole, 0) / 3
-    assert pack_flops(SHAPE, frozen, 0).backward < pack_flops(SHAPE, whole, 0).backward / 3
+    unfrozen, frozen = Plan(packs), Plan(packs, freeze_layers=3)
+    assert memory(SHAPE, frozen, 0).gradients < memory(SHAPE, unfrozen, 0).gradients / 3
+    assert pack_activations(SHAPE, frozen, 0) < pack_activations(SHAPE, unfrozen, 0) / 3
+    assert pack_flops(SHAPE, frozen, 0).backward < pack_flops(SHAPE, unfrozen, 0).backward / 3
 
 
 def test_copies_of_keys_for_every_head_are_kept_in_every_layer() -> None:
@@ -149,7 +149,7 @@ def test_copies_of_keys_for_every_head_are_kept_in_every_layer() -> None:
     machine = Machine(flops=1e12, efficiency=0.5, intra_node=1e11, inter_node=1e10)
     for precision in Precision:
         planner = Planner(SHAPE, machine, 1e12, 8, 128, 4096, precision=precision)
-        plans = [each.plan for each in planner.candidates(1)]
+        plans = [candidate.plan for candidate in planner.candidates(1)]
         assert [plan.equal_heads for plan in plans] == [precision is FP32]
 
 
@@ -157,7 +157,7 @@ def test_lora_trains_its_matrices_and_the_head_alone(layout: ParallelLayout) -> 
     plan = Plan(Packs(tokens=1000, sequences=10, keys=50), precision=FP32)
     model = build_reward_model(WITH_LORA, layout, num_attributes=1, precision=FP32)
     train_adapters_alone(model)
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     assert parameters(WITH_LORA, plan, 0, trainable=True) == trained
     assert parameters(WITH_LORA, plan, 0) - parameters(SHAPE, plan, 0) == trained - 64
     assert memory(WITH_LORA, plan, 0).gradients == 4 * trained
@@ -292,13 +292,13 @@ def planned(job: dict[str, Any], expert_load: float) -> dict[str, float]:
     packs = even_packs(job["pairs"] // job["dp"], length, job["micro_batch_tokens"])
     packs, kinds["expert_load"] = replace(packs, longest=length), expert_load
     plan = Plan(packs, precision=FP32, recompute=Recompute(job["recompute"]), **sizes, **kinds)
-    found = fullest_stage(ModelShape.from_config(job["model"]), plan)
+    estimate = fullest_stage(ModelShape.from_config(job["model"]), plan)
     return {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        "step": found.activations + found.transient,
-        "total": found.total,
+        "weights": estimate.weights,
+        "gradients": estimate.gradients,
+        "optimizer": estimate.optimizer,
+        "step": estimate.activations + estimate.transient,
+        "total": estimate.total,
     }
 
 
@@ -313,13 +313,15 @@ def test_long_texts_are_offered_to_be_shared_and_short_ones_are_not() -> None:
     shared = best[65536]
     assert f"model.context_parallel_size={shared.cp}" in settings_of(shared)
     # Keys and values of a layer, less those of this rank, in each of its gatherings.
-    whole = replace(shared, recompute=Recompute.none, recompute_layers=None)
+    unrecomputed = replace(shared, recompute=Recompute.none, recompute_layers=None)
     keys = shared.packs.tokens * 2 * 8 * 128 * 2 / shared.tp * (shared.cp - 1) / shared.cp
-    assert traffic(shape, whole, 0).context == pytest.approx(3 * 32 * keys * shared.packs.count)
+    assert traffic(shape, unrecomputed, 0).context == pytest.approx(
+        3 * 32 * keys * shared.packs.count
+    )
     # In a ring gradients come back to where they began.
-    ring = traffic(shape, replace(whole, ring=True), 0).context
+    ring = traffic(shape, replace(unrecomputed, ring=True), 0).context
     home = 32 * keys / (shared.cp - 1) * shared.packs.count
-    assert ring - traffic(shape, whole, 0).context == pytest.approx(home)
+    assert ring - traffic(shape, unrecomputed, 0).context == pytest.approx(home)
     planner = PlanRequest(seq_length=2**20, global_batch_size=16).planner(shape)
     longest = planner.ranked(planner.candidates(32))[0].plan
     assert "model.cp_comm_type=p2p" in settings_of(longest)

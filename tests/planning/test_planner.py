@@ -46,9 +46,9 @@ class Plan:
 
     def error(self, *arguments: str) -> str:
         code = main(["plan", *arguments])
-        said = self._capsys.readouterr().err
-        assert (code, said.count("\n")) == (1, 1), said
-        return said
+        message = self._capsys.readouterr().err
+        assert (code, message.count("\n")) == (1, 1), message
+        return message
 
 
 @pytest.fixture
@@ -57,18 +57,18 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
 
 
 def test_plan_has_layouts_that_fit_fastest_first(plan: Plan) -> None:
-    found = rows(plan.shown("--params=8B", "--gpus=8", "--top=50"))
-    speeds = [float(row["tokens/s"].replace(",", "")) for row in found]
-    assert len(found) > 5
+    layouts = rows(plan.shown("--params=8B", "--gpus=8", "--top=50"))
+    speeds = [float(row["tokens/s"].replace(",", "")) for row in layouts]
+    assert len(layouts) > 5
     assert speeds == sorted(speeds, reverse=True)
-    assert all(float(row["GiB"]) <= 76 for row in found)
+    assert all(float(row["GiB"]) <= 76 for row in layouts)
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
-    for row in found:
+    for row in layouts:
         assert sum(float(row[part]) for part in parts) == pytest.approx(float(row["GiB"]), abs=0.3)
         tp, pp, dp = (int(size) for size in re.findall(r"=(\d+)", row["layout"]))
         assert tp * pp * dp == 8
     # 7.5 billion parameters and a head: 2 bytes each where nothing splits them.
-    alone = next(row for row in found if row["layout"] == "TP=1 PP=1 DP=8")
+    alone = next(row for row in layouts if row["layout"] == "TP=1 PP=1 DP=8")
     assert float(alone["weights"]) == pytest.approx(2 * 7.504 / 1.0737, abs=0.1)
 
 
@@ -98,7 +98,7 @@ def test_plan_offloads_activations_where_nothing_fits_without(plan: Plan) -> Non
 def test_plan_says_what_would_fit_where_nothing_does(plan: Plan) -> None:
     message = plan.error("--params=70B", "--gpus=8")
     assert "no layout fits on 8 GPUs" in message
-    enough = int(re.search(r"the least that fits is (\d+) GPUs, as TP=8\+SP", message)[1])  # type: ignore[index]
+    enough = int(re.search(r"the fewest GPUs that fit: (\d+) GPUs, as TP=8\+SP", message)[1])  # type: ignore[index]
     assert enough > 8
     plan.shown("--params=70B", f"--gpus={enough}")
 
@@ -109,14 +109,14 @@ def test_plan_says_what_would_fit_with_what_it_offloads(plan: Plan) -> None:
     moments, activations = "model.optim.cpu_offload=true", "model.activations_offload=true"
     # Eight times 7.504 billion parameters for the moments, at least.
     message = plan.error(*step, "--gpu-memory=90")
-    assert f" with recompute full and {activations}, which holds " in message
-    assert " of the 86.0 that are free; the least that fits is " in message
+    assert f" with recompute full and {activations}: it needs " in message
+    assert "86.0 GiB are free; the fewest GPUs that fit: " in message
     assert re.search(rf"; or 1 GPU, as TP=1 PP=1 DP=1 with {moments} and {activations}$", message)
     assert "model.optim.cpu_offload=true" in plan.shown(*step, "--gpu-memory=90", "--cpu-offload")
     # What was asked for already is a part of every plan, and nothing more to offer.
     message = plan.error(*step, "--gpu-memory=60", "--cpu-offload")
-    assert f" with recompute full and {moments} and {activations}, which holds " in message
-    enough = re.search(rf"; the least that fits is (\d+) GPUs?, as .* with {moments}", message)
+    assert f" with recompute full and {moments} and {activations}: it needs " in message
+    enough = re.search(rf"; the fewest GPUs that fit: (\d+) GPUs?, as .* with {moments}", message)
     assert enough is not None
     assert "; or " not in message
     shown = plan.shown(
@@ -150,12 +150,12 @@ def test_plan_of_a_model_config_and_of_an_archive_s_folder(plan: Plan, tmp_path:
 
 
 def test_plan_of_several_numbers_of_gpus_has_a_line_each(plan: Plan) -> None:
-    found = rows(plan.shown("--params=70B", "--gpus", "8", "64"))
-    assert [row["GPUs"] for row in found] == ["8", "64"]
-    assert found[0]["layout"] == "none fits"
+    best = rows(plan.shown("--params=70B", "--gpus", "8", "64"))
+    assert [row["GPUs"] for row in best] == ["8", "64"]
+    assert best[0]["layout"] == "none fits"
 
 
-# A flag, and what was got and wanted.
+# Options that are rejected, and the beginning of the error.
 REFUSED = [
     (["--params=9B"], "--params: got 9B, wanted one of 1B, 3B"),
     (["--config=nowhere.yaml"], "--config: got nowhere.yaml, which does not exist"),
@@ -170,8 +170,12 @@ REFUSED = [
 
 
 def test_plan_errors_are_one_line(plan: Plan, tmp_path: Path) -> None:
-    said = {expected: plan.error("--gpus=8", *arguments) for arguments, expected in REFUSED}
-    wrong = {key: got for key, got in said.items() if not got.startswith(f"ConfigError: {key}")}
+    messages = {start: plan.error("--gpus=8", *arguments) for arguments, start in REFUSED}
+    wrong = {
+        start: message
+        for start, message in messages.items()
+        if not message.startswith(f"ConfigError: {start}")
+    }
     assert not wrong
 
     path = tmp_path / "model_config.yaml"

@@ -142,7 +142,7 @@ def test_an_assumed_efficiency_takes_the_place_of_the_measured_shares() -> None:
 
 def test_peaks_go_by_the_name_of_the_gpu() -> None:
     bf16, fp32 = Precision.bf16, Precision.fp32
-    wanted = {
+    peaks = {
         ("NVIDIA H100", bf16): 989e12,
         ("NVIDIA H100", fp32): 67e12,
         ("NVIDIA H100 PCIe", Precision.fp16): 756e12,
@@ -154,6 +154,6 @@ def test_peaks_go_by_the_name_of_the_gpu() -> None:
         ("NVIDIA GH100 480GB", bf16): 989e12,
         ("NVIDIA GeForce RTX 3060", bf16): None,
     }
-    assert {key: peak_flops(*key) for key in wanted} == wanted
+    assert {key: peak_flops(*key) for key in peaks} == peaks
     assert peak_bandwidth("NVIDIA H100 80GB HBM3") == 3.35e12
     assert peak_bandwidth("NVIDIA GeForce RTX 3060") is None

@@ -72,7 +72,9 @@ def gradient_norm_by_hand(archive: Path, layout: ParallelLayout) -> float:
     model = load(archive, layout)
     router = routers(model)[1]
     seen: list[torch.Tensor] = []
-    hook = router.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
+    hook = router.register_forward_pre_hook(
+        lambda module, arguments: seen.append(arguments[0].detach())
+    )
     with torch.no_grad():
         for sequence in sequences():
             model.train()(PackedBatch.pack([sequence]))

@@ -20,6 +20,6 @@ def two_ranks(once: Once) -> dict[str, Any]:
         (folder / "stderr").write_text(done.stderr)
 
     folder = once("two_ranks", build)
-    found = json.loads((folder / "found.json").read_text())
+    results = json.loads((folder / "found.json").read_text())
     experts = str(folder / "experts.nemo")
-    return {**found, "stderr": (folder / "stderr").read_text(), "experts": experts}
+    return {**results, "stderr": (folder / "stderr").read_text(), "experts": experts}

@@ -64,17 +64,17 @@ def open_run(archive: str, folder: Path, layout: Any, *more: str) -> Any:
     from nemo_aligner.config.serving import ServeCriticConfig
     from nemo_aligner.training.critic import open_critic
 
-    where = [
+    folders = [
         f"pretrained_checkpoint.restore_from_path={archive}",
         f"exp_manager.explicit_log_dir={folder}",
     ]
-    return open_critic(load_config(ServeCriticConfig, [*SETTINGS, *where, *more]), layout)
+    return open_critic(load_config(ServeCriticConfig, [*SETTINGS, *folders, *more]), layout)
 
 
 def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, Any]:
     run, steps = open_run(archive, folder, layout), []
     probes = [np.array(probe) for probe in PROBES]
-    before = run.learner.values(probes)
+    previous = run.learner.values(probes)
     for number, rollout in enumerate(rollouts()):
         steps += run.learner.train(rollout)
         if restarts and number == 0:
@@ -82,7 +82,7 @@ def learn(archive: str, folder: Path, layout: Any, restarts: bool) -> dict[str, 
             run = open_run(archive, folder, layout)
     path = run.save()
     return {
-        "before": before,
+        "before": previous,
         "steps": [
             (step.step, step.loss, step.num_tokens, step.grad_norm, step.lr) for step in steps
         ],
@@ -102,12 +102,12 @@ def main(archive: str, folder: str, names: str) -> None:
     with launch(timeout_seconds=60):
         for name in names.split(","):
             layout = initialize_layout(**LAYOUTS[name])
-            found = [
+            outcomes = [
                 learn(archive, Path(folder, f"{name}{kind}"), layout, restarts=bool(kind))
                 for kind in ("", "_restarted")
             ]
             if is_main():
-                torch.save(found, Path(folder, f"{name}.pt"))
+                torch.save(outcomes, Path(folder, f"{name}.pt"))
             destroy_layout()
 
 

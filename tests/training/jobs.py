@@ -52,18 +52,18 @@ def run(jobs: Sequence[Job], processes: int = 1) -> list[Done]:
             timeout=TIMEOUT_S,
             fresh=processes > 2,
         )
-        found = [_done(folder, number, job, processes) for number, job in enumerate(jobs)]
-    for job, done in zip(jobs, found, strict=True):
+        results = [_done(folder, number, job, processes) for number, job in enumerate(jobs)]
+    for job, done in zip(jobs, results, strict=True):
         if done.returncode and not job.fails:
             raise AssertionError(
                 f"{done.args} ended with {done.returncode}\n"
                 f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
             )
-    return found
+    return results
 
 
 def _done(folder: Path, number: int, job: Job, processes: int) -> Done:
     codes = [int((folder / f"{number}.{rank}.code").read_text()) for rank in range(processes)]
-    said = [(folder / f"{number}.{stream}").read_text() for stream in ("stdout", "stderr")]
+    output = [(folder / f"{number}.{stream}").read_text() for stream in ("stdout", "stderr")]
     code = codes[0] if processes == 1 else int(any(codes))
-    return subprocess.CompletedProcess([job.verb, *job.arguments], code, *said)
+    return subprocess.CompletedProcess([job.verb, *job.arguments], code, *output)

@@ -14,9 +14,9 @@ import synthetic
 
 def main(jobs: str) -> None:
     for job in json.loads(jobs):
-        found = synthetic.measure_point(job)
-        if found is not None:
-            print(json.dumps(found))
+        measured = synthetic.measure_point(job)
+        if measured is not None:
+            print(json.dumps(measured))
         gc.collect()
 
 

@@ -66,8 +66,8 @@ def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
 
 def lines(data: TokenizedDataset) -> list[str]:
     """file:line of the poisoned records."""
-    found = {i // 2 for i, tokens in enumerate(data.sequences) if POISON in tokens}
-    return [str(data.origins[record]) for record in sorted(found)]
+    poisoned_records = {i // 2 for i, tokens in enumerate(data.sequences) if POISON in tokens}
+    return [str(data.origins[record]) for record in sorted(poisoned_records)]
 
 
 def build(
@@ -119,11 +119,11 @@ def poison_gradients(model: Any, is_poisoned: Any = None) -> None:
 
 def error_of(learner: RewardLearner) -> str:
     """What the first step says."""
-    before = [parameter.clone() for parameter in learner.model.parameters()]
+    previous = [parameter.clone() for parameter in learner.model.parameters()]
     try:
         learner.train_step(0)
     except TrainingError as error:
         after = learner.model.parameters()
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(previous, after, strict=True))
         return str(error) if same else "the weights were changed"
     return "nothing"

@@ -19,45 +19,45 @@ _FULL, _LAST = 1, 4
 
 
 def read_log(path: Path) -> Iterator[bytes]:
-    data, at, whole = path.read_bytes(), _HEADER, b""
+    data, at, record = path.read_bytes(), _HEADER, b""
     while at + _HEADER <= len(data):
         if _BLOCK - at % _BLOCK < _HEADER:
             at += _BLOCK - at % _BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + _HEADER : at + _HEADER + length]
+        record += data[at + _HEADER : at + _HEADER + length]
         at += _HEADER + length
         if kind in (_FULL, _LAST):
-            yield whole
-            whole = b""
+            yield record
+            record = b""
 
 
 def read_wandb(path: Path) -> dict[str, Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict[str, Any] = {"rows": [], "config": {}}
+    contents: dict[str, Any] = {"rows": [], "config": {}}
     for data in read_log(path):
         record = Record.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            found["id"] = record.run.run_id
+            contents["id"] = record.run.run_id
         elif kind == "config":
             items = record.config.update
-            found["config"] |= {item.key: json.loads(item.value_json) for item in items}
+            contents["config"] |= {item.key: json.loads(item.value_json) for item in items}
         elif kind == "history":
             row = {
                 item.key or item.nested_key[0]: json.loads(item.value_json)
                 for item in record.history.item
             }
-            found["rows"].append({key: row[key] for key in row if key[0] != "_"})
-    return found
+            contents["rows"].append({key: row[key] for key in row if key[0] != "_"})
+    return contents
 
 
 def read_mlflow(database: Path) -> list[dict[str, Any]]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{database}")
-    experiments = [each.experiment_id for each in client.search_experiments()]
+    experiments = [item.experiment_id for item in client.search_experiments()]
     return [
         {
             "id": run.info.run_id,
@@ -66,8 +66,8 @@ def read_mlflow(database: Path) -> list[dict[str, Any]]:
             "tags": run.data.tags,
             "metrics": {
                 name: [
-                    (each.step, each.value)
-                    for each in client.get_metric_history(run.info.run_id, name)
+                    (item.step, item.value)
+                    for item in client.get_metric_history(run.info.run_id, name)
                 ]
                 for name in run.data.metrics
             },
@@ -78,11 +78,11 @@ def read_mlflow(database: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    found = {
+    contents = {
         "wandb": [read_wandb(path) for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))],
         "mlflow": read_mlflow(folder / "mlflow.db"),
     }
-    print(json.dumps(found))
+    print(json.dumps(contents))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def become(job: dict[str, Any], path: Path) -> None:
 
 def wait(pid: int, failed: Path) -> int:
     """The exit code; where it fails on another rank, it is stopped, as torchrun does."""
-    told = 0.0
+    stop_time = 0.0
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -64,10 +64,10 @@ def wait(pid: int, failed: Path) -> int:
             if code:
                 failed.touch()
             return code
-        if not told and failed.exists():
-            told = time.monotonic()
+        if not stop_time and failed.exists():
+            stop_time = time.monotonic()
             os.kill(pid, signal.SIGTERM)
-        elif told and time.monotonic() > told + GRACE_SECS:
+        elif stop_time and time.monotonic() > stop_time + GRACE_SECS:
             os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECS)
 
@@ -87,6 +87,6 @@ def do(job: dict[str, Any], rank: str) -> int:
 
 if __name__ == "__main__":
     ours = os.environ.get("RANK", "0")
-    told = main(Path(sys.argv[1]), int(ours))
-    if told is not None:
-        sys.exit(do(told, ours))
+    job = main(Path(sys.argv[1]), int(ours))
+    if job is not None:
+        sys.exit(do(job, ours))

@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import Tensor
 
-from nemo_aligner.training.adamw import AdamW, Ferry
+from nemo_aligner.training.adamw import AdamW, MomentStreamer
 from nemo_aligner.training.optimizer import LossScale
 from nemo_aligner.training.optimizer_state import MOMENTS, Segment, Shard
 
@@ -36,19 +36,19 @@ def make_shard(layout: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> Sh
     return Shard(weights, torch.zeros(LENGTH), state, segments)
 
 
-class Boat:
-    """A ferry that only copies, and notes what it carries."""
+class CopyingStreamer:
+    """A streamer that only copies, and records what it copies."""
 
     def __init__(self) -> None:
         self.sizes: list[list[int]] = []
 
-    def carry(self, loads: Sequence[list[Tensor]]) -> Iterator[list[Tensor]]:
+    def stream(self, loads: Sequence[list[Tensor]]) -> Iterator[list[Tensor]]:
         for load in loads:
             self.sizes.append([tensor.numel() for tensor in load])
-            near = [tensor.clone() for tensor in load]
-            yield near
-            for tensor, stepped in zip(load, near, strict=True):
-                tensor.copy_(stepped)
+            copies = [tensor.clone() for tensor in load]
+            yield copies
+            for tensor, updated in zip(load, copies, strict=True):
+                tensor.copy_(updated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,8 +73,8 @@ def test_shards_are_updated_as_torch_updates_parameters(
     expected = torch.optim.AdamW(
         [{"params": ps, **group} for ps, group in zip(of_torch, GROUPS, strict=True)], fused=True
     )
-    boat: Any = Boat()
-    options = {} if chunk_numel is None else {"ferry": boat, "chunk_numel": chunk_numel}
+    streamer: Any = CopyingStreamer()
+    options = {} if chunk_numel is None else {"streamer": streamer, "chunk_numel": chunk_numel}
     adamw = AdamW(shards, group_of, **options)
     for count in range(1, 4):
         for shard, segment in segments:
@@ -83,17 +83,17 @@ def test_shards_are_updated_as_torch_updates_parameters(
         adamw.step(GROUPS, count)
         expected.step()
     for shard, segment in segments:
-        own = slice(segment.start, segment.stop)
-        assert torch.equal(shard.state["param"][own], segment.parameter)
-        assert torch.equal(shard.weights[own], segment.parameter.to(dtype))
+        elements = slice(segment.start, segment.stop)
+        assert torch.equal(shard.state["param"][elements], segment.parameter)
+        assert torch.equal(shard.weights[elements], segment.parameter.to(dtype))
         for key in MOMENTS:
-            assert torch.equal(shard.state[key][own], expected.state[segment.parameter][key])
+            assert torch.equal(shard.state[key][elements], expected.state[segment.parameter][key])
     for shard in shards:
         is_padding = torch.ones(LENGTH, dtype=torch.bool)
         for segment in shard.segments:
             is_padding[segment.start : segment.stop] = False
         assert not any(flat[is_padding].any() for flat in (shard.weights, *shard.state.values()))
-    assert boat.sizes == (sizes or []) * 3
+    assert streamer.sizes == (sizes or []) * 3
 
 
 def test_loss_scale_counts_as_megatron_cores() -> None:
@@ -145,19 +145,19 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_ferry_brings_loads_to_the_device_and_back(count: int, streams: Stream) -> None:
-    ferry = Ferry(torch.device("cpu"))
+def test_streamer_copies_loads_to_the_device_and_back(count: int, streams: Stream) -> None:
+    streamer = MomentStreamer(torch.device("cpu"))
     loads = [[torch.full((3,), float(n)), torch.full((n + 1, 2), n + 0.5)] for n in range(count)]
-    held = [list(load) for load in loads]
+    originals = [list(load) for load in loads]
     for _ in range(2):
         seen = []
-        for near in ferry.carry(loads):
+        for near in streamer.stream(loads):
             seen.append([float(tensor.flatten()[0]) for tensor in near])
             for tensor in near:
                 tensor += 10
-        assert [each[0] % 10 for each in seen] == [float(n) for n in range(count)]
-    ferry.wait()
+        assert [numbers[0] % 10 for numbers in seen] == [float(n) for n in range(count)]
+    streamer.wait()
     for n, load in enumerate(loads):
         assert [float(tensor.flatten()[0]) for tensor in load] == [n + 20.0, n + 20.5]
-        assert all(mine is kept for mine, kept in zip(load, held[n], strict=True))
+        assert all(tensor is original for tensor, original in zip(load, originals[n], strict=True))
     assert len(streams.waits) == 2 * count  # a step waits for its own load, and for nothing else

@@ -72,7 +72,7 @@ def compare(layout: ParallelLayout, limit: float) -> dict[str, Any]:
     written_out = WrittenOut([parameter.detach() for parameter in parameters], limit)
     wrapped = wrap_for_training(model, bucket_size=500)
     optimizer = build_optimizer(wrapped, CONFIG, limit, total_steps=len(SCALES))
-    norms, wanted = [], []
+    norms, expected = [], []
     for step in range(len(SCALES)):
         of_ranks = [gradients_of(parameters, step, rank) for rank in range(layout.dp)]
         wrapped.zero_grad_buffer()
@@ -81,18 +81,18 @@ def compare(layout: ParallelLayout, limit: float) -> dict[str, Any]:
         wrapped.start_grad_sync()
         wrapped.finish_grad_sync()
         norms.append(optimizer.step().grad_norm)
-        wanted.append(written_out.step([sum(parts) for parts in zip(*of_ranks, strict=True)]))
+        expected.append(written_out.step([sum(parts) for parts in zip(*of_ranks, strict=True)]))
     optimizer.finish_update()
     pairs = zip(parameters, written_out.weights, strict=True)
-    difference = max(float((got.detach() - weight).abs().max()) for got, weight in pairs)
-    return {"norms": norms, "wanted": wanted, "difference": difference}
+    difference = max(float((clipped.detach() - weight).abs().max()) for clipped, weight in pairs)
+    return {"norms": norms, "wanted": expected, "difference": difference}
 
 
-def check(found: dict[str, Any]) -> None:
-    assert found["norms"] == pytest.approx(found["wanted"], rel=1e-5)  # as they were
-    assert min(found["wanted"]) < LIMIT < max(found["wanted"])
+def check(results: dict[str, Any]) -> None:
+    assert results["norms"] == pytest.approx(results["wanted"], rel=1e-5)  # as they were
+    assert min(results["wanted"]) < LIMIT < max(results["wanted"])
     # float32 beside float64, after a few steps of 0.01.
-    assert found["difference"] < 1e-5
+    assert results["difference"] < 1e-5
 
 
 def test_clipping_moves_the_weights_as_adamw_on_the_clipped_gradient(

@@ -100,25 +100,31 @@ def test_critic_losses_and_weights_are_those_written_out(
     layout: Any,
     tmp_path: Path,
 ) -> None:
-    wanted = written_out.model.state_dict()
+    expected = written_out.model.state_dict()
     first = LlamaForSequenceClassification.from_pretrained(model_folder / "hf").state_dict()
     for name, runs in run_layouts(names, processes, model_folder, tmp_path).items():
-        whole, restarted = runs
-        assert whole["samples"] == 3 * 7
-        np.testing.assert_allclose(whole["steps"], written_out.steps, rtol=1e-4, err_msg=name)
+        uninterrupted, restarted = runs
+        assert uninterrupted["samples"] == 3 * 7
+        np.testing.assert_allclose(
+            uninterrupted["steps"], written_out.steps, rtol=1e-4, err_msg=name
+        )
         with torch.no_grad():
-            for probe, values in zip(PROBES, whole["after"], strict=True):
+            for probe, values in zip(PROBES, uninterrupted["after"], strict=True):
                 assert values.dtype == np.float32
-                expected = values_of(written_out.model, torch.tensor([probe]))[0]
-                np.testing.assert_allclose(values, expected, **CLOSE, err_msg=name)
-        export_to_hf(whole["path"], tmp_path / f"{name}_hf", layout, ExportOptions())
-        got = LlamaForSequenceClassification.from_pretrained(tmp_path / f"{name}_hf").state_dict()
-        for key, tensor in wanted.items():
-            torch.testing.assert_close(got[key], tensor, rtol=0, atol=2e-5, msg=f"{name}: {key}")
+                expected_values = values_of(written_out.model, torch.tensor([probe]))[0]
+                np.testing.assert_allclose(values, expected_values, **CLOSE, err_msg=name)
+        export_to_hf(uninterrupted["path"], tmp_path / f"{name}_hf", layout, ExportOptions())
+        exported = LlamaForSequenceClassification.from_pretrained(
+            tmp_path / f"{name}_hf"
+        ).state_dict()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(
+                exported[key], tensor, rtol=0, atol=2e-5, msg=f"{name}: {key}"
+            )
             assert (tensor - first[key]).abs().max() > 1e-3, key
         # A run that was saved and opened again has the same bits.
-        assert restarted["steps"] == whole["steps"], name
-        for one, other in zip(whole["after"], restarted["after"], strict=True):
+        assert restarted["steps"] == uninterrupted["steps"], name
+        for one, other in zip(uninterrupted["after"], restarted["after"], strict=True):
             assert np.array_equal(one, other), name
 
 
@@ -126,15 +132,15 @@ def test_critic_of_a_mixture_learns_alike_where_its_experts_are_shared_out(tmp_p
     families.write_reward_model(tmp_path / "hf", "qwen3_moe", torch.float32)
     convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo", seq_length=32)
     (one, _) = run_layouts("one", 1, tmp_path, tmp_path)["one"]
-    (whole, restarted) = run_layouts("ep2", 2, tmp_path, tmp_path)["ep2"]
-    np.testing.assert_allclose(whole["steps"], one["steps"], rtol=1e-4)
-    assert restarted["steps"] == whole["steps"]
-    for values, again, wanted, before in zip(
-        whole["after"], restarted["after"], one["after"], one["before"], strict=True
+    (uninterrupted, restarted) = run_layouts("ep2", 2, tmp_path, tmp_path)["ep2"]
+    np.testing.assert_allclose(uninterrupted["steps"], one["steps"], rtol=1e-4)
+    assert restarted["steps"] == uninterrupted["steps"]
+    for values, again, expected, previous in zip(
+        uninterrupted["after"], restarted["after"], one["after"], one["before"], strict=True
     ):
-        np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-4)
         assert np.array_equal(values, again)
-        assert np.abs(wanted - before).max() > 1e-3
+        assert np.abs(expected - previous).max() > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +163,15 @@ def test_critic_step_that_is_not_finite_leaves_the_weights_and_the_next_one_lear
     run, _ = opened
     bad, good = rollouts()[1], rollouts()[2]
     bad = replace(bad, returns=np.full_like(bad.returns, 3e38))
-    before = [parameter.clone() for parameter in run.learner.model.parameters()]
+    previous = [parameter.clone() for parameter in run.learner.model.parameters()]
     step = run.learner.step
     with pytest.raises(TrainingError, match=f"^step {step + 1}: got a gradient norm of (nan|inf)"):
         run.learner.train(bad)
-    assert all(map(torch.equal, before, run.learner.model.parameters()))
+    assert all(map(torch.equal, previous, run.learner.model.parameters()))
     assert run.learner.step == step
-    found = run.learner.train(good)
-    assert [each.step for each in found] == [step + 1, step + 2]
-    assert not any(map(torch.equal, before, run.learner.model.parameters()))
+    steps = run.learner.train(good)
+    assert [value_step.step for value_step in steps] == [step + 1, step + 2]
+    assert not any(map(torch.equal, previous, run.learner.model.parameters()))
 
 
 def test_critic_that_is_saved_twice_is_saved_once_and_the_newest_is_kept(opened: Any) -> None:

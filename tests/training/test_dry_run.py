@@ -14,7 +14,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.training.dry_run import _kept_keys, check_run
+from nemo_aligner.training.dry_run import _keys_per_token, check_run
 from nemo_aligner.training.prepare import prepare_run
 from nemo_aligner.utils.errors import AlignerError
 from tests.harness import tiny
@@ -39,8 +39,8 @@ def check(folder: Path, *more: str, processes: int = 1) -> str:
 
 
 def test_dry_run_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> None:
-    before = sorted(folder.rglob("*"))
-    said = check(folder, "model.tensor_model_parallel_size=2", processes=4)
+    previous = sorted(folder.rglob("*"))
+    output = check(folder, "model.tensor_model_parallel_size=2", processes=4)
     for part in (
         "train: ",
         "  records                   37",
@@ -48,12 +48,12 @@ def test_dry_run_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> No
         "model: 0.2M parameters, 4 layers, a new head, fp32, TP=2 PP=1 DP=2",
         "run: 9 steps of 8 records",
         "best checkpoint by: validation-more/accuracy",
-        "memory of the fullest rank, by arithmetic: 0.00 GiB (weights 0.00, ",
+        "estimated memory of the fullest rank: 0.00 GiB (weights 0.00, ",
         "begins: a new run, at step 1",
         "The run can begin, on 4 processes. This dry run read no weights and wrote nothing.",
     ):
-        assert part in said
-    assert sorted(folder.rglob("*")) == before
+        assert part in output
+    assert sorted(folder.rglob("*")) == previous
     assert not dist.is_initialized()
 
 
@@ -83,14 +83,13 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
         ),
     }
     wrong = {}
-    for (change, processes), message in cases.items():
+    for (change, processes), expected in cases.items():
         try:
             # Without a learning rate, whose default reads the base checkpoint's config.
-            said = check(folder, "model.optim.lr=null", change, processes=processes)
+            wrong[change] = check(folder, "model.optim.lr=null", change, processes=processes)
         except AlignerError as error:
-            said = str(error) if message not in str(error) else ""
-        if said:
-            wrong[change] = said
+            if expected not in str(error):
+                wrong[change] = str(error)
     assert not wrong, wrong
 
 
@@ -100,11 +99,11 @@ def test_dry_run_says_where_a_run_goes_on_and_what_has_changed(
     run = f"exp_manager.explicit_log_dir={tmp_path}"
     two = "trainer.rm.max_steps=2"
     tiny.run_verb("train", *settings(folder, run, two))
-    said = check(folder, run, "model.optim.lr=1e-2")
+    output = check(folder, run, "model.optim.lr=1e-2")
     assert (
-        f"begins: after step 2 of {tmp_path}/checkpoints/step_00000002, with 7 steps left" in said
+        f"begins: after step 2 of {tmp_path}/checkpoints/step_00000002, with 7 steps left" in output
     )
-    assert "changed since: model.optim.lr: 0.001 -> 0.01" in said
+    assert "changed since: model.optim.lr: 0.001 -> 0.01" in output
     assert "the last: only the model will be written" in check(folder, run, two)
     with pytest.raises(AlignerError, match=r"model\.seed: the checkpoint has 1234, this run 5"):
         check(folder, run, "model.seed=5")
@@ -138,7 +137,7 @@ def test_precision_is_that_of_the_device_unless_a_model_or_a_run_has_one(
 
     run, null = f"exp_manager.explicit_log_dir={tmp_path / 'run'}", "trainer.precision=null"
     assert precision(run) is Precision.fp32
-    assert "precision: fp32, as on this machine without a GPU" in check(folder, run, null)
+    assert "precision: fp32, because this machine has no GPU" in check(folder, run, null)
     tiny.run_verb("train", *settings(folder, run, null, "trainer.rm.max_steps=1"))
     assert load_config(TrainConfig, file=tmp_path / "run/config.yaml").precision is Precision.fp32
     monkeypatch.setattr("nemo_aligner.training.prepare.gpu_computes_bf16", lambda: True)
@@ -153,8 +152,8 @@ def test_samples_longer_than_the_bases_positions_are_noted(folder: Path) -> None
     positions = tiny.SHAPE["max_position_embeddings"]
     for length, notes in ((positions, 0), (positions + 1, 1)):
         length_setting = f"model.data.seq_length={length}"
-        said = check(folder, length_setting, f"model.micro_batch_tokens={2 * length}")
-        assert said.count(f"the base model was trained on {positions} positions") == notes
+        output = check(folder, length_setting, f"model.micro_batch_tokens={2 * length}")
+        assert output.count(f"the base model was trained on {positions} positions") == notes
 
 
 def test_run_that_cannot_begin_ends_before_the_weights_are_read(
@@ -196,4 +195,4 @@ def test_dry_run_of_the_verb_is_for_as_many_processes_as_it_is_asked_about(folde
 def test_keys_of_a_common_beginning_are_counted_with_each_that_has_it() -> None:
     for prefix, keys in ((0, 60), (20, 20 + 30 + 30)):
         pack = PackedBatch.pack([[1] * 30] * 2, Records.of([0], [2]), groups=[Group(2, prefix)])
-        assert _kept_keys(pack) == keys / pack.num_tokens
+        assert _keys_per_token(pack) == keys / pack.num_tokens

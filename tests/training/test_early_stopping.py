@@ -20,7 +20,13 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.resume import changes_since, check_goes_on, go_on, new_state
+from nemo_aligner.training.resume import (
+    changes_since,
+    check_objective_exists,
+    check_resumable,
+    new_state,
+    resumed_state,
+)
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
 from tests.data.files import build, write
@@ -31,12 +37,12 @@ NAME = "validation/accuracy"
 SHAPE = ModelShape.from_config(tiny.SMALLEST)
 
 
-def waited(patience: EarlyStopping, *values: float) -> list[int]:
-    found = []
+def count_validations(patience: EarlyStopping, *values: float) -> list[int]:
+    counts = []
     for value in values:
-        patience.see({NAME: value})
-        found.append(patience.since)
-    return found
+        patience.count_validation({NAME: value})
+        counts.append(patience.since)
+    return counts
 
 
 def test_patience_counts_validations_that_are_no_better() -> None:
@@ -46,26 +52,26 @@ def test_patience_counts_validations_that_are_no_better() -> None:
         (MonitorMode.min, 0.0, [0, 1, 2, 0, 1]),
     ):
         patience = EarlyStopping(NAME, mode, allowed=9, min_delta=min_delta)
-        assert waited(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
+        assert count_validations(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
     # A NaN is no better; a validation without the metric does not count.
     patience = EarlyStopping(NAME, allowed=2)
-    patience.see({"other/accuracy": 1.0})
+    patience.count_validation({"other/accuracy": 1.0})
     assert (patience.best, patience.since) == (None, 0)
-    assert waited(patience, math.nan, math.nan) == [1, 2]
+    assert count_validations(patience, math.nan, math.nan) == [1, 2]
     assert patience.is_over
     assert patience.describe() == f"2 validations in a row without a better {NAME} than none"
     # Without a limit nothing ends.
     patience = EarlyStopping(NAME)
-    assert waited(patience, *[0.5] * 50)[-1] == 49
+    assert count_validations(patience, *[0.5] * 50)[-1] == 49
     assert not patience.is_over
 
 
 def test_a_run_goes_on_with_what_it_has_waited() -> None:
     patience = EarlyStopping(NAME, allowed=3)
-    waited(patience, 0.5, 0.4, 0.4)
+    count_validations(patience, 0.5, 0.4, 0.4)
     later = EarlyStopping(NAME, allowed=3)
-    later.go_on_from(patience.put_into(RunState(3, 24)))
-    assert waited(later, 0.45) == [3]
+    later.restore(patience.store_in(RunState(3, 24)))
+    assert count_validations(later, 0.45) == [3]
     assert later.is_over
 
 
@@ -81,20 +87,22 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
         ("trainer.rm.limit_val_records=5", None),
         ("model.optim.lr=1e-3", 0.5),
     ):
-        before, now = (
+        previous, now = (
             config_to_dict(load_config(TrainConfig, [*settings, *filter(None, more)]))
             for more in ([], [change])
         )
-        left = RunState(3, 24, judged, config=before, best_value=0.5, validations_since_best=2)
-        state = go_on(RunState(0, 0, config=now), left)
+        left = RunState(3, 24, judged, config=previous, best_value=0.5, validations_since_best=2)
+        state = resumed_state(RunState(0, 0, config=now), left)
         assert (state.step, state.consumed_samples) == (3, 24)
-        found = (state.best_value, state.validations_since_best)
-        assert found == (best, 2 if best else 0), change
+        count = (state.best_value, state.validations_since_best)
+        assert count == (best, 2 if best else 0), change
         # On other records the last step was not validated.
-        others = "limit" in change or "validation" in change
-        assert state.metrics == ({} if others else judged), change
-        said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
-        assert ("the search for the best starts anew" in "".join(said)) == others, change
+        has_other_records = "limit" in change or "validation" in change
+        assert state.metrics == ({} if has_other_records else judged), change
+        changes = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
+        assert (
+            "the search for the best checkpoint restarts" in "".join(changes)
+        ) == has_other_records, change
 
 
 def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: Path) -> None:
@@ -116,7 +124,7 @@ def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: P
     heldout.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tiny.run_verb("train", *settings, "trainer.rm.max_steps=6").stdout
     assert "changed since: the records of validation-heldout" in output
-    assert "earlier validations used other records: the search for the best starts anew" in output
+    assert "the search for the best checkpoint restarts" in output
     shown = output[output.index("checkpoints, the best first") :].splitlines()[2:6]
     assert [line.split()[1] for line in shown if "on other validation records" in line] == ["2"]
     chosen = [line.split()[1] for line in shown if "(chosen)" in line]
@@ -139,7 +147,7 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
 
     def again(digest: str) -> Any:
         state = replace(fresh, fingerprint={**fresh.fingerprint, "training data": digest})
-        return check_goes_on(Saved(tmp_path, state), fresh, data)
+        return check_resumable(Saved(tmp_path, state), fresh, data)
 
     assert again(data.train.digest)
     assert again(data.train.measure_digest())
@@ -155,9 +163,9 @@ def test_resume_rejects_a_run_of_an_objective_that_was_removed(
     fresh = new_state(config, SHAPE, data)
     for name in ("odin", "regularized_by_language"):
         left = replace(fresh, fingerprint={**fresh.fingerprint, "model.objective": name})
-        wanted = f"{re.escape(str(tmp_path))}: .*{name} was removed in .*; use .*explicit_log_dir"
-        with pytest.raises(CheckpointError, match=wanted):
-            check_goes_on(Saved(tmp_path, left), fresh, data)
+        expected = f"{re.escape(str(tmp_path))}: .*{name} was removed in .*; use .*explicit_log_dir"
+        with pytest.raises(CheckpointError, match=expected):
+            check_objective_exists(Saved(tmp_path, left))
 
 
 def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say_it(
@@ -172,7 +180,7 @@ def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say
     fresh = new_state(config, SHAPE, least)
 
     def goes_on_from(left: RunState) -> bool:
-        return check_goes_on(Saved(tmp_path, left), fresh, least) is not None
+        return check_resumable(Saved(tmp_path, left), fresh, least) is not None
 
     fingerprint = {**fresh.fingerprint, "scoring contract": stepped.hash}
     assert goes_on_from(fresh)
@@ -192,10 +200,10 @@ def test_run_from_before_probabilities_goes_on_with_log_odds(
     name = "binary_cross_entropy"
 
     def built(settings: dict[str, Any]) -> tuple[TrainConfig, Any]:
-        how = {"attributes": ["right"], "contract": plain, "objective": name}
+        options = {"attributes": ["right"], "contract": plain, "objective": name}
         config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
         config.model = replace(contracts.config(["right"]), objective=name)
-        return config, build(contracts, files, settings=settings, **how)
+        return config, build(contracts, files, settings=settings, **options)
 
     config, data = built({"scale": "log_odds"})
     state = new_state(config, SHAPE, data)
@@ -203,13 +211,13 @@ def test_run_from_before_probabilities_goes_on_with_log_odds(
     earlier = replace(state, fingerprint={**state.fingerprint, "model.objective_kwargs": {}})
     assert earlier.fingerprint != state.fingerprint
     latest = Saved(tmp_path, earlier)
-    before = ScoringContract.from_dict(earlier.contract)
-    config, data = built(settings_of_run(config.model, before))
+    contract = ScoringContract.from_dict(earlier.contract)
+    config, data = built(settings_of_run(config.model, contract))
     fresh = new_state(config, SHAPE, data)
-    assert check_goes_on(latest, fresh, data)
+    assert check_resumable(latest, fresh, data)
     # Without it the contract would be another one, which no run goes on by.
     config, data = built({})
     fresh = new_state(config, SHAPE, data)
     with pytest.raises(CheckpointError, match="readout"):
-        check_goes_on(latest, fresh, data)
+        check_resumable(latest, fresh, data)
     assert settings_of_run(config.model, data.contract) == {}

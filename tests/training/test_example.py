@@ -61,21 +61,21 @@ def test_average_of_the_best_checkpoints_is_the_model(base: Path, tmp_path: Path
     kinds = {"all": (), "lora": ("model.lora.rank=2", "model.lora.alpha=4")}
     callback = "exp_manager.checkpoint_callback_params"
     averaged = ("trainer.rm.max_steps=8", f"{callback}.save_top_k=3", f"{callback}.average_best=2")
-    found = jobs.run(
+    results = jobs.run(
         [
             train(*common(base, tmp_path / name, pairs, pairs), *lora, *averaged)
             for name, lora in kinds.items()
         ]
     )
-    for name, done in zip(kinds, found, strict=True):
+    for name, done in zip(kinds, results, strict=True):
         check_average(tmp_path / name / "checkpoints", done.stdout, is_lora=name == "lora")
 
 
-def check_average(checkpoints: Path, said: str, is_lora: bool) -> None:
-    assert said.count("(chosen)") == 2
-    told = re.search(r"the mean of the weights of steps (\d+), (\d+): .*/accuracy", said)
-    assert told is not None
-    steps = [open_weights(checkpoints / f"step_{int(step):08d}/state") for step in told.groups()]
+def check_average(checkpoints: Path, output: str, is_lora: bool) -> None:
+    assert output.count("(chosen)") == 2
+    match = re.search(r"the mean of the weights of steps (\d+), (\d+): .*/accuracy", output)
+    assert match is not None
+    steps = [open_weights(checkpoints / f"step_{int(step):08d}/state") for step in match.groups()]
     with open_nemo(checkpoints / "megatron_gpt.nemo") as folder:
         adapters = [n for n in steps[0].tensors if is_of_adapter(n) and not is_optimizer_state(n)]
         assert bool(adapters) == is_lora
@@ -91,7 +91,7 @@ def check_average(checkpoints: Path, said: str, is_lora: bool) -> None:
 
 def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
     ratings = tiny.write_ratings(tmp_path / "ratings.jsonl", 17, ("helpful", "clear"))
-    others = tiny.write_ratings(tmp_path / "others.jsonl", 17, ("helpful", "clear"), seed=1)
+    other_ratings = tiny.write_ratings(tmp_path / "others.jsonl", 17, ("helpful", "clear"), seed=1)
     kind = [
         "model.reward_model_type=regression",
         "model.regression.attributes=[helpful,clear]",
@@ -105,7 +105,8 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
         "model.data.template=plain",
     ]
     second, third = (
-        [*common(models[0], tmp_path / name, others, others), *kind] for name in names[1:]
+        [*common(models[0], tmp_path / name, other_ratings, other_ratings), *kind]
+        for name in names[1:]
     )
     allow = "pretrained_checkpoint.allow_contract_change=true"
     shorter = "model.data.seq_length=96"
@@ -120,24 +121,24 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
     )
     assert "scoring contract: the checkpoint has" in resumed.stderr
     assert "training data: the checkpoint has" not in resumed.stderr
-    for each in (resumed, refused):
-        assert each.returncode == 1
-        assert "model.data.seq_length: 128 -> 96" in each.stderr
-        assert "Traceback" not in each.stderr
+    for failed in (resumed, refused):
+        assert failed.returncode == 1
+        assert "model.data.seq_length: 128 -> 96" in failed.stderr
+        assert "Traceback" not in failed.stderr
     assert "its own head" in done.stdout
-    before, after, changed = map(read_contract, models)
-    assert (before["hash"], before["label_means"]) == (after["hash"], after["label_means"])
-    assert (changed["seq_length"], changed["label_means"]) == (96, before["label_means"])
+    start, same, changed = map(read_contract, models)
+    assert (start["hash"], start["label_means"]) == (same["hash"], same["label_means"])
+    assert (changed["seq_length"], changed["label_means"]) == (96, start["label_means"])
 
 
 def test_new_head_on_the_body_of_a_reward_model(tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 17)
     start = tiny.write_reward_nemo(tmp_path / "rated.nemo")
-    before = read_contract(start)
+    base_contract = read_contract(start)
     settings = [
         *common(start, tmp_path / "run", pairs, pairs),
         "trainer.rm.max_steps=1",
-        f"model.data.seq_length={before['seq_length']}",
+        f"model.data.seq_length={base_contract['seq_length']}",
         "model.micro_batch_tokens=2048",
     ]
     advice = "pretrained_checkpoint.new_head=true"
@@ -149,8 +150,8 @@ def test_new_head_on_the_body_of_a_reward_model(tmp_path: Path) -> None:
     after = read_contract(tmp_path / "run" / "checkpoints" / "megatron_gpt.nemo")
     assert (after["attributes"], after["label_means"]) == (["reward"], [0.0])
     assert after["reward_model_type"] == "binary_ranking"
-    for kept in ("template", "add_bos", "add_eos", "tokenizer_fingerprint"):
-        assert after[kept] == before[kept]
+    for field in ("template", "add_bos", "add_eos", "tokenizer_fingerprint"):
+        assert after[field] == base_contract[field]
 
 
 def read_contract(path: Path) -> dict:
@@ -162,7 +163,7 @@ def test_files_are_mixed_by_weights_also_after_a_resume(base: Path, tmp_path: Pa
     files = [tiny.write_pairs(tmp_path / f"{n}.jsonl", count) for n, count in enumerate((8, 40))]
     listed = f"model.data.data_prefix.train=[{files[0]},{files[1]}]"
     weights = "model.data.data_prefix.train_weights"
-    run, whole = (
+    run, uninterrupted = (
         [*common(base, tmp_path / name, files[0], files[0]), listed, f"{weights}=[3,1]"]
         for name in ("run", "whole")
     )
@@ -172,11 +173,11 @@ def test_files_are_mixed_by_weights_also_after_a_resume(base: Path, tmp_path: Pa
             train(*run, "trainer.rm.max_steps=2"),
             train(*run, four, f"{weights}=[1,1]", fails=True),
             train(*run, four),
-            train(*whole, four),
+            train(*uninterrupted, four),
         ]
     )
-    said = done.stdout.replace("\n", " ")
-    assert f"36 of 48 records of an epoch are of {files[0]}, which has 8 (4.50 passes)" in said
+    output = done.stdout.replace("\n", " ")
+    assert f"36 of 48 records of an epoch are of {files[0]}, which has 8 (4.50 passes)" in output
     assert refused.returncode == 1
     assert weights in refused.stderr
     losses = [tiny.logged(tmp_path / name)["train/loss"] for name in ("run", "whole")]
@@ -220,5 +221,5 @@ def test_file_of_nemo_aligner_trains_and_measures_its_test_set(base: Path, tmp_p
     logged = tiny.logged(tmp_path / "run")
     assert list(logged["test-d/accuracy"]) == [max(logged["train/loss"])]
     (loss,) = logged["test-d/loss"].values()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["metrics"]["loss"] == pytest.approx(loss, rel=1e-6)
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["metrics"]["loss"] == pytest.approx(loss, rel=1e-6)

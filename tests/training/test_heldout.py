@@ -15,8 +15,8 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPosition
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
+from nemo_aligner.training.heldout import HeldoutRewards
 from nemo_aligner.training.resume import RunFacts
-from nemo_aligner.training.trainer import HeldoutRewards
 from tests.data import files
 from tests.harness import tiny
 from tests.harness.contracts import Contracts
@@ -32,62 +32,62 @@ def build(
         tiny.write_pairs(train, 8)
     data = files.build(contracts, [train], [heldout], attributes=attributes)
     reading = how_to_read(contracts.config(attributes), data.objective)
-    return data, HeldoutRewards(folder, reading, data.contract, most=6)
+    return data, HeldoutRewards(folder, reading, data.contract, most_records=6)
 
 
-def kept(folder: Path) -> list[dict[str, Any]]:
+def read_rows(folder: Path) -> list[dict[str, Any]]:
     return files.rows_of(folder / "heldout" / "validation-held.jsonl")
 
 
 def test_heldout_has_every_pair_of_ranked_replies(tmp_path: Path, contracts: Contracts) -> None:
-    held = files.write(
+    path = files.write(
         tmp_path / "held.jsonl",
         tiny.ranked("one?", (2, "bad"), (0, "good"), (1, "so so")),
         tiny.ranked("two?", (0, "a"), (1, "b")),
     )
-    data, heldout = build(tmp_path, contracts, held)
+    data, heldout = build(tmp_path, contracts, path)
     # The texts of a record come best first.
     heldout.keep(data.validation[0], torch.tensor([[0.9], [0.5], [0.1], [2.0], [3.0]]))
-    found = [
+    rows = [
         (row["record"], row["rewards"]["chosen"], row["texts"]["rejected"][-1]["content"])
-        for row in kept(tmp_path)
+        for row in read_rows(tmp_path)
     ]
-    assert [(record, pytest.approx(reward), text) for record, reward, text in found] == [
-        (f"{held}:1", 0.9, "so so"),
-        (f"{held}:1", 0.9, "bad"),
-        (f"{held}:1", 0.5, "bad"),
-        (f"{held}:2", 2.0, "b"),
+    assert [(record, pytest.approx(reward), text) for record, reward, text in rows] == [
+        (f"{path}:1", 0.9, "so so"),
+        (f"{path}:1", 0.9, "bad"),
+        (f"{path}:1", 0.5, "bad"),
+        (f"{path}:2", 2.0, "b"),
     ]
 
 
 def test_heldout_records_are_the_same_few_of_many(tmp_path: Path, contracts: Contracts) -> None:
-    held = tiny.write_pairs(tmp_path / "held.jsonl", 40, seed=1)
-    data, heldout = build(tmp_path, contracts, held)
+    path = tiny.write_pairs(tmp_path / "held.jsonl", 40, seed=1)
+    data, heldout = build(tmp_path, contracts, path)
     rewards = torch.arange(80.0)[:, None]
     heldout.keep(data.validation[0], rewards)
-    first = kept(tmp_path)
+    first = read_rows(tmp_path)
     heldout.keep(data.validation[0], rewards + 1)
-    again = kept(tmp_path)
+    again = read_rows(tmp_path)
     assert len(first) == 6
     assert [row["record"] for row in first] == [row["record"] for row in again]
     for row, other in zip(first, again, strict=True):
         line = int(row["record"].rpartition(":")[2])
         assert row["rewards"] == {"chosen": 2.0 * line - 2, "rejected": 2.0 * line - 1}
         assert other["rewards"]["chosen"] == row["rewards"]["chosen"] + 1
-        asked = files.rows_of(held)[line - 1]["chosen"]
-        assert row["texts"]["chosen"][-1]["content"] == asked
+        prompt_and_reply = files.rows_of(path)[line - 1]["chosen"]
+        assert row["texts"]["chosen"][-1]["content"] == prompt_and_reply
 
 
 def test_heldout_ratings_have_their_labels(tmp_path: Path, contracts: Contracts) -> None:
     names = ["helpful", "brief"]
-    held = tiny.write_ratings(tmp_path / "held.jsonl", 5, tuple(names), seed=1)
-    data, heldout = build(tmp_path, contracts, held, names)
+    path = tiny.write_ratings(tmp_path / "held.jsonl", 5, tuple(names), seed=1)
+    data, heldout = build(tmp_path, contracts, path, names)
     heldout.keep(data.validation[0], torch.arange(10.0).view(5, 2))
-    asked = files.rows_of(held)
-    for number, (row, wanted) in enumerate(zip(kept(tmp_path), asked, strict=True)):
+    ratings = files.rows_of(path)
+    for number, (row, rating) in enumerate(zip(read_rows(tmp_path), ratings, strict=True)):
         assert row["rewards"] == {"helpful": 2.0 * number, "brief": 2.0 * number + 1}
-        assert row["labels"] == {name: wanted[name] for name in names}
-        assert row["texts"]["response"][-1]["content"] == wanted["response"]
+        assert row["labels"] == {name: rating[name] for name in names}
+        assert row["texts"]["response"][-1]["content"] == rating["response"]
 
 
 def test_heldout_records_of_one_line_have_their_own_texts(
@@ -95,8 +95,8 @@ def test_heldout_records_of_one_line_have_their_own_texts(
 ) -> None:
     """A line of PRM800K is a record for its path, and one for each step beside it."""
 
-    def line(question: str, beside: str) -> dict[str, Any]:
-        texts = [{"text": "good", "rating": 1}, {"text": beside, "rating": -1}]
+    def line(question: str, other: str) -> dict[str, Any]:
+        texts = [{"text": "good", "rating": 1}, {"text": other, "rating": -1}]
         steps = [{"completions": texts, "chosen_completion": 0}]
         return {"question": {"problem": question}, "label": {"steps": steps}}
 
@@ -109,38 +109,41 @@ def test_heldout_records_of_one_line_have_their_own_texts(
     data = build_training_data(config, contract, contracts.tokenizer)
     heldout = HeldoutRewards(tmp_path, how_to_read(config, data.objective), contract)
     heldout.keep(data.validation[0], torch.arange(4.0)[:, None])
-    steps = [(row["texts"]["response"][-1]["content"][0]["text"], row) for row in kept(tmp_path)]
+    steps = [
+        (row["texts"]["response"][-1]["content"][0]["text"], row) for row in read_rows(tmp_path)
+    ]
     assert [(text, row["rewards"]["right"], row["labels"]["right"]) for text, row in steps] == [
         ("bad", 0, 0), ("good", 1, 1), ("worse", 2, 0), ("good", 3, 1)
     ]  # fmt: skip
     # Where one of them was dropped, nobody knows which texts the others have.
     fewer = replace(data.validation[0], name="fewer", origins=data.validation[0].origins[1:])
     heldout.keep(fewer, torch.zeros(3, 1))
-    assert f"{source}:1: 2 records are made of this line, and 1 of" in capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"{source}:1: 2 records come from this line, but the run uses only 1 of" in output
 
 
 def test_heldout_file_that_is_gone_is_said_and_stops_nothing(
     tmp_path: Path, contracts: Contracts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
-    data, heldout = build(tmp_path, contracts, held)
-    held.unlink()
+    path = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
+    data, heldout = build(tmp_path, contracts, path)
+    path.unlink()
     for _ in range(2):
         heldout.keep(data.validation[0], torch.zeros(8, 1))
-    assert capsys.readouterr().out.count("held-out rewards are not kept for a report") == 1
+    assert capsys.readouterr().out.count("the report will have no held-out rewards") == 1
     assert not (tmp_path / "heldout").exists()
 
 
 def test_facts_say_what_was_trained_on(tmp_path: Path, contracts: Contracts) -> None:
-    held = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
-    data, _ = build(tmp_path, contracts, held)
+    path = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
+    data, _ = build(tmp_path, contracts, path)
     RunFacts(tmp_path, data, ranks=2).begin(["a line"])
     facts = json.loads((tmp_path / FACTS_NAME).read_text())
     assert facts["described"] == ["a line"]
     assert facts["ranks"] == 2
     assert facts["validation_records"] == {"validation-held": 4}
     assert facts["contract_hash"] == data.contract.hash
-    assert [file["path"] for file in facts["data"]] == [str(tmp_path / "train.jsonl"), str(held)]
+    assert [file["path"] for file in facts["data"]] == [str(tmp_path / "train.jsonl"), str(path)]
     assert ["kept", "4"] in facts["data"][1]["rows"]
     assert facts["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert facts["peak_memory"]["host"] > 1e7

@@ -81,13 +81,13 @@ def train(run: list[str], *more: str, fails: bool = False) -> jobs.Job:
 def interrupted(
     run: list[str],
     accident: str,
-    where: Where,
+    location: Where,
     rank: int = 0,
     writes: str = "prompt",
     environment: dict[str, str] | None = None,
 ) -> jobs.Job:
-    told = (accident, *where, str(rank), writes)
-    return jobs.Job("train", run, told, environment=environment or {}, fails=True)
+    arguments = (accident, *location, str(rank), writes)
+    return jobs.Job("train", run, arguments, environment=environment or {}, fails=True)
 
 
 def newest(folder: Path) -> dict[str, bytes]:
@@ -114,18 +114,19 @@ def test_resume_after_every_kind_of_kill_ends_with_the_bits_of_a_run_left_alone(
 ) -> None:
     run = settings(base, data, tmp_path)
     killed = [
-        interrupted(run, "SIGKILL", where, writes=writes) for where, writes, _ in ACCIDENTS.values()
+        interrupted(run, "SIGKILL", location, writes=writes)
+        for location, writes, _ in ACCIDENTS.values()
     ]
     *accidents, done, refused = jobs.run(
         [*killed, train(run), train(run, "model.global_batch_size=4", fails=True)]
     )
-    before = 0
+    previous = 0
     for (moment, (_, _, saved)), accident in zip(ACCIDENTS.items(), accidents, strict=True):
         assert accident.returncode == -9, (moment, accident.stdout, accident.stderr)
         # What the one before had left whole.
-        assert goes_on_from(accident) == before, (moment, accident.stdout)
-        before = saved
-    assert goes_on_from(done) == before
+        assert goes_on_from(accident) == previous, (moment, accident.stdout)
+        previous = saved
+    assert goes_on_from(done) == previous
     assert "wrote" in done.stdout
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"step_00000002", "step_00000006", "megatron_gpt.nemo"}
@@ -140,8 +141,8 @@ def test_resume_after_every_kind_of_kill_ends_with_the_bits_of_a_run_left_alone(
 
 def goes_on_from(done: jobs.Done) -> int:
     """Of which step the checkpoint is that a run began with."""
-    told = re.search(r"resumed\s+from\s+\S+step_(\d{8}),", done.stdout)
-    return int(told[1]) if told else 0
+    match = re.search(r"resumed\s+from\s+\S+step_(\d{8}),", done.stdout)
+    return int(match[1]) if match else 0
 
 
 def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
@@ -154,7 +155,7 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     infer = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
     # Another job, which is this process, trains in a folder.
     with lock_run(tmp_path / "locked"):
-        found = jobs.run(
+        results = jobs.run(
             [
                 # Rank 1 alone is told to stop, and alone has the time: both save and leave.
                 interrupted(run, "SIGTERM", (FORWARD_BACKWARD, "", "3"), rank=1),
@@ -176,7 +177,7 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
             processes=2,
         )
     stopped, timed, at_save, at_write, _, no_space, goes_on, ctrl_c, later, _, ended, _, locked = (
-        found
+        results
     )
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped by SIGTERM after step 3" in stopped.stdout
@@ -187,8 +188,8 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     check_moved(tiny.numbers(tmp_path / "run"), tiny.numbers(undisturbed))
 
     assert no_space.returncode != 0
-    told = "step_00000004.partial/state: cannot be written: rank 1: the disk is full, with "
-    assert told in no_space.stderr
+    message = "step_00000004.partial/state: cannot be written: rank 1: the disk is full, with "
+    assert message in no_space.stderr
     assert not (tmp_path / "full/checkpoints/step_00000004.partial").exists()  # it took space
     assert "CheckpointError: " in no_space.stderr
     assert 'File "nemo_aligner' not in no_space.stderr
@@ -200,31 +201,31 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     assert goes_on_from(later) == 2
 
     assert locked.returncode != 0
-    told = f"locked/run.lock: another job trains in this folder: process {os.getpid()} on "
-    assert locked.stderr.count(told) == 1
+    message = f"locked/run.lock: another job trains in this folder: process {os.getpid()} on "
+    assert locked.stderr.count(message) == 1
     assert not (tmp_path / "locked").exists()
 
     assert "after step 1" in ended.stdout
     assert newest(tmp_path / "bits") == newest(tmp_path / "alone")
 
 
-def check_moved(got: Numbers, wanted: Numbers) -> None:
+def check_moved(moved: Numbers, expected: Numbers) -> None:
     """A run that is asked to stop at step 4 does not stay to validate, and makes it up."""
-    assert got.keys() >= wanted.keys()
-    for key, value in got.items():
-        assert value == pytest.approx(wanted[key], rel=1e-5, abs=1e-6, nan_ok=True), key
+    assert moved.keys() >= expected.keys()
+    for key, value in moved.items():
+        assert value == pytest.approx(expected[key], rel=1e-5, abs=1e-6, nan_ok=True), key
 
 
 def test_stopped_run_that_still_loads_leaves_nothing(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
-    where = ("nemo_aligner.checkpoint.nemo.reward_model:load_backbone", "", "1")
+    location = ("nemo_aligner.checkpoint.nemo.reward_model:load_backbone", "", "1")
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
     codes = {"SIGINT": 130, "SIGTERM": 143}
     run, files = settings(base, data, tmp_path / "run"), tiny.temporary_files_in(unpacked)
-    found = jobs.run([interrupted(run, name, where, environment=files) for name in codes])
-    for done, (name, code) in zip(found, codes.items(), strict=True):
+    results = jobs.run([interrupted(run, name, location, environment=files) for name in codes])
+    for done, (name, code) in zip(results, codes.items(), strict=True):
         assert done.returncode == code, (name, done.stderr)
         assert "stopped before the first step; there is nothing to save" in done.stderr, name
         assert "Traceback" not in done.stderr, name
@@ -238,11 +239,11 @@ def test_resume_of_a_killed_run_with_lora_is_bit_for_bit_and_on_the_same_weights
 ) -> None:
     """Killed in step 4, it goes on from step 2."""
     other = tiny.write_base_nemo(tmp_path / "other.nemo", initializer_range=0.11)
-    whole, killed = (settings(base, data, tmp_path / name, *LORA) for name in ("a", "b"))
+    uninterrupted, killed = (settings(base, data, tmp_path / name, *LORA) for name in ("a", "b"))
     changed = f"pretrained_checkpoint.restore_from_path={other}"
     _, done, refused, resumed = jobs.run(
         [
-            train(whole),
+            train(uninterrupted),
             interrupted(killed, "SIGKILL", (FORWARD_BACKWARD, "", "4")),
             train(killed, changed, fails=True),
             train(killed),

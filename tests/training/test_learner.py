@@ -87,14 +87,14 @@ def test_monitor_mode_suits_the_metric_unless_it_is_set() -> None:
     assert checkpoints._sort_key({settings.monitor: 0.9})[0] == 0.9  # type: ignore[index]
     for monitor, mode, other in (("loss", "max", "min"), ("accuracy", "min", "max")):
         settings.monitor, settings.mode = monitor, MonitorMode[mode]
-        with pytest.raises(ConfigError, match=f"mode: got {mode}, .*{monitor}.* wanted {other}"):
+        with pytest.raises(ConfigError, match=f"mode: got {mode}, .*{monitor}.* Set it to {other}"):
             open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
 
 
 def test_changed_settings_name_the_key_and_both_values() -> None:
-    before = {"model": {"seed": 1, "optim": {"lr": 1e-3}}, "gone": 1}
+    previous = {"model": {"seed": 1, "optim": {"lr": 1e-3}}, "gone": 1}
     now = {"model": {"seed": 1, "optim": {"lr": 1e-4}}}
-    assert changed_settings(before, now) == ["model.optim.lr: 0.001 -> 0.0001", "gone: 1 -> None"]
+    assert changed_settings(previous, now) == ["model.optim.lr: 0.001 -> 0.0001", "gone: 1 -> None"]
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def test_step_tells_the_rate_it_took_and_the_tokens_it_saw(learner: RewardLearne
     data = learner.data.train
     for step in range(2):
         batch = learner._loader.global_batch(step)
-        found = learner.train_step(step)
-        assert found["tokens"] == sum(len(side) for i in batch for side in data.record(i))
+        metrics = learner.train_step(step)
+        assert metrics["tokens"] == sum(len(side) for i in batch for side in data.record(i))
         # Two steps of warm-up.
-        assert found["lr"] == pytest.approx(0.01 * (step + 1) / 3)
-        assert found["grad_norm"] > 0
-        assert not {"loss_scale", "skipped", "skipped_steps"} & set(found)
+        assert metrics["lr"] == pytest.approx(0.01 * (step + 1) / 3)
+        assert metrics["grad_norm"] > 0
+        assert not {"loss_scale", "skipped", "skipped_steps"} & set(metrics)
 
 
 def test_auxiliary_loss_of_experts_is_a_mean_over_records_at_any_layout(
@@ -132,17 +132,17 @@ def test_validation_changes_nothing_and_the_next_step_trains(learner: RewardLear
     reversed_ids = [ids[::-1] for ids in dataset([6, 5] * 3).sequences]
     sets[1] = replace(sets[1], sequences=TokenSequences.of(reversed_ids))
     learner.data = replace(learner.data, validation=sets)
-    before = [parameter.clone() for parameter in learner.model.parameters()]
-    found = learner.validate()
-    assert learner.validate() == pytest.approx(found, nan_ok=True)
-    assert {name.partition("/")[0] for name in found} == {"first", "second"}
-    assert found["first/loss"] != found["second/loss"]
+    previous = [parameter.clone() for parameter in learner.model.parameters()]
+    metrics = learner.validate()
+    assert learner.validate() == pytest.approx(metrics, nan_ok=True)
+    assert {name.partition("/")[0] for name in metrics} == {"first", "second"}
+    assert metrics["first/loss"] != metrics["second/loss"]
     assert not learner.model.training
-    assert all(map(torch.equal, before, learner.model.parameters()))
+    assert all(map(torch.equal, previous, learner.model.parameters()))
     learner.train_step(1)
     assert learner.model.training
-    assert not all(map(torch.equal, before, learner.model.parameters()))
-    assert learner.validate()["first/loss"] != found["first/loss"]
+    assert not all(map(torch.equal, previous, learner.model.parameters()))
+    assert learner.validate()["first/loss"] != metrics["first/loss"]
 
 
 def test_gradients_do_not_add_up_over_steps(layout: Any, learner: RewardLearner) -> None:
@@ -155,16 +155,16 @@ def test_gradients_do_not_add_up_over_steps(layout: Any, learner: RewardLearner)
 def test_spread_of_rewards_is_told_with_what_labels_were_centred_on() -> None:
     data = dataset([2, 3, 4], RecordKind.rating)
     rewards = torch.tensor([[1.0, -1.0], [2.0, 0.0], [6.0, 4.0]])
-    found = describe_rewards(MaskedMse(("x", "y")), data, rewards)
-    assert found["reward_mean/x"] == pytest.approx(3.0 + 1.0)
-    assert found["reward_mean/y"] == pytest.approx(1.0 + 0.5)
+    metrics = describe_rewards(MaskedMse(("x", "y")), data, rewards)
+    assert metrics["reward_mean/x"] == pytest.approx(3.0 + 1.0)
+    assert metrics["reward_mean/y"] == pytest.approx(1.0 + 0.5)
     deviation = ((4 + 1 + 9) / 3) ** 0.5
-    assert found["reward_std/x"] == pytest.approx(deviation)
-    assert found["reward_std/y"] == pytest.approx(deviation)
+    assert metrics["reward_std/x"] == pytest.approx(deviation)
+    assert metrics["reward_std/y"] == pytest.approx(deviation)
     values = data.records.labels.values
     plain = replace(data.records, labels=LabelColumns.of(["x", "y"], values))
-    found = describe_rewards(MaskedMse(("x", "y")), replace(data, records=plain), rewards)
-    assert (found["reward_mean/x"], found["reward_mean/y"]) == (3.0, 1.0)
+    metrics = describe_rewards(MaskedMse(("x", "y")), replace(data, records=plain), rewards)
+    assert (metrics["reward_mean/x"], metrics["reward_mean/y"]) == (3.0, 1.0)
     pairs = describe_rewards(BradleyTerry(), dataset([2, 3, 4, 5]), torch.arange(4.0)[:, None])
     assert pairs["reward_mean/reward"] == 1.5
 
@@ -174,16 +174,16 @@ def test_loss_of_a_whole_batch_has_the_gradient_of_one_pack(layout: ParallelLayo
     objective = BradleyTerry(length_correlation_penalty=5.0)
     data = poisoned.dataset()
     many = poisoned.build(layout, data, objective=objective, tokens_per_pack=40)
-    whole = poisoned.build(layout, data, objective=objective, tokens_per_pack=1000)
-    plans = [learner._loader.plan(0) for learner in (many, whole)]
+    one = poisoned.build(layout, data, objective=objective, tokens_per_pack=1000)
+    plans = [learner._loader.plan(0) for learner in (many, one)]
     assert (len(plans[0].packs) > 3, len(plans[1].packs)) == (True, 1)
     gradients = []
     for learner, plan, loss in zip(
-        (many, whole), plans, (many._loss_of(plans[0]), objective.loss), strict=True
+        (many, one), plans, (many._step_loss(plans[0]), objective.loss), strict=True
     ):
         compute_gradients(learner._ddp, plan.packs, layout, loss)
         parameters = learner.model.parameters()
-        gradients.append(torch.cat([each.main_grad.flatten() for each in parameters]))
+        gradients.append(torch.cat([parameter.main_grad.flatten() for parameter in parameters]))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
     norm = pytest.approx(float(gradients[1].norm()), rel=1e-4)
     assert many.train_step(0)["grad_norm"] == norm

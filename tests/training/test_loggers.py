@@ -1,16 +1,31 @@
+"""Where metrics of a run go: files, services, a terminal of 80 columns; and the GPU's gauges."""
+
 from __future__ import annotations
 
 import csv
 import errno
 import math
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from nemo_aligner.checkpoint.run import RunState, Saved
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import ExpManagerConfig
+from nemo_aligner.distributed.launch import launch
 from nemo_aligner.training import loggers
-from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
+from nemo_aligner.training.loggers import (
+    Gauges,
+    MetricLoggers,
+    StepProgress,
+    build_loggers,
+    check_loggers,
+    render_best,
+    render_validation,
+)
 from nemo_aligner.training.tracking import MetricsFile, read_metrics
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
@@ -46,14 +61,17 @@ def logged(folder: Path) -> dict[str, Rows]:
     """What each file has of a run; TensorBoard has its numbers by name."""
     with (folder / "csv" / "metrics.csv").open(newline="") as lines:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
-    found = {"csv": rows, "metrics.jsonl": list(read_metrics(folder / "metrics.jsonl"))}
-    return {name: [(int(row.pop("step")), row) for row in kept] for name, kept in found.items()}
+    files = {"csv": rows, "metrics.jsonl": list(read_metrics(folder / "metrics.jsonl"))}
+    return {
+        name: [(int(row.pop("step")), row) for row in file_rows]
+        for name, file_rows in files.items()
+    }
 
 
-def check_logged(folder: Path, wanted: Rows) -> None:
-    assert logged(folder) == {"csv": wanted, "metrics.jsonl": wanted}
+def check_logged(folder: Path, expected: Rows) -> None:
+    assert logged(folder) == {"csv": expected, "metrics.jsonl": expected}
     for name in ("train/loss", "validation/loss"):
-        of_name = [(step, row[name]) for step, row in wanted if name in row]
+        of_name = [(step, row[name]) for step, row in expected if name in row]
         assert scalars(folder, name) == of_name
 
 
@@ -99,6 +117,31 @@ def test_logger_that_fails_ends_no_run_and_is_told_no_more(
     assert line.startswith("failing: logging stopped (OSError: the disk is full);")
 
 
+def test_loggers_of_a_run_that_fails_are_closed_as_failed(tmp_path: Path) -> None:
+    for error, status in ((None, "success"), (ValueError("no"), "failed")):
+        logger = Mock()
+        file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+        with suppress(ValueError), MetricLoggers(file, {"service": logger}):
+            if error is not None:
+                raise error
+        logger.finalize.assert_called_once_with(status)
+        with pytest.raises(ValueError, match="closed file"):
+            file.log({"train/loss": 0.5}, 1)
+
+
+def test_services_are_closed_if_another_logger_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Mock()
+    monkeypatch.setattr(loggers, "build_tracked_loggers", lambda *arguments: {"wandb": service})
+    failing = Mock(side_effect=OSError("the disk is full"))
+    monkeypatch.setattr(loggers, "_csv_logger", failing)
+    config = ExpManagerConfig(explicit_log_dir=str(tmp_path), create_tensorboard_logger=False)
+    with pytest.raises(OSError, match="the disk is full"):
+        build_loggers(config, {}, 0)
+    service.finalize.assert_called_once_with("failed")
+
+
 def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(
     tmp_path: Path,
 ) -> None:
@@ -110,3 +153,119 @@ def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(
     file._lines = Mock(**{"flush.side_effect": OSError(errno.ENOSPC, "No space left on device")})
     with pytest.raises(CheckpointError, match=r"metrics of step 7 .*: the disk is full, with "):
         file.log({"train/loss": 0.5}, 7)
+
+
+# What a terminal shows.
+
+STEP = {
+    "train/loss": 0.693147,
+    "train/accuracy": 0.875,
+    "train/grad_norm": 12.3456,
+    "train/lr": 1.97e-05,
+    "train/tokens_per_second": 123456.7,
+}
+
+
+def steps_shown(total: int, output: str) -> list[int]:
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert all(f"/{total}" in line for line in lines)
+    return [int(line.split()[1].partition("/")[0]) for line in lines]
+
+
+def test_steps_of_a_short_run_are_shown_each(capsys: pytest.CaptureFixture[str]) -> None:
+    for total, start, shown in (
+        (5, 0, [1, 2, 3, 4, 5]),
+        (100, 95, [96, 97, 98, 99, 100]),
+        (100, 0, [1, 100]),
+        (100, 40, [41, 100]),
+    ):
+        progress = StepProgress(total, start, 10)
+        for step in range(start + 1, total + 1):
+            progress.show(step, STEP)
+        progress.close()
+        assert steps_shown(total, capsys.readouterr().out) == shown
+
+
+def test_line_of_a_step_wraps_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    saved = Saved(Path("step_00000500"), RunState(500, 4000, {"validation-heldout/accuracy": 0.71}))
+    best = render_best(saved, "validation-heldout/accuracy")
+    gauges = {"train/mfu": 0.4123, "train/gpu_memory_gb": 61.23, "train/gpu_power_watts": 652.4}
+    for more, ending in (
+        (({},), ""),
+        (({**gauges}, best), " MFU 41.2% GPU 61.2 GB 652 W best accuracy 0.71 at step 500"),
+    ):
+        StepProgress(1000, 0, 10).show(1, {**STEP, **more[0]}, *more[1:])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith("step 1/1000  ")
+        assert lines[1].startswith("  ")
+        shown = " ".join(" ".join(lines).split())
+        fields = "left loss 0.6931 accuracy 0.875 grad_norm 12.35 lr 1.97e-05 123457 tokens/s"
+        assert shown.endswith(fields + ending)
+    assert render_best(None, "validation-heldout/accuracy") is None
+
+
+def test_time_left_counts_steps_and_validations() -> None:
+    """Also one before the first step."""
+    now = 100.0
+    progress = StepProgress(10, 0, 4)
+    progress._now = lambda: now
+    progress.begin()
+    now += 4.0
+    assert progress.seconds_left(2) == 16.0
+    now += 4.0 + 30.0  # two steps, and a validation
+    progress.add_validation(30.0)
+    assert progress.seconds_left(4) == 6 * 2.0 + 2 * 30.0
+    progress = StepProgress(10, 0, None)
+    progress._now = lambda: now
+    now += 30.0
+    progress.add_validation(30.0)
+    progress.begin()
+    now += 5.0
+    assert progress.seconds_left(5) == 5.0 + 30.0
+
+
+def test_validation_is_told_set_by_set() -> None:
+    names = ("loss", "accuracy", "ties", "reward_margin", "ece", "brier")
+    lengths = ("accuracy_longer_chosen", "accuracy_shorter_chosen")
+    metrics = {f"validation-pairs/{name}": 0.25 for name in (*names, *lengths)}
+    metrics |= {f"validation-pairs/by_source/source {n}/accuracy": 0.5 for n in range(5)}
+    metrics |= {"validation-pairs/by_source/source 1/loss": 0.1, "validation-more/loss": 0.75}
+    assert render_validation(24, metrics).splitlines() == [
+        "step 24: validation-pairs",
+        "  loss 0.25  accuracy 0.25  ties 0.25  reward_margin 0.25  ece 0.25",
+        "  accuracy_longer_chosen 0.25  accuracy_shorter_chosen 0.25",
+        "  accuracy by source:  source 0 0.500  source 1 0.500  source 2 0.500",
+        "    source 3 0.500  source 4 0.500",
+        "step 24: validation-more",
+        "  loss 0.75",
+    ]
+
+
+# Gauges of the GPU.
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, power: int | Exception) -> None:
+    def power_draw(device: torch.device) -> int:
+        if isinstance(power, Exception):
+            raise power
+        return power
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60e9, 141e9))
+    monkeypatch.setattr(torch.cuda, "power_draw", power_draw)
+
+
+def test_gauges_of_a_known_gpu_an_unknown_one_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for a GPU; what it does not say is left out."""
+    with launch():
+        assert Gauges.of("cpu", Precision.fp32).read(1e12, 1.0) == {}
+        pretend(monkeypatch, "NVIDIA H200", 652_000)
+        assert Gauges.of("cuda:0", Precision.bf16).read(989e12, 4.0) == {
+            "mfu": pytest.approx(0.25),
+            "gpu_memory_gb": 81.0,
+            "gpu_power_watts": 652.0,
+        }
+        pretend(monkeypatch, "NVIDIA something new", ModuleNotFoundError("pynvml"))
+        assert Gauges.of("cuda:0", Precision.bf16).read(1e12, 1.0) == {"gpu_memory_gb": 81.0}

@@ -63,11 +63,11 @@ def step(wrapped: Any, optimizer: Optimizer, gradient: float = 0.01) -> Update:
 
 def rates(layout: ParallelLayout, total: int, **sched: Any) -> list[float]:
     wrapped, optimizer = build(layout, total_steps=total, **sched)
-    found = []
+    used = []
     for _ in range(total):
-        found.append(round(optimizer.lr, 8))
+        used.append(round(optimizer.lr, 8))
         step(wrapped, optimizer)
-    return found
+    return used
 
 
 def test_learning_rates(layout: ParallelLayout) -> None:
@@ -78,14 +78,14 @@ def test_learning_rates(layout: ParallelLayout) -> None:
         (Schedule.linear, [1.0, 0.75, 0.5, 0.25]),
         (Schedule.cosine, cosine),
     ):
-        got = rates(layout, 6, name=name, warmup_steps=2, min_lr=0.002)
+        used = rates(layout, 6, name=name, warmup_steps=2, min_lr=0.002)
         low = 0.002 if name is not Schedule.constant else 0.0
-        wanted = [*warm, *(low + (0.01 - low) * factor for factor in factors)]
-        assert got == pytest.approx(wanted, abs=1e-8)
+        expected = [*warm, *(low + (0.01 - low) * factor for factor in factors)]
+        assert used == pytest.approx(expected, abs=1e-8)
     # The last steps of a run stay where the rate ends, as with NeMo's CosineAnnealing.
-    got = rates(layout, 8, warmup_steps=2, constant_steps=2, min_lr=0.002)
+    used = rates(layout, 8, warmup_steps=2, constant_steps=2, min_lr=0.002)
     cooled = [0.002 + 0.008 * factor for factor in (*cosine, 0.0, 0.0)]
-    assert got == pytest.approx([*warm, *cooled], abs=1e-8)
+    assert used == pytest.approx([*warm, *cooled], abs=1e-8)
     assert rates(layout, 2, warmup_steps=0)[0] == 0.01
     # A run shorter than its warm-up stays in it.
     assert rates(layout, 2, warmup_steps=9) == pytest.approx([0.001, 0.002])
@@ -115,8 +115,8 @@ def test_state_comes_back(
     assert second[1].lr == first[1].lr
     for _ in range(2):
         assert step(*second) == step(*first)
-    for got, wanted in zip(second[0].parameters(), first[0].parameters(), strict=True):
-        assert torch.equal(got, wanted)
+    for loaded, saved in zip(second[0].parameters(), first[0].parameters(), strict=True):
+        assert torch.equal(loaded, saved)
 
 
 def change_bytes(name: str, at: float, count: int = 4000) -> Callable[[Path], None]:
@@ -205,13 +205,13 @@ def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
     )
     wrapped = build(layout)[0]
     second = build_optimizer(wrapped, config, 1.0, 10)
-    before = settings(second)
+    previous = settings(second)
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.save(RunState(1, 1), first[0].module, first[1])
     checkpoints.load(checkpoints.list_saved()[-1], wrapped.module, second)
-    assert settings(second) == before
-    assert {group["eps"] for group in before} == {1e-3}
-    assert {group["weight_decay"] for group in before} == {0.0, 0.3}
+    assert settings(second) == previous
+    assert {group["eps"] for group in previous} == {1e-3}
+    assert {group["weight_decay"] for group in previous} == {0.0, 0.3}
     # Its schedule is where the other one's was.
     wrapped = build(layout)[0]
     anew = build_optimizer(wrapped, config, 1.0, 10)
@@ -226,29 +226,29 @@ def test_norm_that_is_not_finite_changes_nothing(
 ) -> None:
     wrapped, optimizer = build(layout, precision)
     assert step(wrapped, optimizer).applied
-    before, lr = [parameter.clone() for parameter in wrapped.parameters()], optimizer.lr
+    previous, lr = [parameter.clone() for parameter in wrapped.parameters()], optimizer.lr
     update = step(wrapped, optimizer, gradient)
     assert not update.applied
     assert not update.skipped
     assert not math.isfinite(update.grad_norm)
     assert optimizer.lr == lr
     after = wrapped.parameters()
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(previous, after, strict=True))
 
 
 def test_buckets_are_reduced_and_gathered_beside_the_computing(two_ranks: dict[str, Any]) -> None:
     """Many buckets train, save and resume as one does."""
     assert set(two_ranks["buckets"]) == {"fp32", "bf16"}
-    for precision, found in two_ranks["buckets"].items():
-        assert found["buckets"] > 3
-        assert found["losses"]["many"] == found["losses"]["whole"], precision
+    for precision, results in two_ranks["buckets"].items():
+        assert results["buckets"] > 3
+        assert results["losses"]["many"] == results["losses"]["whole"], precision
         # The first step learns which gradients come; then all reductions begin in the backward
         # pass.
-        assert found["reduced"] == [0, *[found["buckets"]] * 3], precision
+        assert results["reduced"] == [0, *[results["buckets"]] * 3], precision
         # Weights are gathered as they are needed, or for a checkpoint.
-        assert found["gathered"] == [0, found["buckets"]], precision
-        assert found["difference"] == 0, precision
-        assert found["resumed_is_same"], precision
+        assert results["gathered"] == [0, results["buckets"]], precision
+        assert results["difference"] == 0, precision
+        assert results["resumed_is_same"], precision
     assert "already been dispatched" not in two_ranks["stderr"]
 
 
@@ -256,10 +256,10 @@ def test_validation_gathers_the_weights_on_a_rank_without_records_too(
     two_ranks: dict[str, Any],
 ) -> None:
     """The others would wait for it in the middle of the model."""
-    for found in two_ranks["validation"]:
-        assert found["buckets"] > 3
-        assert (found["gathered"], found["under_way"]) == (found["buckets"], 0)
-        assert found["metrics"] == [two_ranks["validation"][0]["metrics"][1]] * 2
+    for result in two_ranks["validation"]:
+        assert result["buckets"] > 3
+        assert (result["gathered"], result["under_way"]) == (result["buckets"], 0)
+        assert result["metrics"] == [two_ranks["validation"][0]["metrics"][1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,9 @@ def test_updates_wait_for_a_save_and_change_nothing_of_it(
     num_flat = 3 * sum(len(buffer.buckets) for buffer in wrapped.buffers)
     for number in (1, 2):  # the second save has the memory of the first
         step(wrapped, optimizer, 0.01 * number)
-        expected = [each.clone() for each in (*wrapped.parameters(), *optimizer.state_tensors())]
+        expected = [
+            tensor.clone() for tensor in (*wrapped.parameters(), *optimizer.state_tensors())
+        ]
         checkpoints.save(RunState(number, number), wrapped.module, optimizer)
         assert stream.num_left == len(list(wrapped.parameters())) + num_flat
         step(wrapped, optimizer, -0.5)
@@ -290,8 +292,8 @@ def test_updates_wait_for_a_save_and_change_nothing_of_it(
     assert saved.state.step == 2
     resumed, other = build(layout, precision, cpu_offload=offload, warmup_steps=0)
     checkpoints.load(saved, resumed.module, other)
-    found = [*resumed.parameters(), *other.state_tensors()]
-    assert all(map(torch.equal, found, expected))
+    loaded = [*resumed.parameters(), *other.state_tensors()]
+    assert all(map(torch.equal, loaded, expected))
 
 
 def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[str, Any]) -> None:
@@ -299,11 +301,11 @@ def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[st
 
     It is read twice: first the ranks compare all of it with its checksums, each an equal part.
     """
-    for found in two_ranks["resume"]:
-        assert found["same"]
-        assert found["own"] > 10**7
-        assert found["allocated"] < 1.1 * found["own"], two_ranks["resume"]
-        assert found["read"] < 2.3 * found["own"], two_ranks["resume"]  # every piece has an index
+    for result in two_ranks["resume"]:
+        assert result["same"]
+        assert result["own"] > 10**7
+        assert result["allocated"] < 1.1 * result["own"], two_ranks["resume"]
+        assert result["read"] < 2.3 * result["own"], two_ranks["resume"]  # every piece has an index
 
 
 def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_path: Path) -> None:
@@ -317,12 +319,12 @@ def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_pat
         sched=SchedulerConfig(warmup_steps=1),
     )  # fmt: skip
     optimizer = build_optimizer(wrapped, config, 0.0, 10)
-    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    previous = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     step(wrapped, optimizer)
     multiples = {"embedding.": 0.01, "decoder.layers.0.": 0.1, "rm_head.": 10.0}
     for name, parameter in model.named_parameters():
         multiple = next((multiples[key] for key in multiples if name.startswith(key)), 1.0)
-        moved = (parameter - before[name]).abs()
+        moved = (parameter - previous[name]).abs()
         torch.testing.assert_close(
             moved, torch.full_like(moved, 0.005 * multiple), rtol=1e-3, atol=1e-6
         )

@@ -1,11 +1,13 @@
-"""How often the start of a run opens its base checkpoint and lists its folder."""
+"""What the start of a run opens, what it rejects before it reads data, and what it closes."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,9 +15,13 @@ from nemo_aligner.checkpoint import run as run_checkpoints
 from nemo_aligner.checkpoint.nemo import archive
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.training import prepare
+from nemo_aligner.training import run as run_module
 from nemo_aligner.training.dry_run import check_run
+from nemo_aligner.training.loggers import MetricLoggers
 from nemo_aligner.training.run import train
 from nemo_aligner.training.trainer import SupervisedTrainer
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import tiny
 
 
@@ -58,8 +64,40 @@ def test_start_opens_the_base_once_for_the_weights_and_once_for_the_rest(
     assert starts(start_run) == (2, 1)
 
 
+def test_run_that_may_not_resume_is_rejected_before_its_data_is_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
+    settings = [*tiny.training(base, tmp_path / "run", pairs, pairs), "trainer.rm.max_steps=1"]
+    logger = Mock()
+    opened = MetricLoggers(loggers={"service": logger})
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "build_loggers", lambda *arguments: opened)
+        train(load_config(TrainConfig, settings))
+        assert [call.args for call in logger.finalize.call_args_list] == [("success",)]
+        patched.setattr(SupervisedTrainer, "fit", _stop)
+        with pytest.raises(_StartedError):
+            train(load_config(TrainConfig, settings))
+        assert logger.finalize.call_args.args == ("failed",)
+
+    monkeypatch.setattr(prepare, "build_training_data", _read_no_data)
+    config = load_config(TrainConfig, [*settings, "exp_manager.resume_if_exists=false"])
+    with pytest.raises(ConfigError, match=r"exp_manager\.resume_if_exists: got false"):
+        check_run(config, processes=1)
+    (path,) = (tmp_path / "run" / "checkpoints").glob("step_*/run_state.json")
+    state = json.loads(path.read_text())
+    state["fingerprint"]["model.objective"] = "odin"
+    path.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="odin was removed in nemo_aligner"):
+        check_run(load_config(TrainConfig, settings), processes=1)
+
+
 def _stop(trainer: SupervisedTrainer) -> None:
     raise _StartedError
+
+
+def _read_no_data(*arguments: Any, **options: Any) -> None:
+    pytest.fail("the data was read")
 
 
 def _count(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: Counter[Path]) -> None:

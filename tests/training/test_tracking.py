@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,7 +39,7 @@ class FakeLogger:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, dict[str, float]]]]:
+def logged(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, dict[str, float]]]]:
     """What the runs at a service are told, by their ids."""
     rows: dict[str, list[tuple[int, dict[str, float]]]] = {}
 
@@ -67,53 +68,110 @@ def run(folder: Path, start: int, *rows: tuple[int, dict[str, float]], **options
         loggers.log(metrics, step)
 
 
-def test_resumed_run_is_the_same_one(tmp_path: Path, told: dict[str, Any]) -> None:
+def test_resumed_run_is_the_same_one(tmp_path: Path, logged: dict[str, Any]) -> None:
     run(tmp_path, 0, *((step, {"loss": step}) for step in (1, 2, 3)))
     run(tmp_path, 1, (2, {"loss": 2.5}))
     # A service takes nothing back: steps after the checkpoint are logged again.
-    assert told == {"run 0": [*((step, {"loss": step}) for step in (1, 2, 3)), (2, {"loss": 2.5})]}
+    assert logged == {
+        "run 0": [*((step, {"loss": step}) for step in (1, 2, 3)), (2, {"loss": 2.5})]
+    }
     # An earlier version kept more in the file.
     content = {"id": "old", "step": 2, "metrics": ["loss"], "is_lost": False}
     (tmp_path / "tracking.json").write_text(json.dumps({"wandb": content}))
     run(tmp_path, 2, (3, {"loss": 3}))
     run(tmp_path, 3, (4, {"loss": 4}))
-    assert told["old"] == [(3, {"loss": 3}), (4, {"loss": 4})]
+    assert logged["old"] == [(3, {"loss": 3}), (4, {"loss": 4})]
 
 
-def test_run_that_begins_anew_is_another_one(tmp_path: Path, told: dict[str, Any]) -> None:
+def test_run_that_begins_anew_is_another_one(tmp_path: Path, logged: dict[str, Any]) -> None:
     run(tmp_path, 0, (1, {"loss": 1}))
     run(tmp_path, 0, (1, {"loss": 1}))
     expected = {"run 0": [(1, {"loss": 1})], "run 1": [(1, {"loss": 1})]}
-    assert told == expected
+    assert logged == expected
     # Also where it began without the service, which then hears of all from now on.
     loggers = build_loggers(config_of(tmp_path), {}, 0)
     loggers.log({"loss": 1}, 1)
     run(tmp_path, 1, (2, {"loss": 2}))
-    assert told == {**expected, "run 2": [(2, {"loss": 2})]}
+    assert logged == {**expected, "run 2": [(2, {"loss": 2})]}
 
 
 def test_service_that_fails_does_not_end_the_run_and_hears_of_the_next(
-    tmp_path: Path, told: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, logged: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses = [(step, {"loss": step}) for step in (1, 2, 3, 4)]
     run(tmp_path, 0, losses[0], (2, {"loss": 2, "bad": 1}), *losses[2:])
-    said = capsys.readouterr().out
-    assert said.startswith("wandb: logging stopped (OSError: no route to host);")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().out
+    assert output.startswith("wandb: logging stopped (OSError: no route to host);")
+    assert output.count("\n") == 1
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     # Not even where it is told what it does not take.
     message = r"create_wandb_logger: got true, .*TypeError: unexpected 'mode'.*wandb_logger_kwargs"
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, 1, mode="x")
     run(tmp_path, 1, *losses[1:])
-    assert told == {"run 0": losses}
+    assert logged == {"run 0": losses}
 
 
-def test_damaged_file_of_ids_is_named(tmp_path: Path, told: dict[str, Any]) -> None:
+def test_damaged_file_of_ids_is_named(tmp_path: Path, logged: dict[str, Any]) -> None:
     for text in ("{", "[]", '{"wandb": 3}', '{"wandb": {}}'):
         (tmp_path / "tracking.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"tracking\.json: "):
             run(tmp_path, 1)
+
+
+def test_service_that_cannot_be_opened_leaves_no_other_one_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = Mock()
+    monkeypatch.setitem(tracking._SERVICES, "wandb", lambda *arguments: (logger, "run 0"))
+    monkeypatch.setitem(tracking._SERVICES, "mlflow", Mock(side_effect=OSError("no route to host")))
+    config = config_of(tmp_path, create_wandb_logger=True, create_mlflow_logger=True)
+    with pytest.raises(ConfigError, match=r"create_mlflow_logger: .*no route to host"):
+        build_loggers(config, {}, 0)
+    logger.finalize.assert_called_once_with("failed")
+
+
+def test_wandb_run_ends_with_the_run_also_if_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeWandb:
+        """Lightning's logger, as far as it is used."""
+
+        def __init__(self, **arguments: Any) -> None:
+            self.experiment = Mock(id="run 0")
+
+        def log_hyperparams(self, settings: dict[str, Any]) -> None:
+            pass
+
+        def finalize(self, status: str) -> None:
+            pass
+
+    monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger", FakeWandb)
+    for status, code in (("success", 0), ("failed", 1)):
+        logger, run_id = tracking._open_wandb(tmp_path, {}, None, {})
+        assert run_id == "run 0"
+        logger.finalize(status)
+        logger.experiment.finish.assert_called_once_with(exit_code=code)
+
+
+def test_mlflow_run_gets_the_parameters_that_it_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a run that the user names by its id; MLflow forbids to change parameters."""
+    logger = Mock()
+    monkeypatch.setattr("lightning.pytorch.loggers.MLFlowLogger", lambda **arguments: logger)
+    logger.experiment.get_run.return_value.data.params = {"model.seed": "1"}
+    settings = {"model": {"seed": 2, "optim": {"lr": 0.1}}}
+    for options, run_id, parameters in (
+        ({}, None, {"model.seed": 2, "model.optim.lr": 0.1}),
+        ({"run_id": "mine"}, None, {"model.optim.lr": 0.1}),
+        ({}, "resumed", {"model.optim.lr": 0.1}),
+    ):
+        logger.reset_mock()
+        tracking._open_mlflow(tmp_path, options, run_id, settings)
+        logger.log_hyperparams.assert_called_once_with(parameters)
+        named = [call.args[0] for call in logger.experiment.update_run.call_args_list]
+        assert named == list(filter(None, [options.get("run_id") or run_id]))
 
 
 def arguments(base: Path, folder: Path) -> list[str]:
@@ -154,8 +212,8 @@ def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(
     in_step_6 = ("nemo_aligner.training.learner:forward_backward", "", "6", "0", "prompt")
     failed = python("tests/training/interrupted.py", "ENOSPC", *in_step_6, *settings)
     assert failed.returncode == 1, failed.stderr
-    before = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
-    assert max(before) == 5
+    steps = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    assert max(steps) == 5
     resumed = python("nemo_aligner/__main__.py", "train", *settings, f"{SAVE_TOP_K}=2")
     assert resumed.returncode == 0, resumed.stderr
     assert "step_00000003, after 24 records" in resumed.stdout
@@ -165,33 +223,33 @@ def test_run_that_failed_and_went_on_is_one_run_at_wandb_and_mlflow(
     check(json.loads(read.stdout), tiny.numbers(tmp_path / "run"))
 
 
-def check(found: dict[str, Any], wanted: dict[tuple[str, int], float]) -> None:
+def check(contents: dict[str, Any], expected: dict[tuple[str, int], float]) -> None:
     """Both services have one run with each number of the run's own file, some of them twice."""
-    parts = found["wandb"]
+    parts = contents["wandb"]
     assert len(parts) == 2
     assert parts[0]["id"] == parts[1]["id"]
     rows = [row for part in parts for row in part["rows"]]
-    told = [
+    logged = [
         (name, row["trainer/global_step"], value)
         for row in rows
         for name, value in row.items()
         if name != "trainer/global_step"
     ]
-    compare(told, wanted)
+    compare(logged, expected)
     changed = parts[1]["config"]["exp_manager"]["checkpoint_callback_params"]["save_top_k"]
     assert changed == 2
 
-    (run,) = found["mlflow"]
-    compare([(name, *each) for name, rows in run["metrics"].items() for each in rows], wanted)
+    (run,) = contents["mlflow"]
+    compare([(name, *point) for name, rows in run["metrics"].items() for point in rows], expected)
     assert run["status"] == "FINISHED"
     # MLflow forbids to change parameters.
     assert run["params"][SAVE_TOP_K] == "1"
 
 
-def compare(told: list[tuple[str, int, float]], wanted: dict[tuple[str, int], float]) -> None:
-    kept = [
+def compare(logged: list[tuple[str, int, float]], expected: dict[tuple[str, int], float]) -> None:
+    timeless = [
         ((name, step), math.nan if math.isnan(value) else value)
-        for name, step, value in told
+        for name, step, value in logged
         if not tiny.is_of_time(name)
     ]
-    assert dict(kept) == wanted
+    assert dict(timeless) == expected

@@ -15,7 +15,7 @@ from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.training import RmLoopConfig, TrainConfig, TrainerConfig
 from nemo_aligner.cpu.products import FreedMemory
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.training.resume import go_on
+from nemo_aligner.training.resume import resumed_state
 from nemo_aligner.training.signals import SignalHandler
 from nemo_aligner.training.trainer import DivergenceWatch, EarlyStopping, SupervisedTrainer
 from nemo_aligner.utils.console import Watch
@@ -66,8 +66,8 @@ class Diary:
         return Saved(Path("somewhere"), self.saved[-1]) if self.saved else None
 
     def leader(self) -> Saved | None:
-        known = [state for state in self.saved if self.monitor in state.metrics]
-        return Saved(Path("somewhere"), known[0]) if known else None
+        validated = [state for state in self.saved if self.monitor in state.metrics]
+        return Saved(Path("somewhere"), validated[0]) if validated else None
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         return bool(metrics) and self.step in self.best
@@ -81,7 +81,7 @@ class Diary:
 
     def amend(self, state: RunState) -> None:
         self.events.append(f"amend {state.step}")
-        self.saved = [state if state.step == each.step else each for each in self.saved]
+        self.saved = [state if state.step == old.step else old for old in self.saved]
 
     @property
     def is_written(self) -> bool:
@@ -116,8 +116,8 @@ def trainer_of(
     config.model.global_batch_size = 8
     stop = SignalHandler("00:00:00:01", now=lambda: diary.now)
     diary.step = state.step
-    given = (diary, config, total, state, checkpoints, diary, stop, "cpu", patience)
-    return SupervisedTrainer(*given)
+    arguments = (diary, config, total, state, checkpoints, diary, stop, "cpu", patience)
+    return SupervisedTrainer(*arguments)
 
 
 def fit(
@@ -171,9 +171,9 @@ def test_trainer_validates_and_saves_at_intervals_at_the_best_and_at_the_end() -
         ),
     }
     wrong = {}
-    for name, (diary, total, how, wanted) in cases.items():
-        stopped_by = fit(diary, total, **how)
-        if stopped_by or ", ".join(diary.events) != wanted:
+    for name, (diary, total, options, expected) in cases.items():
+        stopped_by = fit(diary, total, **options)
+        if stopped_by or ", ".join(diary.events) != expected:
             wrong[name] = (stopped_by, diary.events)
     assert not wrong, wrong
 
@@ -207,12 +207,12 @@ def test_trainer_ends_early_where_validations_get_no_better(
     diary, patience = Diary(), EarlyStopping("validation/accuracy", allowed=2)
     assert fit(diary, 9, patience=patience, val_check_interval=1, save_interval=None) is None
     assert diary.events[-4:] == ["train 2", "validate 3", "save 3", "publish 3"]
-    told = "training ends at step 3: 2 validations in a row without a better validation/accuracy"
-    assert told in capsys.readouterr().out
+    message = "training ends at step 3: 2 validations in a row without a better validation/accuracy"
+    assert message in capsys.readouterr().out
     assert (diary.saved[-1].best_value, diary.saved[-1].validations_since_best) == (0.5, 2)
     again = Diary()
     patience = EarlyStopping("validation/accuracy", allowed=2)
-    patience.go_on_from(diary.saved[-1])
+    patience.restore(diary.saved[-1])
     assert fit(again, 9, diary.saved[-1], patience, val_check_interval=1) is None
     assert again.events == []
 
@@ -316,9 +316,9 @@ def judge(folder: Path, when: Moment | None) -> tuple[bool, int, RunState | None
     checkpoints = RunCheckpoints(folder, diary.monitor)
     latest = checkpoints.latest()
     fresh = RunState(0, 0)
-    start = fresh if latest is None else go_on(fresh, latest.state)
+    start = fresh if latest is None else resumed_state(fresh, latest.state)
     patience = EarlyStopping(diary.monitor, allowed=2)
-    patience.go_on_from(start)
+    patience.restore(start)
     intervals = {"val_check_interval": 2, "save_interval": 3}
     outcome = trainer_of(diary, 11, start, checkpoints, patience, **intervals).fit()
     best = checkpoints.best()
@@ -342,9 +342,9 @@ def test_resumed_run_has_the_best_checkpoint_and_the_end_of_one_left_alone(
         assert judge(folder, when)[0] == (when == ("end of validation", 8))
         if when[0] == "validation":
             assert not judge(folder, when)[0]  # what is made up is left, too
-        found = judge(folder, None)
-        if found != alone:
-            wrong[when] = found
+        judged = judge(folder, None)
+        if judged != alone:
+            wrong[when] = judged
     assert not wrong, wrong
 
 

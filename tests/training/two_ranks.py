@@ -61,17 +61,17 @@ def weights(learner: RewardLearner) -> list[torch.Tensor]:
 
 def count_reduced(learner: RewardLearner) -> list[int]:
     """Filled with how many buckets are being reduced when the backward pass of a step ends."""
-    found: list[int] = []
+    counts: list[int] = []
     config = learner.model.config
     finalize = config.finalize_model_grads_func
 
     def noting(*arguments: Any, **options: Any) -> Any:
         groups = learner._ddp.bucket_groups
-        found.append(sum(group.grad_reduce_handle is not None for group in groups))
+        counts.append(sum(group.grad_reduce_handle is not None for group in groups))
         return finalize(*arguments, **options)
 
     config.finalize_model_grads_func = noting
-    return found
+    return counts
 
 
 def dispatched(learner: RewardLearner) -> int:
@@ -85,23 +85,23 @@ def train_in_buckets(layout: ParallelLayout, precision: Precision, folder: Path)
     may be.
     """
     checkpoints = RunCheckpoints(folder)
-    whole, many, resumed = (build(layout, precision, size) for size in (None, 500, 500))
+    unsplit, many, resumed = (build(layout, precision, size) for size in (None, 500, 500))
     reduced = count_reduced(many)
     losses = {"whole": [], "many": []}
     for step in range(2):
-        losses["whole"].append(whole.train_step(step)["loss"])
+        losses["whole"].append(unsplit.train_step(step)["loss"])
         losses["many"].append(many.train_step(step)["loss"])
     gathered = [dispatched(many)]
     checkpoints.save(RunState(2, 16), many.model, many.optimizer)
     gathered.append(dispatched(many))
-    for learner in (whole, many):
+    for learner in (unsplit, many):
         for step in (2, 3):
             learner.train_step(step)
     saved = checkpoints.latest()
     checkpoints.load(saved, resumed.model, resumed.optimizer)
     for step in (2, 3):
         resumed.train_step(step)
-    ends = [weights(learner) for learner in (whole, many, resumed)]
+    ends = [weights(learner) for learner in (unsplit, many, resumed)]
     return {
         "buckets": len(many._ddp.bucket_groups),
         "losses": losses,
@@ -115,36 +115,36 @@ def train_in_buckets(layout: ParallelLayout, precision: Precision, folder: Path)
 def validate(layout: ParallelLayout) -> list[dict[str, Any]]:
     """A step and a validation for which one of the ranks has no record; what each rank has."""
     at_once, waiting = build(layout), build(layout)
-    found = []
+    all_metrics = []
     for learner in (at_once, waiting):
         one_record = replace(dataset([9, 5]), name="one")
         learner.data = replace(learner.data, validation=[one_record])
         learner.train_step(0)
         if learner is waiting:
             learner.optimizer.finish_update()
-        found.append(learner.validate())
+        all_metrics.append(learner.validate())
     groups = at_once._ddp.bucket_groups
     return gather_objects(
         {
             "buckets": len(groups),
             "gathered": sum(group.param_gather_dispatched for group in groups),
             "under_way": sum(group.param_gather_handle is not None for group in groups),
-            "metrics": found,
+            "metrics": all_metrics,
         }
     )
 
 
 def errors(layout: ParallelLayout) -> list[dict[str, str]]:
     """What every rank says of a reward and of a gradient that are not finite."""
-    said = {
+    messages = {
         "reward": poisoned.error_of(
             poisoned.build(layout, poisoned.dataset((3, 4)), poison_rewards=True)
         )
     }
     learner = poisoned.build(layout, poisoned.dataset((5,)))
     poisoned.poison_gradients(learner.model)
-    said["gradient"] = poisoned.error_of(learner)
-    return gather_objects(said)
+    messages["gradient"] = poisoned.error_of(learner)
+    return gather_objects(messages)
 
 
 class Allocated(TorchDispatchMode):
@@ -184,13 +184,13 @@ def resume(layout: ParallelLayout, folder: Path) -> list[dict[str, int]]:
         tensor.normal_()
     checkpoints.save(RunState(1, 8), model, optimizer)
     saved = checkpoints.latest()
-    before = bytes_read()
+    previous = bytes_read()
     checkpoints.load_model(saved, other_model)
-    of_model = bytes_read() - before
+    of_model = bytes_read() - previous
     with Allocated() as allocated:
-        before = bytes_read()
+        previous = bytes_read()
         checkpoints.load(saved, other_model, other)
-        of_all = bytes_read() - before
+        of_all = bytes_read() - previous
     return gather_objects(
         {
             "own": sum(tensor.nbytes for tensor in optimizer.state_tensors()),
@@ -202,26 +202,26 @@ def resume(layout: ParallelLayout, folder: Path) -> list[dict[str, int]]:
 
 
 def main(folder: Path) -> None:
-    found: dict[str, Any] = {"errors": {}, "buckets": {}, "auxiliary": {}}
+    results: dict[str, Any] = {"errors": {}, "buckets": {}, "auxiliary": {}}
     # What never comes is an error soon.
     with launch(30.0):
         for name, sizes in LAYOUTS.items():
             layout = initialize_layout(**sizes)
-            found["errors"][name] = errors(layout)
+            results["errors"][name] = errors(layout)
             if layout.pp == 1:
                 learner = balanced.build(folder / "experts.nemo", layout)
-                found["auxiliary"][name] = learner.train_step(0)["grad_norm"]
+                results["auxiliary"][name] = learner.train_step(0)["grad_norm"]
             destroy_layout()
         layout = initialize_layout()
-        found["clipping"] = clipping.compare(layout, clipping.LIMIT)
-        found["validation"] = validate(layout)
-        found["resume"] = resume(layout, folder / "resume")
+        results["clipping"] = clipping.compare(layout, clipping.LIMIT)
+        results["validation"] = validate(layout)
+        results["resume"] = resume(layout, folder / "resume")
         play_late_copies(setattr)
         for precision in (Precision.fp32, Precision.bf16):
             checkpoints = folder / precision.value
-            found["buckets"][precision.value] = train_in_buckets(layout, precision, checkpoints)
+            results["buckets"][precision.value] = train_in_buckets(layout, precision, checkpoints)
         if is_main():
-            (folder / "found.json").write_text(json.dumps(found))
+            (folder / "found.json").write_text(json.dumps(results))
         destroy_layout()
 
 

@@ -24,7 +24,7 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.build import _begin_head
+from nemo_aligner.training.build import _initialize_head
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.checkpoint.refusals import refusals
 from tests.harness import tiny
@@ -105,7 +105,7 @@ def test_initial_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, la
     config = load_config(TrainConfig, [f"pretrained_checkpoint.load_rm_head_weights={first}"])
     kept = load_pretrained(first, layout, num_attributes=2, precision=Precision.fp32)
     with pytest.raises(ConfigError, match=r"wanted pretrained_checkpoint\.new_head=true, too"):
-        _begin_head(SimpleNamespace(config=config), kept)  # type: ignore[arg-type]
+        _initialize_head(SimpleNamespace(config=config), kept)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=r"rm_head_names: got .*, wanted {}, or load_rm"):
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])
 

@@ -26,22 +26,22 @@ def focal(margin: float, gamma: float) -> float:
     return (1 - 2 * max(0.0, p - 0.5)) ** gamma * -math.log(p)
 
 
-def chosen(best: float, *others: float) -> float:
+def chosen(best: float, *other_rewards: float) -> float:
     """``-log`` of the softmax of the best one."""
-    return math.log(sum(math.exp(each - best) for each in (best, *others)))
+    return math.log(sum(math.exp(reward - best) for reward in (best, *other_rewards)))
 
 
 def test_bradley_terry_without_settings_is_the_plain_one_bit_for_bit() -> None:
     rewards = torch.randn(64, 1, generator=torch.Generator().manual_seed(0)) * 4
-    given, plain = rewards.clone().requires_grad_(), rewards.clone().requires_grad_()
-    total, count = BradleyTerry().loss(given, Records.of(range(32), [2] * 32))
+    inputs, plain = rewards.clone().requires_grad_(), rewards.clone().requires_grad_()
+    total, count = BradleyTerry().loss(inputs, Records.of(range(32), [2] * 32))
     total.backward()
-    wanted = F.softplus(plain[1::2, 0] - plain[::2, 0]).sum()
-    wanted.backward()
-    assert given.grad is not None
+    expected = F.softplus(plain[1::2, 0] - plain[::2, 0]).sum()
+    expected.backward()
+    assert inputs.grad is not None
     assert plain.grad is not None
-    assert torch.equal(total, wanted)
-    assert torch.equal(given.grad, plain.grad)
+    assert torch.equal(total, expected)
+    assert torch.equal(inputs.grad, plain.grad)
     assert int(count) == 32
 
 
@@ -89,18 +89,20 @@ OF_OTHERS: list[tuple[dict[str, Any], list[float], Records, float, int]] = [
 
 def wrong_losses(*cases: tuple[Objective, list[float], Records, float, int]) -> list[str]:
     """Of objectives, rewards and records those whose loss or count is not the one wanted."""
-    found = [(case, loss_of(*case[:3])) for case in cases]
-    return [f"{case[0]}: {got}" for case, got in found if got != (pytest.approx(case[3]), case[4])]
+    losses = [(case, loss_of(*case[:3])) for case in cases]
+    return [
+        f"{case[0]}: {loss}" for case, loss in losses if loss != (pytest.approx(case[3]), case[4])
+    ]
 
 
 def test_bradley_terry_settings_are_their_formulas() -> None:
-    labelled = [(given, PAIRS, LABELLED, wanted, 2) for given, wanted in OF_LABELLED]
+    labelled = [(settings, PAIRS, LABELLED, expected, 2) for settings, expected in OF_LABELLED]
     cases = [*labelled, *OF_OTHERS]
-    assert not wrong_losses(*((BradleyTerry(**given), *case) for given, *case in cases))
+    assert not wrong_losses(*((BradleyTerry(**settings), *case) for settings, *case in cases))
     assert BradleyTerry(ties="half").learns_from_ties
     assert not BradleyTerry().learns_from_ties
-    for how in ("subtract", "scale"):
-        assert BradleyTerry(label_margin=how).columns == ("label_margin",)
+    for value in ("subtract", "scale"):
+        assert BradleyTerry(label_margin=value).columns == ("label_margin",)
 
 
 def test_plackett_luce_is_minus_log_of_one_choice_after_the_other() -> None:
@@ -110,8 +112,8 @@ def test_plackett_luce_is_minus_log_of_one_choice_after_the_other() -> None:
     tied = chosen(1.0, -0.5) + chosen(0.5, -0.5) + chosen(2.0, 0.0, 1.0)
     assert not wrong_losses(
         *(
-            (PlackettLuce(), rewards, ranked(*ranks), wanted, count)
-            for rewards, ranks, wanted, count in (
+            (PlackettLuce(), rewards, ranked(*ranks), expected, count)
+            for rewards, ranks, expected, count in (
                 ([0.5, 2.0, -1.0, 1.0, 0.25, 3.0], ([1, 0, 3, 2], [5, 9]), four + two, 2),
                 ([1.0, 0.5, -0.5, 2.0, 0.0, 1.0], ([0, 0, 4], [0, 1, 1]), tied, 2),
                 ([1.0, 0.5, 0.0, -0.5, 2.0, 0.0], ([0, 0, 0], [1], [0, 1]), chosen(2.0, 0.0), 1),
@@ -127,20 +129,20 @@ def test_models_of_ties_are_their_formulas() -> None:
     wrong = []
     for first, second in ((0.7, -0.4), (1.3, 1.3), (-3.0, 0.0), (8.0, 0.0)):
         a, b, root = math.exp(first), math.exp(second), math.exp((first + second) / 2)
-        for given in ({}, {"tie_parameter": 1.5}):
-            theta, nu = given.get("tie_parameter", 2.0), given.get("tie_parameter", 1.0)
+        for settings in ({}, {"tie_parameter": 1.5}):
+            theta, nu = settings.get("tie_parameter", 2.0), settings.get("tie_parameter", 1.0)
             wins, loses = a / (a + theta * b), b / (b + theta * a)
             total = a + b + nu * root
-            for objective, wanted in (
-                (RaoKupper(**given), (wins, loses, (theta**2 - 1) * wins * loses)),
-                (Davidson(**given), (a / total, b / total, nu * root / total)),
+            for objective, expected in (
+                (RaoKupper(**settings), (wins, loses, (theta**2 - 1) * wins * loses)),
+                (Davidson(**settings), (a / total, b / total, nu * root / total)),
             ):
-                got = [
+                probabilities = [
                     math.exp(-loss_of(objective, [first, second], ranked(ranks))[0])
                     for ranks in ([0, 1], [1, 0], [2, 2])
                 ]
-                if got != pytest.approx(wanted) or not objective.learns_from_ties:
-                    wrong.append((objective, first, second, got, wanted))
+                if probabilities != pytest.approx(expected) or not objective.learns_from_ties:
+                    wrong.append((objective, first, second, probabilities, expected))
     assert not wrong
 
 
@@ -152,9 +154,9 @@ def test_tie_parameter_learned_has_the_loss_of_a_fixed_one(
 ) -> None:
     # Learned from another start, so that only its x can say the parameter.
     fixed, learned = objective(tie_parameter=parameter), objective(learned=True)
-    assert (fixed.start_of_learned, fixed.output_columns.count) == ((), 1)
+    assert (fixed.initial_scalars, fixed.output_columns.count) == ((), 1)
     assert learned.output_columns.count == 2
-    (x,) = objective(tie_parameter=parameter, learned=True).start_of_learned
+    (x,) = objective(tie_parameter=parameter, learned=True).initial_scalars
     records = ranked([0, 1], [2, 0, 1], [0, 0], [1, 0, 0, 2])
     rewards = torch.randn(11, 1, generator=torch.Generator().manual_seed(1)).double()
     both = torch.cat([rewards, torch.full_like(rewards, x)], dim=1)

@@ -62,14 +62,14 @@ def test_loss_that_is_logged_is_the_one_that_is_trained() -> None:
     rewards = torch.tensor([[2.0], [1.0], [1.0], [1.0], [0.0], [3.0], [5.0], [1.0]])
     records = Records.of(range(4), [2] * 4)
     losses = [math.log1p(math.exp(-margin)) for margin in (1, 0, -3, 4)]
-    wanted = pytest.approx(sum(losses) / 4)
-    assert mean_loss(BradleyTerry(), rewards, records) == wanted
+    expected = pytest.approx(sum(losses) / 4)
+    assert mean_loss(BradleyTerry(), rewards, records) == expected
     step = measure_step(BradleyTerry(), rewards, records)
-    assert (step["loss"], step["accuracy"]) == (wanted, pytest.approx(2.5 / 4))
+    assert (step["loss"], step["accuracy"]) == (expected, pytest.approx(2.5 / 4))
     lengths = torch.ones(8, dtype=torch.int64)
-    whole = measure_set(BradleyTerry(), rewards, records, lengths, ["x", "x", "y", "y"])
-    assert whole["loss"] == step["loss"]
-    assert whole["by_source/y/loss"] == pytest.approx(sum(losses[2:]) / 2)
+    metrics = measure_set(BradleyTerry(), rewards, records, lengths, ["x", "x", "y", "y"])
+    assert metrics["loss"] == step["loss"]
+    assert metrics["by_source/y/loss"] == pytest.approx(sum(losses[2:]) / 2)
 
 
 def test_loss_that_is_logged_is_a_mean_over_the_labels_that_are_there() -> None:

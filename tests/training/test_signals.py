@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.training import signals as stop_module
 from nemo_aligner.training.loggers import Timers, parse_max_time
-from nemo_aligner.training.signals import SignalHandler, StopReason
+from nemo_aligner.training.signals import Phase, SignalHandler, StopReason
 from nemo_aligner.utils.errors import ConfigError
 
 
@@ -24,9 +24,9 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(SignalHandler, "_tell", lambda self, text: lines.append(text))
+    monkeypatch.setattr(SignalHandler, "_announce", lambda self, text: lines.append(text))
     return lines
 
 
@@ -43,27 +43,24 @@ def test_time_limit_stops_a_run() -> None:
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
 
 
-def test_signal_stops_a_run_that_trains(said: list[str]) -> None:
+def test_signal_stops_a_run_that_trains(announced: list[str]) -> None:
     for number, code in CODES.items():
-        said.clear()
+        announced.clear()
         name = "Ctrl-C" if number == signal.SIGINT else number.name
-        before = [signal.getsignal(each) for each in CODES]
+        previous = [signal.getsignal(signum) for signum in CODES]
         with SignalHandler() as stop, stop.while_training():
             assert stop.reason is None
             os.kill(os.getpid(), number)
             assert stop.reason == StopReason(name, code if number == signal.SIGUSR1 else 0)
-            wait_for(lambda: said)
-        assert [signal.getsignal(each) for each in CODES] == before
+            wait_for(lambda: announced)
+        assert [signal.getsignal(signum) for signum in CODES] == previous
         assert signal.set_wakeup_fd(-1) == -1
-        assert said == [
-            f"{name}: stopping after the current step, which is saved first "
-            "(Ctrl-C again leaves at once)"
-        ]
+        assert announced == [f"{name}: {Phase.training.value}"]
 
 
-def test_signal_before_the_first_step_ends_a_run_at_once(said: list[str]) -> None:
+def test_signal_before_the_first_step_ends_a_run_at_once(announced: list[str]) -> None:
     for number, code in CODES.items():
-        said.clear()
+        announced.clear()
         cleaned = []
 
         def load(number: int = number, cleaned: list[str] = cleaned) -> None:
@@ -78,12 +75,10 @@ def test_signal_before_the_first_step_ends_a_run_at_once(said: list[str]) -> Non
             load()
         assert caught.value.code == code
         assert cleaned == ["the folder"]
-        assert [line.partition(": ")[2] for line in said] == [
-            "stopped before the first step; there is nothing to save"
-        ]
+        assert [line.partition(": ")[2] for line in announced] == [Phase.starting.value]
 
 
-def test_signal_is_told_and_not_what_other_ranks_say_of_it(said: list[str]) -> None:
+def test_signal_is_told_and_not_what_other_ranks_say_of_it(announced: list[str]) -> None:
     def load() -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
@@ -95,19 +90,17 @@ def test_signal_is_told_and_not_what_other_ranks_say_of_it(said: list[str]) -> N
     assert caught.value.code == 130
 
 
-def test_signal_after_the_last_step_leaves_the_model_to_be_written(said: list[str]) -> None:
+def test_signal_after_the_last_step_leaves_the_model_to_be_written(announced: list[str]) -> None:
     with SignalHandler() as stop:
         with stop.while_training():
             pass
         os.kill(os.getpid(), signal.SIGINT)
-        wait_for(lambda: said)
-    assert said == [
-        "Ctrl-C: training is over; the model is still written (Ctrl-C again leaves at once)"
-    ]
+        wait_for(lambda: announced)
+    assert announced == [f"Ctrl-C: {Phase.finishing.value}"]
 
 
 def test_signal_a_second_later_again_leaves_at_once(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
+    announced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for first, second, after, leaves in (
         (signal.SIGINT, signal.SIGINT, 1.5, True),
@@ -117,20 +110,20 @@ def test_signal_a_second_later_again_leaves_at_once(
         (signal.SIGTERM, signal.SIGTERM, 1.5, False),
     ):
         now, codes = [5.0], []
-        said.clear()
+        announced.clear()
         monkeypatch.setattr(stop_module.os, "_exit", codes.append)
         with SignalHandler(now=lambda now=now: now[0]) as stop, stop.while_training():
             os.kill(os.getpid(), first)
-            wait_for(lambda: said)
+            wait_for(lambda: announced)
             now[0] += after
             os.kill(os.getpid(), second)
         # The thread has read all signals when the block is left.
-        assert (codes, len(said)) == ([130] * leaves, 1 + leaves), (first, second, after)
+        assert (codes, len(announced)) == ([130] * leaves, 1 + leaves), (first, second, after)
 
 
 def test_max_time_is_days_hours_minutes_and_seconds() -> None:
-    wanted = {"00:00:00:01": 1, "00:03:45:00": 13500, "1:2:3:4": 93784, "10:23:59:59": 950399}
-    assert {text: parse_max_time(text) for text in wanted} == wanted
+    expected = {"00:00:00:01": 1, "00:03:45:00": 13500, "1:2:3:4": 93784, "10:23:59:59": 950399}
+    assert {text: parse_max_time(text) for text in expected} == expected
     for text in ("", "03:45:00", "00:24:00:00", "00:00:60:00", "4h", "-1:0:0:0"):
         with pytest.raises(ConfigError, match=r"trainer\.max_time: got .* wanted DD:HH:MM:SS"):
             pytest.fail(f"{text!r} is {parse_max_time(text)}")
@@ -148,7 +141,7 @@ def test_timers_add_up_and_start_anew() -> None:
 
 
 def test_ctrl_c_in_a_program_raises_and_leaves_the_process(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
+    announced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, codes = 5.0, []
     monkeypatch.setattr(stop_module.os, "_exit", codes.append)
@@ -167,13 +160,13 @@ def test_ctrl_c_in_a_program_raises_and_leaves_the_process(
 
 
 def test_run_in_another_thread_leaves_signals_to_the_program() -> None:
-    before, found = signal.getsignal(signal.SIGINT), []
+    previous, seen = signal.getsignal(signal.SIGINT), []
 
     def run() -> None:
         with SignalHandler(in_program=True) as stop, stop.while_training():
-            found.append((signal.getsignal(signal.SIGINT), stop.reason))
+            seen.append((signal.getsignal(signal.SIGINT), stop.reason))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [(before, None)]
+    assert seen == [(previous, None)]

@@ -34,15 +34,15 @@ def check_loss(
     objective: MaskedMse | Huber | Quantiles | OrdinalBins,
     outputs: list[list[float]],
     labels: list[list[float]],
-    wanted: tuple[float, int],
+    expected: tuple[float, int],
     gradient: list[list[float]] | None = None,
 ) -> None:
-    given = torch.tensor(outputs, requires_grad=True)
-    total, count = objective.loss(given, rated(torch.tensor(labels)))
+    leaf = torch.tensor(outputs, requires_grad=True)
+    total, count = objective.loss(leaf, rated(torch.tensor(labels)))
     total.backward()
-    assert (total.item(), int(count)) == (pytest.approx(wanted[0], rel=1e-6), wanted[1])
+    assert (total.item(), int(count)) == (pytest.approx(expected[0], rel=1e-6), expected[1])
     if gradient is not None:
-        torch.testing.assert_close(given.grad, torch.tensor(gradient))
+        torch.testing.assert_close(leaf.grad, torch.tensor(gradient))
 
 
 def test_masked_mse_leaves_missing_labels_out_of_sum_count_and_gradient() -> None:
@@ -81,27 +81,27 @@ def test_ordinal_bins_are_the_cross_entropy_of_a_label_or_of_the_two_values_arou
     def log_probability(logits: list[float], index: int) -> float:
         return logits[index] - math.log(sum(map(math.exp, logits)))
 
-    wanted = -log_probability(rows[0][:3], 2)
+    expected = -log_probability(rows[0][:3], 2)
     # 2.5 is half way from 1 to 4.
-    wanted -= (log_probability(rows[1][:3], 1) + log_probability(rows[1][:3], 2)) / 2
-    wanted -= log_probability(rows[1][3:], 0)
+    expected -= (log_probability(rows[1][:3], 1) + log_probability(rows[1][:3], 2)) / 2
+    expected -= log_probability(rows[1][3:], 0)
     objective = OrdinalBins(NAMES, values={"help": [0, 1, 4], "brief": [-1, 0, 1]})
-    check_loss(objective, rows, [[4.0, MISSING], [2.5, -1.0]], (wanted, 3))
+    check_loss(objective, rows, [[4.0, MISSING], [2.5, -1.0]], (expected, 3))
 
 
 def test_ordinal_bins_values_are_given_for_all_by_name_or_taken_from_the_labels() -> None:
     labels = rated(torch.tensor([[1.0, -2.0], [3.0, 6.0], [MISSING, 0.0]])).labels
-    measured = OrdinalBins(NAMES, bins=3).fitted(labels, None)
+    measured = OrdinalBins(NAMES, bins=3).fit_to_labels(labels, None)
     assert measured.readout == Readout("bins", ((1.0, 2.0, 3.0), (-2.0, 2.0, 6.0)))
     assert OrdinalBins(NAMES, bins=3).readout is None
-    for_all = OrdinalBins(NAMES, values=[0, 1]).fitted(labels, None)
+    for_all = OrdinalBins(NAMES, values=[0, 1]).fit_to_labels(labels, None)
     assert for_all.readout == Readout("bins", ((0.0, 1.0),) * 2)
-    kept = Readout("bins", ((0.0, 5.0),) * 2)
-    assert OrdinalBins(NAMES).fitted(labels, kept).readout == kept
+    base_readout = Readout("bins", ((0.0, 5.0),) * 2)
+    assert OrdinalBins(NAMES).fit_to_labels(labels, base_readout).readout == base_readout
     assert measured.output_columns.count == 6
     assert label_limits(measured, NAMES).tolist() == [[1.0, 3.0], [-2.0, 6.0]]
-    with pytest.raises(ValueError, match=r"wanted them, .* brief are one"):
-        OrdinalBins(NAMES).fitted(rated(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).labels, None)
+    with pytest.raises(ValueError, match=r"values: got none, and all training labels of brief"):
+        OrdinalBins(NAMES).fit_to_labels(rated(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).labels, None)
 
 
 def test_linear_model_learns_grades_and_where_it_cannot_know_them() -> None:
@@ -130,8 +130,8 @@ def test_linear_model_learns_the_quantiles_of_noise_that_grows() -> None:
     labels = 2.0 + scale * torch.rand(2000, 1, generator=generator)
     objective = Quantiles(("help",))
     outputs = learn(objective, scale, rated(labels), steps=800)
-    wanted = 2.0 + scale.double() * torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    assert float((outputs - wanted).abs().max()) < 0.06
+    expected = 2.0 + scale.double() * torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    assert float((outputs - expected).abs().max()) < 0.06
     report = objective.report(outputs, rated(labels), torch.ones(2000, dtype=torch.int64))
     assert report["spread/help"] == pytest.approx(0.8 * float(scale.mean()), abs=0.05)
     assert report["spread_error_correlation/help"] > 0.3
@@ -149,7 +149,7 @@ def values_lost(
 
 def test_clipped_value_that_moved_far_pays_for_the_clipped_one() -> None:
     """One that came nearer has no gradient, and one that is masked may be anything."""
-    for clip, value, gradient, wanted in (
+    for clip, value, gradient, expected in (
         # Near the return, but far from what it was: the clipped error is the larger one.
         (0.2, 0.9, 0.0, 0.5 * 0.8**2),
         (0.0, 0.9, -0.1, 0.5 * 0.1**2),
@@ -158,8 +158,8 @@ def test_clipped_value_that_moved_far_pays_for_the_clipped_one() -> None:
     ):
         values = torch.tensor([[value], [7.0]], requires_grad=True)
         masked = (MISSING, math.inf, 0.0)
-        found = values_lost(ClippedValueLoss(clip), values, (1.0, 0.0, 1.0), masked)
-        assert found == (pytest.approx(wanted), 1), clip
+        lost = values_lost(ClippedValueLoss(clip), values, (1.0, 0.0, 1.0), masked)
+        assert lost == (pytest.approx(expected), 1), clip
         assert values.grad is not None
         assert values.grad[:, 0].tolist() == [pytest.approx(gradient, rel=1e-5), 0.0], clip
 
@@ -168,7 +168,7 @@ def test_clipped_value_merges_attributes_by_weights_and_label_means_as_rewards_d
     for means, value in (((), 2.0), ((1.5, 2.5), 2.25)):
         outputs = torch.tensor([[3.0, 2.0]], requires_grad=True)
         loss = ClippedValueLoss(0.0, weights=(1.0, -0.5), means=means)
-        assert loss.merged(outputs).tolist() == [pytest.approx(value)]
+        assert loss.merge(outputs).tolist() == [pytest.approx(value)]
         assert values_lost(loss, outputs, (0.0, 0.0, 1.0))[0] == pytest.approx(0.5 * value**2)
 
 
@@ -179,14 +179,17 @@ def test_settings_of_ratings_that_cannot_be_are_refused() -> None:
             ({"delta": delta}, f"delta: got {delta!r}, wanted a number above 0")
             for delta in (0, -1.0, MISSING, "1")
         ],
-        Quantiles: [*(({"levels": each}, "got ") for each in levels), ({"levels": ["x", 0.5]}, "")],
+        Quantiles: [
+            *(({"levels": value}, "got ") for value in levels),
+            ({"levels": ["x", 0.5]}, ""),
+        ],
         OrdinalBins: [
             ({"bins": 1}, "bins: got 1, wanted a whole number from 2 on"),
             ({"bins": 2.5}, "bins: got 2.5, wanted a whole number"),
             ({"values": [1]}, "wanted 2 to 1000 ascending numbers"),
             ({"values": [1, "2"]}, "wanted a list of numbers"),
             ({"values": 3}, "values: got 3, wanted a list of numbers"),
-            ({"values": {"help": [0, 1]}}, "values: got those of ['help'], wanted ['help', 'br"),
+            ({"values": {"help": [0, 1]}}, "values: got lists for ['help'], wanted one"),
             ({"values": {"help": [0, 1], "brief": [0, 1, 2]}}, "different numbers of outputs"),
         ],
     }
@@ -214,11 +217,11 @@ def test_mixed_record_counts_as_one_whichever_kind_it_is() -> None:
     def ranking(better: int, worse: int) -> float:
         return math.log1p(math.exp(sums[worse] - sums[better]))
 
-    wanted = ranking(0, 1)
-    wanted += (ranking(4, 3) + ranking(4, 5) + ranking(3, 5)) / 3
-    wanted += 0.25 * ((rows[2][0] - 1) ** 2 + (rows[2][1] - 3) ** 2) / 2
-    wanted += 0.25 * (rows[6][1] - 2) ** 2
-    assert (total.item(), int(count)) == (pytest.approx(wanted), 4)
+    expected = ranking(0, 1)
+    expected += (ranking(4, 3) + ranking(4, 5) + ranking(3, 5)) / 3
+    expected += 0.25 * ((rows[2][0] - 1) ** 2 + (rows[2][1] - 3) ** 2) / 2
+    expected += 0.25 * (rows[6][1] - 2) ** 2
+    assert (total.item(), int(count)) == (pytest.approx(expected), 4)
     check_gradient(WEIGHTED, rewards, mixed())
     check_any_batch(WEIGHTED, rewards, mixed())
     with pytest.raises(ValueError, match="regression_weight: got -1, wanted"):
@@ -233,10 +236,10 @@ def test_mixed_report_has_the_metrics_of_the_kinds_that_are_there() -> None:
     rated = WEIGHTED.report(rewards[:2], of_ratings, lengths[:2])
     assert {*WEIGHTED.report(rewards, mixed(), lengths)} == {*compared, *rated}
     merged = rewards[:2] @ torch.tensor([[1.0], [-0.5]])
-    wanted = BradleyTerry().report(merged, Records.of([0], [2]), lengths[:2])
-    assert compared == pytest.approx(wanted, nan_ok=True)
-    wanted = MaskedMse(NAMES).report(rewards[:2], of_ratings, lengths[:2])
-    assert rated == pytest.approx(wanted, nan_ok=True)
+    expected = BradleyTerry().report(merged, Records.of([0], [2]), lengths[:2])
+    assert compared == pytest.approx(expected, nan_ok=True)
+    expected = MaskedMse(NAMES).report(rewards[:2], of_ratings, lengths[:2])
+    assert rated == pytest.approx(expected, nan_ok=True)
 
 
 def test_mixed_pairs_are_shown_with_what_labels_were_centred_on() -> None:

@@ -1,0 +1,209 @@
+"""Texts that a training run prints: what it is about to train, its checkpoints, and its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.load import idle_notes
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
+from nemo_aligner.data.training_data import Imbalance, TrainingData
+from nemo_aligner.distributed.collectives import gpu_computes_bf16, lacks_bf16
+from nemo_aligner.losses import describe_objective
+from nemo_aligner.training.prepare import PreparedRun
+from nemo_aligner.utils.console import join_fields, show_number
+from nemo_aligner.utils.processes import show_command
+
+# What is about to be trained, and its result.
+
+# Number of the first steps whose balance is inspected, and the share of the mean work from which on
+# the busiest rank is reported.
+_STEPS_FOR_BALANCE, _UNEVEN_FROM = 20, 1.05
+# Metrics of a model. Each has the metric of a baseline that only sees lengths, and its name.
+_BASELINES = {
+    "accuracy": ("longer_reply_accuracy", "always the longer reply"),
+    "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
+}
+
+
+def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
+    """Describe the model, its parallel layout, and which part of it is trained."""
+    config, shape = run.config, run.shape
+    frozen = config.model.freeze_layers
+    head = "" if shape.head is None else f" ({shape.head})"
+    source = config.pretrained_checkpoint.load_rm_head_weights
+    lines = [
+        f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
+        f"{'a new head' if head_is_new else 'its own head'}{head}, "
+        f"{config.precision.value}, {run.layout}"
+    ]
+    if head_is_new and source is not None:
+        lines.append(f"the head starts from that of {source}")
+    if config.precision is not Precision.fp32 and lacks_bf16():
+        lines.append("note: this CPU has no 16-bit matmuls; fp32 is many times faster")
+    if config.precision is Precision.fp32 and torch.cuda.is_available():
+        faster = "bf16" if gpu_computes_bf16() else "fp16"
+        lines.append(
+            f"note: fp32 is several times slower than trainer.precision={faster} on this GPU"
+        )
+    seq_length, positions = config.model.data.seq_length, shape.max_position_embeddings
+    if seq_length > positions:
+        lines += [
+            f"note: model.data.seq_length is {seq_length}, but the base model was trained on "
+            f"{positions} positions",
+            "  rewards of longer samples may be unreliable; lower model.data.seq_length",
+        ]
+    if shape.lora is not None:
+        lines.append(f"trained: LoRA on {shape.lora}, and the head")
+    if frozen:
+        lines.append(f"frozen: the embeddings and {frozen} of {shape.num_layers} layers")
+    return "\n".join(lines)
+
+
+def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
+    """Describe the steps, the objective, the balance of work, and how the model is chosen."""
+    config, data, total_steps = run.config, run.data, run.total_steps
+    options = config.model
+    num_inspected = min(total_steps, _STEPS_FOR_BALANCE)
+    imbalance = run.loader.imbalance(range(num_inspected))
+    lines = [
+        f"run: {total_steps} steps of {options.global_batch_size} records, "
+        f"learning rate {options.optim.lr:.3g}",
+        *_describe_mixture(config, data),
+        f"objective: {describe_objective(options, data.objective)}",
+        *_describe_imbalance(imbalance, num_inspected, options.pipeline_model_parallel_size),
+    ]
+    lines += [
+        f"{dataset.name}: {len(dataset)} of {dataset.counts['kept']} records, the same ones each "
+        "time"
+        for dataset in data.validation
+        if len(dataset) < dataset.counts["kept"]
+    ]
+    if options.optim.sched.warmup_steps >= total_steps:
+        warmup = options.optim.sched.warmup_steps
+        lines += [
+            f"note: the run ends within its warm-up ({warmup} steps)",
+            "  lower model.optim.sched.warmup_steps, or model.global_batch_size for more steps",
+        ]
+    lines += idle_notes(config)
+    recomputed = options.activations_checkpoint_granularity is Recompute.full
+    if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
+        lines += [
+            "note: model.freeze_layers saves memory but no time",
+            "  model.activations_checkpoint_granularity=full runs the backward pass for them, too",
+        ]
+    monitor = checkpoints.monitor
+    lines.append(
+        f"best checkpoint by: {monitor}"
+        if monitor
+        else "no validation data: the newest checkpoint becomes the model"
+    )
+    return "\n".join(lines)
+
+
+def _describe_imbalance(imbalance: Imbalance, steps: int, stages: int) -> list[str]:
+    """Write a note if ranks wait for others that have more work in the first ``steps``."""
+    largest = {"the busiest rank": imbalance.ranks}
+    if stages > 1:  # only pipeline stages wait for the largest micro-batch
+        largest["the largest micro-batch"] = imbalance.micro_batches
+    parts = [
+        f"{name} has {share - 1:.0%} more work than the mean"
+        for name, share in largest.items()
+        if share > _UNEVEN_FROM
+    ]
+    if not parts:
+        return []
+    return [
+        f"note: in the first {steps} steps {', and '.join(parts)}",
+        "  the others wait for it; a larger model.global_batch_size evens it out",
+    ]
+
+
+def _describe_mixture(config: TrainConfig, data: TrainingData) -> list[str]:
+    """Describe the share of each file in an epoch, if the settings weigh the files."""
+    weights, sizes = config.model.data.data_prefix.train_weights, data.train.file_sizes
+    if not weights:
+        return []
+    shares = weighted_order(sizes, config.model.seed, weights).shares()
+    return [
+        f"mixture: {share} of {sum(sizes)} records of an epoch come from {report.path}, which has "
+        f"{size} ({share / size:.2f} passes)"
+        for share, size, report in zip(shares, sizes, data.train.reports, strict=True)
+    ]
+
+
+def describe_heldout(metrics: Mapping[str, float]) -> str:
+    """Render the exported model's metrics on each held-out set, with the length-only baseline."""
+    if not metrics:
+        return "held out: not validated"
+    lines = []
+    for name in dict.fromkeys(key.partition("/")[0] for key in metrics):
+        fields = [
+            f"{metric} {show_number(metrics[f'{name}/{metric}'])} "
+            f"({description}: {show_number(metrics[f'{name}/{baseline}'])})"
+            for metric, (baseline, description) in _BASELINES.items()
+            if f"{name}/{metric}" in metrics and f"{name}/{baseline}" in metrics
+        ]
+        loss = f"loss {show_number(metrics[f'{name}/loss'])}"
+        lines += [f"held out: {name}", join_fields([*fields, loss], first="  ")]
+    return "\n".join(lines)
+
+
+def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: bool = True) -> str:
+    """Render the commands to type next: evaluate, serve and, if possible, export the model."""
+    paths = [report.path for dataset in heldout for report in dataset.reports]
+    data_setting = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
+    model_setting = f"rm_model_file={model}"
+    export = ["--input", str(model), "--output", str(model.with_suffix(".hf"))]
+    commands = {"evaluate": [model_setting, data_setting], "serve": [model_setting]}
+    if can_export:
+        commands["export"] = export
+    shown = [show_command(verb, arguments, "  ") for verb, arguments in commands.items()]
+    return "\n".join(["next:", *shown])
+
+
+# The checkpoints of a run.
+
+_MOST_LISTED = 8
+
+
+def render_candidates(
+    checkpoints: RunCheckpoints, ranked: Sequence[Saved], latest: Saved | None, chosen: int = 1
+) -> str:
+    """List the checkpoints of a run and how they are ranked; the first ``chosen`` are marked.
+
+    Args:
+        ranked: checkpoints with a validation, the best first.
+        latest: the newest checkpoint, which may not be among them.
+    """
+    monitor, tie_break = checkpoints.monitor, checkpoints.tie_break
+    names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]
+    heading = "checkpoints"
+    if ranked:
+        heading += f", the best first by {names[0]}"
+        heading += "".join(f",\n  ties by {name}" for name in names[1:])
+    unranked = [latest] if latest is not None and latest not in ranked else []
+    lines = [heading + ":"]
+    for saved in (*ranked[:_MOST_LISTED], *unranked):
+        values = [f"{name.partition('/')[2]} {render_metric(saved, name)}" for name in names]
+        is_validated = any(name in saved.state.metrics for name in names)
+        result = "  ".join(values) if is_validated else "not validated"
+        if is_validated and not checkpoints.is_comparable(saved):
+            result += "  (on other validation records)"
+        lines.append(f"  step {saved.state.step:<8}{result}")
+    if len(ranked) > _MOST_LISTED:
+        lines.append(f"  and {len(ranked) - _MOST_LISTED} that are not as good")
+    lines[1 : 1 + chosen] = [f"{line}  (chosen)" for line in lines[1 : 1 + chosen]]
+    return "\n".join(lines)
+
+
+def render_metric(saved: Saved, name: str | None) -> str:
+    """Render a metric of a checkpoint; ``nan`` if it has none of that name."""
+    return f"{saved.state.metrics.get(str(name), math.nan):.4g}"

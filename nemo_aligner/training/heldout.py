@@ -1,0 +1,166 @@
+"""Rewards of the last validation for every record, in files that ``nemo-aligner report`` reads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.run_folder import HELDOUT_NAME
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.readers import ReaderConfig, parse_file
+from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
+from nemo_aligner.training.learner import rewards_of_samples
+from nemo_aligner.utils.console import say
+from nemo_aligner.utils.errors import AlignerError, DataError
+
+# Records per set: about 6 MB at the lengths of HH-RLHF, which every validation rewrites.
+MOST_RECORDS = 5000
+
+
+class HeldoutRewards:
+    """Writes ``<run>/heldout/<set>.jsonl`` with lines like those of evaluate's ``output_rewards``.
+
+    From a set of more than ``most_records`` records it draws a sample once, with a fixed seed. It
+    reads their texts again from the data files, at the first validation.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        reader: ReaderConfig,
+        contract: ScoringContract,
+        most_records: int = MOST_RECORDS,
+    ) -> None:
+        self._folder = run / HELDOUT_NAME
+        self._reader = reader
+        self._contract = contract
+        self._most_records = most_records
+        self._texts: dict[str, list[tuple[Text, ...]]] = {}
+
+    def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
+        """Write the sampled records of a set with their rewards.
+
+        Args:
+            rewards: ``[S, A]`` of every record, label means added.
+        """
+        chosen = _draw_sample(len(dataset), self._most_records)
+        if dataset.name not in self._texts:
+            self._texts[dataset.name] = self._read_texts(dataset.origins, chosen)
+        texts = self._texts[dataset.name]
+        if texts:
+            aggregation = self._contract.aggregation
+            merged = rewards_of_samples(rewards.cpu(), dataset.records, aggregation)
+            is_pairs = dataset.kind is RecordKind.comparison
+            describe = self._pairs if is_pairs else self._ratings
+            rows = describe(dataset, merged, chosen, texts)
+            write_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
+
+    def _pairs(
+        self,
+        dataset: TokenizedDataset,
+        rewards: Tensor,
+        chosen: Sequence[int],
+        texts: Sequence[tuple[Text, ...]],
+    ) -> list[dict[str, Any]]:
+        """Build a line for each pair of the chosen records."""
+        records = dataset.records.select(chosen)
+        of_samples = rewards[dataset.records.sample_rows(chosen)].numpy()
+        merged = torch.from_numpy(one_reward(of_samples, self._contract.attribute_weights))
+        flat = [text for record_texts in texts for text in record_texts]
+        pairs = records.pairs()
+        pair_rewards = torch.stack(pairs.of(merged.view(-1)), dim=1).tolist()
+        sides = torch.stack(pairs.of(torch.arange(len(flat))), dim=1).tolist()
+        owners = pairs.of_records(torch.tensor(chosen)).tolist()
+        return [
+            reward_row(
+                dataset.kind,
+                dataset.origins[owner],
+                dataset.sources[owner],
+                dict(zip(PAIR_COLUMNS, values, strict=True)),
+                [flat[side] for side in both],
+            )
+            for owner, values, both in zip(owners, pair_rewards, sides, strict=True)
+        ]
+
+    def _ratings(
+        self,
+        dataset: TokenizedDataset,
+        rewards: Tensor,
+        chosen: Sequence[int],
+        texts: Sequence[tuple[Text, ...]],
+    ) -> list[dict[str, Any]]:
+        """Build a line for each of the chosen ratings."""
+        names, columns = self._contract.attributes, dataset.records.labels
+        order = [columns.names.index(name) for name in names]
+        # The labels of a rating's last reward are those of the whole sample.
+        rows = dataset.records.label_bounds[1:] - 1
+        labels = columns.values[rows][:, order].tolist()
+        return [
+            reward_row(
+                dataset.kind,
+                dataset.origins[record],
+                dataset.sources[record],
+                dict(zip(names, rewards[record].tolist(), strict=True)),
+                record_texts,
+                labels=dict(zip(names, labels[record], strict=True)),
+            )
+            for record, record_texts in zip(chosen, texts, strict=True)
+        ]
+
+    def _read_texts(
+        self, origins: Sequence[Origin], chosen: Sequence[int]
+    ) -> list[tuple[Text, ...]]:
+        """Read the texts of the ``chosen`` records; an empty list if their file has changed."""
+        texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
+        try:
+            for path in dict.fromkeys(origins[index].path for index in chosen):
+                for record in parse_file(path, self._reader).records:
+                    texts_by_origin.setdefault(record.origin, []).append(record.texts)
+            numbers = _numbers_in_line(origins, chosen, texts_by_origin)
+            return [texts_by_origin[origins[index]][numbers[index]] for index in chosen]
+        except (AlignerError, OSError, KeyError) as error:
+            say(
+                "the report will have no held-out rewards, because the texts of the validation "
+                f"set cannot be read: {error}"
+            )
+            return []
+
+
+def _numbers_in_line(
+    origins: Sequence[Origin],
+    chosen: Sequence[int],
+    texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
+) -> dict[int, int]:
+    """Number each of the ``chosen`` records among those that come from the same line of a file.
+
+    Raises:
+        DataError: a record of the line was dropped, and it is unknown which.
+    """
+    lines = {origins[index] for index in chosen}
+    indices: dict[Origin, list[int]] = {}
+    for index, origin in enumerate(origins):
+        if origin in lines:
+            indices.setdefault(origin, []).append(index)
+    for origin, texts in texts_by_origin.items():
+        if origin in lines and len(texts) != len(indices[origin]):
+            raise DataError(
+                f"{origin}: {len(texts)} records come from this line, but the run uses only "
+                f"{len(indices[origin])} of them, and it is unknown which"
+            )
+    return {index: number for line in indices.values() for number, index in enumerate(line)}
+
+
+def _draw_sample(count: int, size: int) -> list[int]:
+    """Draw ``size`` of ``count`` indices, always the same ones; all if there are no more."""
+    if count <= size:
+        return list(range(count))
+    return sorted(random.Random(0).sample(range(count), size))

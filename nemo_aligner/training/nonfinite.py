@@ -1,0 +1,241 @@
+"""Errors for numbers that are not finite: which records and ranks they come from.
+
+A reward, a loss or a gradient that is not finite ends a run, and the error names the records that
+caused it. The record with the largest part is named first: centring spreads one label of 1e38 over
+all, so that no record's loss is finite, but that record's is by far the largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.batch.packed import PackedBatch, Records
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.packing import pack_records
+from nemo_aligner.data.report import far_labels
+from nemo_aligner.distributed.collectives import agree, gather_objects
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.step import RewardLoss
+from nemo_aligner.utils.errors import TrainingError
+
+_MOST_NAMED = 5  # records that an error names
+_ADVICE = "the weights did not change in this step. Look at the records, or lower model.optim.lr"
+_FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
+
+
+@dataclass(frozen=True)
+class StepRecords:
+    """The records of one step, in the order of the global batch, to trace a number to them.
+
+    Attributes:
+        step: counted from 1.
+        record_ids: indices of the records in ``dataset``.
+        owners: data parallel rank that computes each record, as the loader planned.
+    """
+
+    step: int
+    record_ids: Sequence[int]
+    owners: Sequence[int]
+    dataset: TokenizedDataset
+    layout: ParallelLayout
+    device: torch.device
+    is_fp16: bool = False
+
+    @cached_property
+    def records(self) -> Records:
+        """Bounds and labels of the step's records."""
+        return self.dataset.records.select(self.record_ids)
+
+    def local_indices(self) -> list[int]:
+        """This rank's records, as indices into ``record_ids``."""
+        return [i for i, owner in enumerate(self.owners) if owner == self.layout.dp_rank]
+
+    def error(self, problem: str, ranks: Sequence[int], indices: Sequence[int]) -> TrainingError:
+        """Build the error for a ``problem`` on ``ranks`` that comes from records at ``indices``."""
+        records = _name_records(self.dataset, [self.record_ids[index] for index in indices])
+        on_ranks = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        advice = _describe_far_labels(self.dataset) + _ADVICE + _FP16_ADVICE * self.is_fp16
+        return TrainingError(
+            f"step {self.step}: got {problem}, on {on_ranks}, from {records}; {advice}"
+        )
+
+
+def _name_records(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
+    """List the files and lines of the first records, and count the rest."""
+    # A record may be in a batch twice.
+    origins = list(dict.fromkeys(str(dataset.origins[record]) for record in record_ids))
+    shown = ", ".join(origins[:_MOST_NAMED]) or "no single record"
+    more = len(origins) - _MOST_NAMED
+    return shown + (f", and {more} more" if more > 0 else "")
+
+
+def _describe_far_labels(dataset: TokenizedDataset) -> str:
+    """Describe the outliers among the set's labels; empty if there are none.
+
+    A label outside the batch can make its loss infinite, too, through the mean that is subtracted
+    from all labels.
+    """
+    far = far_labels(dataset.records.labels, dataset.label_origins)
+    if not far:
+        return ""
+    more = f", and {len(far) - _MOST_NAMED} more" if len(far) > _MOST_NAMED else ""
+    shown = ", ".join(map(str, far[:_MOST_NAMED]))
+    return f"labels of {dataset.name} are outliers: {shown}{more}; "
+
+
+@dataclass(frozen=True, order=True)
+class _Blame:
+    """How likely a record caused a number that is not finite; the greatest sorts last.
+
+    Attributes:
+        is_certain: a reward of the record itself is not finite.
+        is_nan: the record's part of the number is NaN.
+        amount: the record's part of the number, in float64; 0 if it is NaN.
+        index: index of the record in the batch.
+    """
+
+    is_certain: bool
+    is_nan: bool
+    amount: float
+    index: int = field(compare=False)
+
+    @classmethod
+    def of(cls, index: int, amount: float, is_certain: bool = False) -> _Blame:
+        """Judge a record by its part of the number, which may be NaN."""
+        is_nan = math.isnan(amount)
+        return cls(is_certain, is_nan, 0.0 if is_nan else amount, index)
+
+
+def _sort_by_blame(blames: Iterable[_Blame]) -> list[int]:
+    """Return the records' indices, each once, the one that is most to blame first."""
+    # Records with equal blame stay in the order of the batch.
+    in_order = sorted(sorted(blames, key=lambda blame: blame.index), reverse=True)
+    return list(dict.fromkeys(blame.index for blame in in_order))
+
+
+def check_validation(dataset: TokenizedDataset, rewards: Tensor) -> None:
+    """Check that all rewards ``[S, A]`` of a validation set are finite.
+
+    Raises:
+        TrainingError: a reward is not finite.
+    """
+    bad = torch.nonzero(~torch.isfinite(rewards).all(dim=1)).flatten()
+    if bad.numel():
+        owners = torch.searchsorted(dataset.records.record_bounds, bad, right=True) - 1
+        records = _name_records(dataset, owners.unique().tolist())
+        raise TrainingError(f"{dataset.name}: got a reward that is not finite, from {records}")
+
+
+def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
+    """Check that the rewards and the loss of a step are finite.
+
+    Every rank calls it with the same rewards ``[S, A]``, in the order of the step's records.
+
+    Raises:
+        TrainingError: on every rank, if a reward or the loss is not finite.
+    """
+    records = step.records
+    if _are_finite(rewards, records, loss):
+        return
+    parts = [
+        (index, rewards[records.rows([index])], records.select([index]))
+        for index in step.local_indices()
+    ]
+    local_blames = [
+        _blame_record(index, record_rewards, record, loss)
+        for index, record_rewards, record in parts
+        if not _are_finite(record_rewards, record, loss)
+    ]
+    blames_by_rank = gather_objects(local_blames)
+    indices = _sort_by_blame(blame for blames in blames_by_rank for blame in blames)
+    # If no record's loss is infinite but their sum is, every rank has computed that sum.
+    all_ranks = list(range(len(blames_by_rank)))
+    ranks = [rank for rank in all_ranks if blames_by_rank[rank]] or all_ranks
+    if not bool(torch.isfinite(rewards).all()):
+        raise step.error("a reward that is not finite", ranks, indices)
+    missing = _describe_missing_labels(step, indices)
+    raise step.error(f"a loss that is not finite{missing}", ranks, indices)
+
+
+def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
+    """Describe the labels that records at ``indices`` lack; empty if they have all."""
+    labels = step.records.select(indices).labels
+    missing = torch.isnan(labels.values)
+    if not bool(missing.any()):
+        return ""
+    columns = zip(labels.names, missing.any(0).tolist(), strict=True)
+    names = " or ".join(name for name, is_missing in columns if is_missing)
+    return (
+        f" ({int(missing.any(1).sum())} of its {len(missing)} records have no {names}: a missing "
+        "label is NaN, which the loss must mask)"
+    )
+
+
+def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
+    """True if all rewards and their loss are finite."""
+    total, _ = loss(rewards, records)
+    # Check both, because a record whose labels are all missing hides a NaN reward from the loss.
+    return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
+
+
+def _blame_record(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
+    """Judge a record by its own loss in float64."""
+    total, _ = loss(rewards.double(), record)
+    return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
+
+
+def gradient_error(
+    step: StepRecords,
+    model: Any,
+    compute_gradients: Callable[[Sequence[PackedBatch]], object],
+    problem: str,
+) -> TrainingError:
+    """Trace a gradient that is not finite by recomputing each record's; every rank calls it.
+
+    Args:
+        model: Megatron's data parallel wrapper, which still holds the gradient of the step. Its
+            gradients are meaningless afterwards.
+        compute_gradients: replaces the model's gradients by those of the packs that it gets.
+        problem: description of the gradient for the error.
+    """
+    # Find the ranks that saw it in the step itself, before gradients are computed again.
+    broken = gather_objects(not _has_finite_gradients(model))
+    blames: list[_Blame] = []
+    for index, record in enumerate(step.record_ids):
+        # All ranks compute the same record, because Megatron sums gradients over them.
+        dataset = step.dataset
+        packs = pack_records(dataset, [record], dataset.num_tokens(record))
+        compute_gradients(packs)
+        if agree(not _has_finite_gradients(model), step.device):
+            blames += gather_objects(_Blame.of(index, _gradient_norm(model)))
+    indices = _sort_by_blame(blames)
+    owners = {step.owners[index] for index in indices}
+    dp_ranks = gather_objects(step.layout.dp_rank)
+    ranks = [rank for rank, dp_rank in enumerate(dp_ranks) if dp_rank in owners]
+    ranks = ranks or [rank for rank, is_broken in enumerate(broken) if is_broken]
+    return step.error(problem, ranks, indices)
+
+
+def _has_finite_gradients(model: Any) -> bool:
+    """True if the squares of all gradients on this rank have a finite sum, as the norm needs."""
+    norms = [
+        parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad
+    ]
+    return not norms or bool(torch.isfinite(torch.stack(norms).square().sum()))
+
+
+def _gradient_norm(model: Any) -> float:
+    """Norm of all gradients on this rank, in float64, which holds the square of any float32."""
+    norms = [
+        torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float64)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    return float(torch.stack(norms).norm()) if norms else 0.0
