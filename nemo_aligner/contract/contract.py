@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RecordKind, RewardModelType
+from nemo_aligner.contract.bulk_encoding import TextIds, WrittenText, encode_records
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY, SCORE, Readout
@@ -53,7 +54,7 @@ from nemo_aligner.contract.steps import (
 )
 from nemo_aligner.contract.template_check import check_it_ends
 from nemo_aligner.contract.templates import after_reply
-from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
+from nemo_aligner.contract.bulk_encoding import common_start
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages
 from nemo_aligner.contract.templates import TRIAL_TOOLS, Write, after_reply, render
-from nemo_aligner.contract.tokenizer import Tokenizer, common_start
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError, short
 
 Row = TypeVar("Row", str, tuple[int, ...])

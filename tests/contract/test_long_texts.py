@@ -13,8 +13,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from nemo_aligner.contract import tokenizer as tokenizers
+from nemo_aligner.contract.bulk_encoding import TextBounds, WordMemo, common_start
 from nemo_aligner.contract.contract import OverlongError, ScoringContract
-from nemo_aligner.contract.tokenizer import TextBounds, WordMemo, common_start, load_tokenizer
+from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.utils.errors import DataError
 from tests.harness import tiny
 from tests.harness.contracts import Contracts
@@ -225,7 +226,7 @@ def test_words_are_tokenized_once_and_few_are_kept(
         ["the"], [" cat", f" {long}", " sings"],
         ["a"], [" bird", f" {long}"],
     ]  # fmt: skip
-    monkeypatch.setattr("nemo_aligner.contract.tokenizer._MOST_WORDS", 1)
+    monkeypatch.setattr("nemo_aligner.contract.bulk_encoding._MOST_WORDS", 1)
     words.encode(["a tree"])
     words.encode(["a tree"])
     assert asked[-3:] == [[" tree"], ["a"], [" tree"]]
