@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
-from nemo_aligner.contract.bulk_encoding import common_start
+from nemo_aligner.contract.bulk_encoding import common_prefix_length
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages
 from nemo_aligner.contract.templates import TRIAL_TOOLS, Write, after_reply, render
@@ -203,5 +203,7 @@ def _before_reply(write: Write) -> str:
 def _shared_start(texts: Sequence[str]) -> str:
     """The beginning that all texts share."""
     return (
-        reduce(lambda first, second: first[: common_start(first, second)], texts) if texts else ""
+        reduce(lambda first, second: first[: common_prefix_length(first, second)], texts)
+        if texts
+        else ""
     )
