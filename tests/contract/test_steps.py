@@ -195,7 +195,7 @@ def test_text_whose_steps_cannot_be_told_is_refused(
     assert_refused(lambda given: ends.encode(tokenizer, [USER, said(given)]), cases, DataError)
     shouts = ends.template.replace("'content']", "'content'] | upper")
     upper = dataclasses.replace(ends, template=shouts)
-    with pytest.raises(DataError, match="does not write the reply as it is"):
+    with pytest.raises(DataError, match="the chat template changes the reply"):
         upper.encode(tokenizer, [USER, said("a\n\nb")])
     trims = ends.template.replace("'content']", "'content'] | trim")
     spaced = [USER, said(" a\n\nb \n\n ")]
