@@ -50,19 +50,19 @@ def render_keys() -> str:
 
 
 def _table(rules: Sequence[KeyRule]) -> str:
-    rows = [f"| `{rule.key}` | {_describe(rule)} | {rule.why} |" for rule in rules]
+    rows = [f"| `{rule.key}` | {_describe(rule)} | {rule.reason} |" for rule in rules]
     return "\n".join(["| key | here | |", "|---|---|---|", *rows])
 
 
 def _describe(rule: KeyRule) -> str:
     """Say in a few words what becomes of a key."""
-    if rule.only:
-        return "only " + " or ".join(f"`{value}`" for value in rule.only)
+    if rule.accepted:
+        return "only " + " or ".join(f"`{value}`" for value in rule.accepted)
     if rule.same_as:
         return f"as `{rule.same_as}`"
-    if not rule.to:
+    if not rule.target:
         return "ignored"
-    here = "the same" if rule.to == rule.key else f"`{rule.to}`"
+    here = "the same" if rule.target == rule.key else f"`{rule.target}`"
     if rule.adds:
         return f"added to {here}"
     changed = [f"`{value}` is `{as_yaml(ours)}`" for value, ours in rule.values.items()]

@@ -44,7 +44,7 @@ class EvaluateDataConfig:
 
     def __post_init__(self) -> None:
         with Checks("data", self) as checks:
-            checks.fraction("max_malformed")
+            checks.require_fraction("max_malformed")
 
 
 @dataclass
@@ -63,7 +63,7 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         with Checks("source", self) as checks:
-            checks.positive("timeout_s")
+            checks.require_positive("timeout_s")
 
 
 @dataclass
@@ -99,7 +99,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
-            checks.positive("robustness_pairs")
+            checks.require_positive("robustness_pairs")
             checks.require(
                 self.threshold_from is None
                 or (self.threshold is None and self.threshold_from != self.data.path),
@@ -179,8 +179,8 @@ class RewardEnvironmentConfig:
 
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
-            checks.not_negative("wait_s", "retry_s")
-            checks.prefix_cache("prefix_cache_tokens")
+            checks.require_not_negative("wait_s", "retry_s")
+            checks.require_prefix_cache("prefix_cache_tokens")
             checks.require(
                 not (self.cpu_offload and self.prefix_cache_tokens),
                 "cpu_offload",

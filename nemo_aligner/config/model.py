@@ -122,8 +122,8 @@ class DataConfig:
                 "index_dir",
                 "null, as model.data.keep_index is false",
             )
-            checks.positive("seq_length")
-            checks.fraction("max_malformed")
+            checks.require_positive("seq_length")
+            checks.require_fraction("max_malformed")
 
 
 @dataclass
@@ -162,8 +162,8 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         with Checks("model.lora", self) as checks:
-            checks.not_negative("rank")
-            checks.positive("alpha")
+            checks.require_not_negative("rank")
+            checks.require_positive("alpha")
             checks.require(0 <= self.dropout < 1, "dropout", "0 or more, and less than 1")
             known = bool(self.targets) and set(self.targets) <= set(LORA_TARGETS)
             fits = known and len(set(self.targets)) == len(self.targets)
@@ -229,7 +229,7 @@ class LayoutConfig:
 
     def check(self, checks: Checks) -> None:
         """Check the section; whoever adds settings extends it."""
-        checks.positive(
+        checks.require_positive(
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
@@ -279,7 +279,7 @@ class ScorerModelConfig(LayoutConfig):
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive("micro_batch_tokens")
+        checks.require_positive("micro_batch_tokens")
 
 
 # The model to train.
@@ -314,7 +314,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         with Checks("model.optim.sched", self) as checks:
-            checks.not_negative("warmup_steps", "constant_steps", "min_lr")
+            checks.require_not_negative("warmup_steps", "constant_steps", "min_lr")
 
     def last_decay_step(self, total_steps: int) -> int:
         """The step of a run of ``total_steps`` at which the rate comes to its end.
@@ -360,9 +360,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         with Checks("model.optim", self) as checks:
-            checks.positive("lr", "eps", "head_lr_mult")
-            checks.not_negative("weight_decay")
-            checks.finite("lr", "eps", "weight_decay", "head_lr_mult")
+            checks.require_positive("lr", "eps", "head_lr_mult")
+            checks.require_not_negative("weight_decay")
+            checks.require_finite("lr", "eps", "weight_decay", "head_lr_mult")
             fits = 0 < self.layer_lr_decay <= 1
             checks.require(fits, "layer_lr_decay", "a number above 0 and at most 1")
             fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -395,7 +395,7 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         with Checks("model.head", self) as checks:
-            checks.positive("mlp_size")
+            checks.require_positive("mlp_size")
 
 
 @dataclass
@@ -434,13 +434,13 @@ class ModelConfig(LayoutConfig):
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive(
+        checks.require_positive(
             "activations_checkpoint_num_layers",
             "global_batch_size",
             "micro_batch_tokens",
         )
-        checks.not_negative("freeze_layers", "moe_aux_loss_coeff")
-        checks.seed("seed")
+        checks.require_not_negative("freeze_layers", "moe_aux_loss_coeff")
+        checks.require_seed("seed")
         checks.require(
             self.train_router or not self.moe_aux_loss_coeff,
             "moe_aux_loss_coeff",

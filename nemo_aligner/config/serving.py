@@ -71,8 +71,8 @@ class FrontConfig:
 
     def check(self, checks: Checks) -> None:
         """Note the values that no server can have."""
-        checks.port("port")
-        checks.positive(
+        checks.require_port("port")
+        checks.require_positive(
             "max_request_bytes",
             "max_buffered_bytes",
             "max_queue_rows",
@@ -86,7 +86,7 @@ class FrontConfig:
         )
         both = (self.certificate_file is None) == (self.key_file is None)
         checks.require(both, "key_file", "a key_file with a certificate_file, or neither")
-        checks.one_token("token")
+        checks.require_one_token("token")
 
 
 # The gateway.
@@ -105,8 +105,8 @@ class GatewayConfig(FrontConfig):
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive("max_connections", "timeout_s")
-        checks.not_negative("retry_s")
+        checks.require_positive("max_connections", "timeout_s")
+        checks.require_not_negative("retry_s")
 
 
 @dataclass
@@ -125,7 +125,7 @@ class GatewayRunConfig:
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
             checks.require(bool(self.backends), "backends", "the URL of a server, or several")
-            checks.one_token("backend_token")
+            checks.require_one_token("backend_token")
 
 
 # Reward shaping.
@@ -156,7 +156,7 @@ class EnsembleConfig:
 
     def __post_init__(self) -> None:
         with Checks("ensemble", self) as checks:
-            checks.not_negative("k")
+            checks.require_not_negative("k")
 
 
 @dataclass
@@ -187,7 +187,7 @@ class ShapingConfig:
 
     def __post_init__(self) -> None:
         with Checks("shaping", self) as checks:
-            checks.not_negative("spread_penalty", "length_penalty", "length_penalty_from")
+            checks.require_not_negative("spread_penalty", "length_penalty", "length_penalty_from")
             checks.require(
                 self.length_penalty > 0 or not self.length_penalty_from,
                 "length_penalty_from",
@@ -239,16 +239,16 @@ class ServerConfig(FrontConfig):
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.port("triton_port")
-        checks.positive(
+        checks.require_port("triton_port")
+        checks.require_positive(
             "max_request_tokens",
             "max_batch_size",
             "encode_timeout_secs",
             "heartbeat_secs",
             "worker_timeout_secs",
         )
-        checks.not_negative("report_every_secs", "max_call_secs")
-        checks.prefix_cache("prefix_cache_tokens")
+        checks.require_not_negative("report_every_secs", "max_call_secs")
+        checks.require_prefix_cache("prefix_cache_tokens")
 
 
 @dataclass
@@ -323,8 +323,8 @@ class PpoConfig:
 
     def __post_init__(self) -> None:
         with Checks("trainer.ppo", self) as checks:
-            checks.positive("max_steps")
-            checks.not_negative("gradient_clip_val")
+            checks.require_positive("max_steps")
+            checks.require_not_negative("gradient_clip_val")
 
 
 @dataclass
@@ -372,9 +372,9 @@ class CriticModelConfig(LayoutConfig):
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive("global_batch_size", "micro_batch_tokens")
-        checks.not_negative("freeze_layers", "loss_clip_val")
-        checks.seed("seed")
+        checks.require_positive("global_batch_size", "micro_batch_tokens")
+        checks.require_not_negative("freeze_layers", "loss_clip_val")
+        checks.require_seed("seed")
 
 
 @dataclass

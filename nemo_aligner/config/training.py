@@ -72,7 +72,7 @@ class RmLoopConfig:
 
     def __post_init__(self) -> None:
         with Checks("trainer.rm", self) as checks:
-            checks.positive(
+            checks.require_positive(
                 "max_epochs",
                 "max_steps",
                 "val_check_interval",
@@ -114,7 +114,7 @@ class CheckpointCallbackConfig:
 
     def __post_init__(self) -> None:
         with Checks("exp_manager.checkpoint_callback_params", self) as checks:
-            checks.not_negative("save_top_k")
+            checks.require_not_negative("save_top_k")
             wanted = f"1, or at most save_top_k ({self.save_top_k})"
             fits = self.average_best == 1 or 1 < self.average_best <= self.save_top_k
             checks.require(fits, "average_best", wanted)
@@ -131,8 +131,8 @@ class EarlyStoppingConfig:
 
     def __post_init__(self) -> None:
         with Checks("exp_manager.early_stopping_callback_params", self) as checks:
-            checks.positive("patience")
-            checks.not_negative("min_delta")
+            checks.require_positive("patience")
+            checks.require_not_negative("min_delta")
 
 
 @dataclass
