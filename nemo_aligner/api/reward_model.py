@@ -267,7 +267,7 @@ class RewardModel:
         config = load_given(EvaluateConfig, {**self._settings, **settings, "data.path": path})
         if config.report is not None:
             check_report("report")
-        for note in idle_notes(config, said=self._idle):
+        for note in idle_notes(config, reported=self._idle):
             say(note)
         from nemo_aligner.evaluation.run import evaluate_source
 

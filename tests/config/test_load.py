@@ -89,7 +89,7 @@ def test_settings_refused_name_the_key_and_what_was_wanted() -> None:
         ),
         "model.optim.sched.min_lr=1": "model.optim.sched.min_lr: got 1.0",
         "model.data.max_malformed=1.5": "max_malformed: got 1.5, wanted a number from 0 to 1",
-        "model=5": "model: got 5, wanted keys under it",
+        "model=5": "model: got 5, wanted a section with keys",
         "model.data.data_prefix.train=[a": "model.data.data_prefix.train",
         "model.global_batch_size": "got 'model.global_batch_size', wanted section.key=value",
         "=3": "got '=3', wanted section.key=value",
@@ -169,7 +169,7 @@ def test_settings_file_that_is_wrong_is_named(tmp_path: Path) -> None:
         "model: {global_batchsize: 1}": "did you mean model.global_batch_size?",
         "- 1\n- 2\n": "wanted sections",
         "model: {a: [": "config.yaml",
-        "model: [1, 2]": "model: got [1, 2], wanted keys under it",
+        "model: [1, 2]": "model: got [1, 2], wanted a section with keys",
     }
     for text, wanted in refusals.items():
         path = write(tmp_path, text)

@@ -71,7 +71,7 @@ def test_text_in_lists() -> None:
     refusals = {
         f"{TRAIN}=[a: b.jsonl]": f"{TRAIN}: got [{{'a': 'b.jsonl'}}], wanted [text, ...]",
         f"{TRAIN}=[[a.jsonl]]": f"{TRAIN}: got [['a.jsonl']], wanted [text, ...]",
-        f"{TRAIN}=[a.jsonl] #2": f"{TRAIN}=[a.jsonl] #2: got '#', behind which YAML",
+        f"{TRAIN}=[a.jsonl] #2": f"{TRAIN}=[a.jsonl] #2: got '#', which begins a comment",
         f"{TRAIN}=[x #1.jsonl]": TRAIN,
         "model.data.data_prefix.train_weights=[a: 1]": "got [{'a': 1}], wanted [a number, ...]",
         f"{NAMES}=['']": f"{NAMES}: got [''], wanted names, none of them empty",
