@@ -56,7 +56,7 @@ class Tokenizer:
         self._check()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer, (self._files, self._where)
+        return Tokenizer, (self._files, self._location)
 
     def _check(self) -> None:
         """Raise DataError for damaged files now instead of at the first text."""

@@ -206,7 +206,9 @@ def test_text_whose_steps_cannot_be_told_is_refused(
         dataclasses.replace(marks, template=trims).encode(tokenizer, spaced)
     # It ends the last turn alone; others leave out what an earlier turn has reasoned.
     turns = make(contracts, "turns", template="plain")
-    with pytest.raises(DataError, match=r"messages\[1\]: the chat template writes this turn in"):
+    with pytest.raises(
+        DataError, match=r"messages\[1\]: the chat template writes this turn differently"
+    ):
         turns.encode(tokenizer, [USER, said("a"), USER, said("b")])
 
 
