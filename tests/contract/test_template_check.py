@@ -40,7 +40,7 @@ from tests.contract.chat_templates import (
     read_templates,
 )
 from tests.contract.refusals import assert_refused
-from tests.contract.test_turn_marks import with_tokens
+from tests.contract.test_turns import with_tokens
 from tests.harness.contracts import Contracts
 
 WITH_CALLS = [name for name, (said, _) in CONVERSATIONS.items() if "'tool_calls': " in str(said)]
