@@ -1,7 +1,14 @@
-"""Reward models on Megatron: training, checkpoints and serving with one meaning of a score.
+"""Reward models on Megatron: training, checkpoints and serving with the same scores everywhere.
 
-In Python ``train``, ``RewardModel`` and what they return; they are imported when first used, as
-they take torch along, and the client, the settings and the command line's help do not.
+The Python API is ``train``, ``RewardModel`` and their results. These names are imported at their
+first use, because they import torch, and the client, the settings and ``--help`` must not.
+
+The packages, from the command line down to what all use (imports only go down; docs/architecture.md
+has more): ``cli`` (verbs), ``tools`` (doctor, quickstart, check, probe), ``api`` (``train`` and
+``RewardModel``), ``evaluation``, ``integrations`` (TRL, NeMo RL, NeMo Gym), ``serving``,
+``training``, ``checkpoint``, ``planning``, ``data``, ``models``, ``losses``, ``contract`` (from a
+sample to token ids, and what a reward means), ``batch``, ``distributed``, ``metrics``, ``cpu``,
+``config`` (settings), ``utils`` (errors, console, processes).
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Evaluation", "RewardModel", "TrainingProgress", "__version__", "train"]
 
-_HOME = {
+_MODULES = {
     "Evaluation": "evaluation.run",
     "RewardModel": "api.reward_model",
     "TrainingProgress": "training.loggers",
@@ -27,13 +34,13 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     conflict = importlib.import_module(f"{__name__}.config.describe").find_conflict()
     if conflict is not None:
         raise ImportError(conflict)
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULES})

@@ -147,7 +147,7 @@ def test_conflict_with_nvidias_distribution_is_one_error(tmp_path: Path) -> None
     info.mkdir()
     (info / "METADATA").write_text(NVIDIAS)
     shutil.copytree(ROOT / "nemo_aligner", tmp_path / "nemo_aligner")
-    said = "NVIDIA's nemo_aligner 0.7.0 is installed beside megatron-reward"
+    said = "NVIDIA's nemo_aligner 0.7.0 is installed in the same environment as megatron-reward"
     done = run(tmp_path, "-m", "nemo_aligner", "plan", "--params=8B", "--gpus=8")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith(said)

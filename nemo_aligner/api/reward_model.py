@@ -1,6 +1,6 @@
 """``nemo_aligner.RewardModel``: a reward model in this process, to score, evaluate and export.
 
-Nothing large is imported before a model is loaded: the verbs' options are read through here, too.
+torch is imported only when a model is loaded: the command line imports this module for its options.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.evaluation.sources import RewardSource
 
-# Settings of an evaluation; the others are about the model, which is loaded already.
-_OF_EVALUATION = (
+# The settings of ``evaluate`` that are not about the model; the model is loaded already.
+_EVALUATION_SETTINGS = (
     "data", "task", "threshold", "threshold_from", "aggregate", "swapped", "robustness_pairs",
     "output", "output_rewards", "report",
 )  # fmt: skip
@@ -47,27 +47,34 @@ _SHARD_BYTES = 5 * 10**9
 
 
 class RewardModel:
-    """A reward model in this process; ``train`` and ``from_pretrained`` make it.
+    """A reward model in this process; made by ``train`` or ``from_pretrained``.
 
-    Rewards are those that the server gives, to the bit. Its weights are there from the first use
-    to ``close``, or to a training or an export in this process, after which they are loaded again
-    when they are needed. Several models may be loaded; they share the process group, and those of
-    another parallel layout take turns. Under torchrun every rank makes the same calls, and gets
-    the same results.
+    Rewards are bit-identical to those of the server. Weights are loaded at the first use, and
+    unloaded by ``close``; training or an export in this process also unloads them, until the next
+    use. Several models may be loaded if they have the same parallel layout; a model with another
+    layout unloads them. Under torchrun every rank makes the same calls and gets the same results.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """``settings`` are keys of ``nemo-aligner evaluate``; nothing is loaded yet.
+        """Check the settings; nothing is loaded yet.
+
+        Args:
+            settings: settings of ``nemo-aligner evaluate``, by their keys.
 
         Raises:
-            SettingsError: they cannot be used, or name no model of this process.
+            SettingsError: the settings are invalid, or name no model.
+            ConfigError: they name a server.
         """
         self._settings = dict(settings)
         self._config = load_given(EvaluateConfig, self._settings)
         key, self.name = self._config.source_key()
         if key == "server":
-            raise ConfigError("server: it is not of this process: see nemo_aligner.serving.client")
-        self._idle = frozenset(idle_settings(self._config))  # said here, and not at each use again
+            raise ConfigError(
+                "server: a RewardModel runs in this process. For a server use RewardClient of "
+                "nemo_aligner.serving.client"
+            )
+        # Reported here, so that each use does not report them again.
+        self._idle = frozenset(idle_settings(self._config))
         for note in idle_notes(self._config):
             say(note)
 
@@ -83,17 +90,18 @@ class RewardModel:
 
         Args:
             path: a ``.nemo`` archive, or the folder that it unpacks to
-            hf_model: instead, a folder or name of the hub, whose decoder transformers runs
-            settings: those of ``nemo-aligner evaluate`` that are about the model, by their keys, as
-                ``**{"precision": "bf16", "model.tensor_model_parallel_size": 2}``
+            hf_model: instead of ``path``, a Hugging Face folder or hub name; the model is run by
+                transformers
+            settings: settings of ``nemo-aligner evaluate`` that are about the model, by their keys,
+                such as ``**{"precision": "bf16", "model.tensor_model_parallel_size": 2}``
 
         Raises:
-            ConfigError: the settings cannot be used, or there is no GPU for a rank.
+            ConfigError: the settings are invalid, or there are fewer GPUs than ranks.
             CheckpointError: the model cannot be read.
         """
-        named = {"rm_model_file": path, "hf_model": hf_model}
-        given = {key: value for key, value in named.items() if value is not None}
-        model = cls({**settings, **given})
+        arguments = {"rm_model_file": path, "hf_model": hf_model}
+        sources = {key: value for key, value in arguments.items() if value is not None}
+        model = cls({**settings, **sources})
         model._source()
         return model
 
@@ -108,18 +116,20 @@ class RewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the columns of its rewards."""
+        """Names of the A columns of its rewards."""
         return self._source().attributes
 
     def contract(self) -> ScoringContract:
-        """The scoring contract.
+        """Return the scoring contract.
 
         Raises:
-            ConfigError: it is a model of transformers, which has none.
+            ConfigError: the model is run by transformers, so it has no contract.
         """
         contract = self._source().contract
         if contract is None:
-            raise ConfigError(f"{self.name}: got a model of transformers, which has no contract")
+            raise ConfigError(
+                f"{self.name}: it is run by transformers (hf_model), so it has no scoring contract"
+            )
         return contract
 
     @overload
@@ -141,67 +151,73 @@ class RewardModel:
         on_error: Literal["raise", "nan"] = "raise",
         steps: bool = False,
     ) -> np.ndarray | list[StepRewards]:
-        """Rewards ``[N, A]`` float32 of N texts, a column for each of ``attributes``.
+        """Score N samples.
 
-        A string is scored as it is. A list of messages (``role`` and ``content``, the reply last)
-        gets the model's chat template, and so does a ``Conversation``, or a dict with ``messages``,
-        ``tools`` and ``documents``. With ``on_error="nan"`` a text that the contract refuses has
-        NaN, as with the client of a server.
+        Args:
+            texts: the samples. A string is raw text and scored verbatim. A list of messages
+                (``role`` and ``content``, the reply last), a ``Conversation``, or a dict with
+                ``messages``, ``tools`` and ``documents`` is rendered by the model's chat template.
+            on_error: ``raise`` raises DataError for a sample that the contract rejects; ``nan``
+                gives it the reward NaN, as the client of a server does.
+            steps: return the rewards of every turn or step, for a model that has them.
 
-        With ``steps`` they are those of every turn or step instead, of a model that reads them: for
-        each text ``rewards`` ``[S, A]``, of which the contract's ``aggregate`` makes the text's, or
-        the last one is it, and ``spans``, which say what characters of which message each is the
-        reward of. One pass computes all of them.
+        Returns:
+            Rewards ``[N, A]`` float32, a column for each of ``attributes``. With ``steps`` a list
+            of N ``StepRewards``: ``rewards`` ``[S, A]``, and ``spans``, which say what message and
+            characters each of them is for. The sample's reward is the last of them, or what the
+            contract's ``aggregate`` makes of all.
 
         Raises:
-            ConfigError: there are no rewards of steps.
-            DataError: the contract refuses a text; the message has its number, from 0.
-            ServingError: the model's reward of a text is not a finite number.
-            TypeError: ``texts`` is one text, and no list of them.
+            ConfigError: ``steps`` is set, but the model has no rewards of steps.
+            DataError: the contract rejects a sample; the message has its number, from 0.
+            ServingError: the model's reward of a sample is not a finite number.
+            TypeError: ``texts`` is one sample instead of a list.
         """
         check_on_error(on_error)
         source = self._source()
         if steps and not source.has_steps:
             raise ConfigError(
-                f"steps: {self.name} has one reward for each text, wanted a model that was trained "
-                "with model.head.reads=turns or step_ends, for example"
+                f"steps: {self.name} has only one reward for each sample; wanted a model that was "
+                "trained with model.head.reads=turns or step_ends, for example"
             )
         scored = source.scorer.score_rows(check_texts(texts), on_error=on_error).check_finite()
         return scored.rewards if scored.steps is None or not steps else scored.steps.tolist()
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
-        """``score``, with the reasons why refused texts have none, as ``RewardClient.score_rows``.
+        """Score N samples, and return all that is known about each: see ``ScoredRows``.
 
-        A model with K outputs for each attribute also gives ``spread`` ``[N, A]`` and ``outputs``
-        ``[N, A * K]``.
+        Rejected samples get NaN, and their reasons are in ``errors``. ``RewardClient.score_rows``
+        returns the same.
 
         Raises:
-            ServingError: the model's reward of a text is not a finite number.
-            TypeError: ``texts`` is one text, and no list of them.
+            ServingError: the model's reward of a sample is not a finite number.
+            TypeError: ``texts`` is one sample instead of a list.
         """
         return self._source().scorer.score_rows(check_texts(texts)).check_finite()
 
     def evaluate(
         self, records: str | PathLike[str] | Iterable[Mapping[str, Any]], **settings: Any
     ) -> Evaluation:
-        """Measure it on held-out records, or a file of them, as ``nemo-aligner evaluate`` does.
-
-        What is returned prints as the verb's table. Errors name records by ``records.jsonl:N``,
-        counted from 1.
+        """Measure the model on held-out data, as ``nemo-aligner evaluate`` does.
 
         Args:
-            settings: those of the verb that are not about the model: ``task``, ``threshold``,
-                ``aggregate``, ``swapped``, ``robustness_pairs``, ``output``, ``output_rewards``,
-                ``report`` and ``data.*``
+            records: a file, or records; errors call record N ``records.jsonl:N``, from 1
+            settings: settings of the verb that are not about the model: ``task``, ``threshold``,
+                ``threshold_from``, ``aggregate``, ``swapped``, ``robustness_pairs``, ``output``,
+                ``output_rewards``, ``report`` and ``data.*``
+
+        Returns:
+            The metrics; printed, they are the table of the verb.
 
         Raises:
-            AlignerError: what ends the verb, with the same message.
+            AlignerError: an error of the verb, with the same message.
         """
         for key in settings:
-            if key.partition(".")[0] not in _OF_EVALUATION:
+            if key.partition(".")[0] not in _EVALUATION_SETTINGS:
                 raise ConfigError(
-                    f"{key}: it is none of {', '.join(_OF_EVALUATION)}, the settings of an "
-                    "evaluation; those of the model go to from_pretrained"
+                    f"{key}: wanted one of the settings of an evaluation "
+                    f"({', '.join(_EVALUATION_SETTINGS)}); pass settings of the model to "
+                    "from_pretrained"
                 )
         if isinstance(records, str | PathLike):
             return self._evaluate(records, settings)
@@ -209,14 +225,14 @@ class RewardModel:
         try:
             path = folder / "records.jsonl"
             write_records(path, records)
-            found = self._evaluate(path, settings)
+            evaluation = self._evaluate(path, settings)
         finally:
             remove_temporary(folder)
-        # The folder is gone, and its name is another one each time.
+        # The name of the temporary folder means nothing to the caller.
         return replace(
-            found,
-            rows=[{**row, "record": Path(row["record"]).name} for row in found.rows],
-            table=found.table.replace(f"{folder}/", ""),
+            evaluation,
+            rows=[{**row, "record": Path(row["record"]).name} for row in evaluation.rows],
+            table=evaluation.table.replace(f"{folder}/", ""),
         )
 
     def export(
@@ -230,24 +246,29 @@ class RewardModel:
         max_shard_bytes: int = _SHARD_BYTES,
         base_license: str = "unknown",
     ) -> ExportSummary | str:
-        """Write a Hugging Face folder that scores the same, as ``nemo-aligner export`` does.
+        """Export the model as a Hugging Face folder, and check that it scores the same.
+
+        This is ``nemo-aligner export``.
 
         Args:
-            output: the folder to make, or a ``.gguf`` file for llama.cpp
-            dtype: ``fp32``, ``bf16`` or ``fp16``, of the body; None: as stored
-            merge: one output, the attributes by the weights of the contract
-            head: form of the head, ``score.bias`` or ``v_head.summary``; None: its own
-            adapter_of: write LoRA by itself, for peft, onto this base model
-            max_shard_bytes: of a safetensors file
+            output: folder to write, or a ``.gguf`` file for llama.cpp
+            dtype: ``fp32``, ``bf16`` or ``fp16`` for the body; None: as stored
+            merge: combine the attributes into one output, by the weights of the contract
+            head: name of a linear head's tensor, ``score.bias`` or ``v_head.summary``; None:
+                ``score``
+            adapter_of: write LoRA as a peft adapter for this base model
+            max_shard_bytes: largest size of a safetensors file
             base_license: the base model's licence, for the model card
 
         Raises:
-            CheckpointError: ``output`` is there, or what was written does not score the same.
-            ConfigError: there are several processes, or it is a model of transformers already.
+            CheckpointError: ``output`` exists already, or the export does not score the same.
+            ConfigError: there are several processes, or the model is run by transformers.
         """
         if self._config.rm_model_file is None:
-            raise ConfigError(f"{self.name}: got a model of transformers, wanted a .nemo file")
-        release_models()  # an export has a process group of its own, and checks what it wrote
+            raise ConfigError(
+                f"{self.name}: it is a Hugging Face model already (hf_model), wanted a .nemo file"
+            )
+        release_models()  # an export starts its own process group, and loads models for its check
         return export_archive(
             Path(self.name),
             Path(output),
@@ -267,19 +288,19 @@ class RewardModel:
         config = load_given(EvaluateConfig, {**self._settings, **settings, "data.path": path})
         if config.report is not None:
             check_report("report")
-        for note in idle_notes(config, said=self._idle):
+        for note in idle_notes(config, reported=self._idle):
             say(note)
         from nemo_aligner.evaluation.run import evaluate_source
 
         return evaluate_source(config, self._source())
 
     def _source(self) -> RewardSource:
-        """The loaded source of rewards; loads it if need be."""
+        """Return the loaded model as a source of rewards, and load it if necessary."""
         return _SESSION.load(self, self._config)
 
 
 def release_models() -> None:
-    """Unload all models of this process and end their process group, as a run needs its own."""
+    """Unload all models of this process, and end their process group."""
     _SESSION.close()
 
 
@@ -294,7 +315,7 @@ def export_archive(
     max_shard_bytes: int,
     base_license: str,
 ) -> ExportSummary | str:
-    """Export a reward model's ``.nemo``, for the verb and for ``RewardModel.export``.
+    """Export a reward model's ``.nemo``; shared by the verb and ``RewardModel.export``.
 
     Raises:
         ConfigError, CheckpointError: see ``RewardModel.export``.
@@ -306,7 +327,7 @@ def export_archive(
     from nemo_aligner.distributed.launch import single_process
     from nemo_aligner.distributed.layout import initialize_layout
 
-    how = ExportOptions(
+    export_options = ExportOptions(
         dtype=None if dtype is None else torch_dtype(Precision(dtype)),
         merge=merge,
         head=head,
@@ -315,80 +336,90 @@ def export_archive(
     )
     if output.suffix.lower() == ".gguf":
         if adapter_of is not None or head is not None:
-            raise ConfigError(f"{output}: got an adapter or a head's form, wanted none for a .gguf")
+            raise ConfigError(
+                f"{output}: adapter_of and head do not apply to a .gguf file. Omit them"
+            )
         from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
 
         with single_process():
-            return export_to_gguf(archive, output, how)
+            return export_to_gguf(archive, output, export_options)
     if adapter_of is not None:
         if dtype is not None:
-            raise ConfigError("dtype: an adapter is written as it is stored, wanted none")
+            raise ConfigError(
+                "dtype: an adapter is always written in the dtype it is stored in. Omit dtype"
+            )
         if head is not None:
             raise ConfigError(
-                f"head: got {head!r} for an adapter of peft, which has score; wanted none"
+                f"head: got {head!r}, but the head of a peft adapter is always called score. "
+                "Omit head"
             )
         with single_process():
-            return export_adapter(archive, output, adapter_of, initialize_layout(), how)
+            return export_adapter(archive, output, adapter_of, initialize_layout(), export_options)
     with single_process():
-        return export_to_hf(archive, output, initialize_layout(), how)
+        return export_to_hf(archive, output, initialize_layout(), export_options)
 
 
 class _Session:
-    """The process group that loaded models share, with one parallel layout at a time."""
+    """The process group and parallel layout that all loaded models share.
+
+    megatron-core's process groups are global, so there is one layout at a time.
+    """
 
     def __init__(self) -> None:
-        # megatron-core's process groups are global, so one layout is up at a time.
-        self._held: ExitStack | None = None
+        # Ends the process group.
+        self._exit_stack: ExitStack | None = None
         self._sizes: dict[str, Any] | None = None
         self._layout: ParallelLayout | None = None
-        # Weakly: a model that nobody holds any more frees its weights, closed or not.
+        # Weak keys: the weights of a model that is garbage are freed, even without ``close``.
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
     def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
-        """The source of rewards of ``model``; loads it beside those of the same layout.
+        """Return the source of rewards of ``model``, and load it if necessary.
+
+        Models of another layout are unloaded.
 
         Raises:
             AlignerError: it cannot be loaded.
         """
-        found = self._loaded.get(model)
-        if found is not None:
-            return found
+        loaded = self._loaded.get(model)
+        if loaded is not None:
+            return loaded
         from nemo_aligner.evaluation.sources import load_source, sizes_of_model
 
-        layout = self._open(sizes_of_model(config))
+        layout = self._open_layout(sizes_of_model(config))
         try:
             return self._loaded.setdefault(model, load_source(config, layout))
         finally:
-            # Nothing could be loaded. Among several ranks the others may still be at it, and to end
-            # the group under them would hide the error.
+            # If loading failed, the group is ended, but not among several ranks: the others may
+            # still be loading, and errors of a missing group would hide the real error.
             if not self._loaded and find_process(os.environ).world_size == 1:
                 self.close()
 
-    def _open(self, sizes: dict[str, Any]) -> ParallelLayout:
+    def _open_layout(self, sizes: dict[str, Any]) -> ParallelLayout:
         if self._layout is not None and self._sizes == sizes:
             return self._layout
         self.close()
         from nemo_aligner.distributed.launch import launch
         from nemo_aligner.distributed.layout import initialize_layout
 
-        with ExitStack() as held:
-            held.enter_context(launch())
+        with ExitStack() as stack:
+            stack.enter_context(launch())
             self._layout, self._sizes = initialize_layout(**sizes), sizes
-            self._held = held.pop_all()
+            self._exit_stack = stack.pop_all()
         return self._layout
 
     def leave(self, model: RewardModel) -> None:
-        """Unload one model, and end the process group with the last of them."""
+        """Unload one model; after the last one end the process group."""
         self._loaded.pop(model, None)
         if not self._loaded:
             self.close()
 
     def close(self) -> None:
-        """Unload all models."""
+        """Unload all models, and end the process group."""
         self._loaded.clear()
-        held, self._held, self._sizes, self._layout = self._held, None, None, None
-        if held is not None:
-            held.close()
+        stack, self._exit_stack, self._sizes, self._layout = self._exit_stack, None, None, None
+        if stack is not None:
+            stack.close()
 
 
 _SESSION = _Session()
@@ -396,6 +427,9 @@ _SESSION = _Session()
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Unload models, except after an error among several ranks, whose group may be half gone."""
+    """Unload all models, but not after an error on one of several ranks.
+
+    Other ranks may have left the process group, so ending it could block.
+    """
     if find_process(os.environ).world_size == 1 or getattr(sys, "last_value", None) is None:
         release_models()

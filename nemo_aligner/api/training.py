@@ -1,4 +1,4 @@
-"""``nemo_aligner.train``: ``nemo-aligner train`` in this process, from records of Python."""
+"""``nemo_aligner.train``: training in this process, also on records that are Python objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FilePath: TypeAlias = "str | PathLike[str]"
 Records: TypeAlias = "FilePath | Iterable[FilePath] | Iterable[Mapping[str, Any]]"
-"""A file or several, or records: dicts, a ``datasets.Dataset``, a DataFrame of pandas."""
+"""A file, several files, or records: dicts, a ``datasets.Dataset``, or a pandas DataFrame."""
 NEEDED = ("pretrained_checkpoint.restore_from_path", "model.data.data_prefix.train")
 DATA_NAME = "data"
 
@@ -45,51 +45,55 @@ def train(
     callback: OnProgress | None = None,
     **settings: Any,
 ) -> RewardModel:
-    """Train a reward model as ``nemo-aligner train`` does, and return it when the run is over.
+    """Train a reward model as ``nemo-aligner train`` does, and return it at the end of the run.
 
-    The same call again goes on where a run stopped. Under torchrun every rank makes the same call.
-    Records are written to ``data/`` in the run's folder, where rank 0 keeps them: files are what a
-    run reads, indexes and resumes from, and what its report names.
+    The same call resumes a run that was stopped. Under torchrun every rank makes the same call.
+    Records are written to files in the folder ``data/`` of the run, because a run reads, indexes
+    and resumes from files.
 
     Args:
-        base: ``pretrained_checkpoint.restore_from_path``
-        records: what to train on, in any format that files have; record N is line N of its file
-        validation: held-out records, or several sets of them by name
-        test: what the finished model is measured on, likewise
+        base: the base or reward model to start from, ``pretrained_checkpoint.restore_from_path``
+        records: training data, in any format for files; record N becomes line N of its file
+        validation: held-out data, or several sets of it by name
+        test: data on which the finished model is measured, likewise
         output: the run's folder, ``exp_manager.explicit_log_dir``
-        config: a YAML file of settings, or the name of one that the package has
-        callback: called on rank 0 with every metric that is logged; what it raises ends the run
-        settings: those of the verb by the same keys, as ``**{"model.optim.lr": 1e-5}``
+        config: a YAML file of settings, or the name of a packaged one
+        callback: called on rank 0 with every metric that is logged; an exception in it ends the run
+        settings: settings of the verb by their keys, such as ``**{"model.optim.lr": 1e-5}``
 
     Raises:
-        AlignerError: what ends the verb, with the same message.
-        StoppedError: ``trainer.max_time`` was up; all is saved.
-        KeyboardInterrupt: after Ctrl-C, when the step under way is finished and saved; a second one
-            later than a second after it leaves at once, and what was not saved is lost.
-        SystemExit: SIGTERM or SIGUSR1 came, and all is saved, with the exit code of the verb.
+        AlignerError: an error of the verb, with the same message.
+        StoppedError: ``trainer.max_time`` has passed; everything is saved.
+        KeyboardInterrupt: after Ctrl-C, when the current step is finished and saved. A second
+            Ctrl-C, more than a second later, ends the run at once without saving.
+        SystemExit: SIGTERM or SIGUSR1 has arrived, and everything is saved; with the verb's exit
+            code.
     """
-    given = _merged(settings, {_BASE: base, _OUTPUT: output})
-    folder = Path(load_given(TrainConfig, given, config).exp_manager.explicit_log_dir)
-    parts = {"train": records, "validation": validation, "test": test}
-    _check_once(settings, [f"{_PREFIX}.{part}" for part, of in parts.items() if of is not None])
-    # Their weights would lie beside the run's, which also starts a process group of its own.
+    run_settings = _add_arguments(settings, {_BASE: base, _OUTPUT: output})
+    folder = Path(load_given(TrainConfig, run_settings, config).exp_manager.explicit_log_dir)
+    parts = {
+        part: data
+        for part, data in (("train", records), ("validation", validation), ("test", test))
+        if data is not None
+    }
+    _check_not_twice(settings, [f"{_PREFIX}.{part}" for part in parts])
+    # The run needs the memory of loaded models, and starts its own process group.
     release_models()
-    for part, of_part in parts.items():
-        if of_part is not None:
-            given[f"{_PREFIX}.{part}"] = _as_files(of_part, folder, part)
-    whole = load_given(TrainConfig, given, config)
-    check_needed(whole, TrainConfig, NEEDED)
-    _check_came_to_its_end(run_training(whole, callback, in_program=True))
-    return _trained(whole)
+    for part, data in parts.items():
+        run_settings[f"{_PREFIX}.{part}"] = _write_as_files(data, folder, part)
+    run_config = load_given(TrainConfig, run_settings, config)
+    check_needed(run_config, TrainConfig, NEEDED)
+    _check_finished(run_training(run_config, callback, in_program=True))
+    return _open_trained_model(run_config)
 
 
 def run_training(
     config: TrainConfig, callback: OnProgress | None = None, in_program: bool = False
 ) -> Outcome:
-    """The whole of a run, with its report; for the verb and for ``train``, see training/run.py.
+    """Run training and write its report; shared by the verb and ``nemo_aligner.train``.
 
     Raises:
-        AlignerError: see ``nemo_aligner.training.run.train``; the report cannot be drawn.
+        AlignerError: see ``nemo_aligner.training.run.train``; or the report cannot be drawn.
     """
     if config.exp_manager.report:
         check_report("exp_manager.report")
@@ -101,50 +105,57 @@ def run_training(
     return outcome
 
 
-def _merged(settings: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in named.items() if value is not None}
-    _check_once(settings, found)
-    return {**settings, **found}
+def _add_arguments(settings: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the arguments that are not None to the settings."""
+    extra_settings = {key: value for key, value in arguments.items() if value is not None}
+    _check_not_twice(settings, extra_settings)
+    return {**settings, **extra_settings}
 
 
-def _check_once(settings: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a key that is given as an argument of its own, too."""
+def _check_not_twice(settings: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise ConfigError if a key is set both as a setting and as an argument of ``train``."""
     for key in keys:
         if key in settings:
-            raise ConfigError(f"{key}: got it twice, as a setting and as an argument; wanted one")
+            raise ConfigError(
+                f"{key}: it is set twice, as a setting and as an argument. Omit one of them"
+            )
 
 
-def _as_files(given: Any, folder: Path, part: str) -> list[str]:
-    """The files of a part; records are written to some, named sets to one each."""
-    if isinstance(given, Mapping):
+def _write_as_files(data: Any, folder: Path, part: str) -> list[str]:
+    """Return the files of ``train``, ``validation`` or ``test``; records are written to files."""
+    if isinstance(data, Mapping):
         if part == "train":
-            raise ConfigError(f"records: got a mapping of {_names(given)}, wanted one of these")
-        return [path for name, each in given.items() for path in _files(each, folder, part, name)]
-    return _files(given, folder, part, _RECORDS)
+            names = ", ".join(map(str, data)) or "nothing"
+            raise ConfigError(
+                f"records: got a mapping from {names} to data sets, wanted a single data set"
+            )
+        return [
+            path for name, named in data.items() for path in _list_files(named, folder, part, name)
+        ]
+    return _list_files(data, folder, part, _RECORDS)
 
 
-def _names(given: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, given)) or "nothing"
-
-
-def _files(given: Any, folder: Path, part: str, name: str) -> list[str]:
-    if isinstance(given, str | PathLike):
-        return [os.fspath(given)]
-    is_frame = hasattr(given, "columns") and hasattr(given, "to_dict")
-    rows = given.to_dict(orient="records") if is_frame else given
+def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
+    if isinstance(data, str | PathLike):
+        return [os.fspath(data)]
+    is_data_frame = hasattr(data, "columns") and hasattr(data, "to_dict")
+    rows = data.to_dict(orient="records") if is_data_frame else data
     if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str | PathLike):
         return [os.fspath(path) for path in rows]
     path = folder / DATA_NAME / part / f"{name}.jsonl"
-    # Of a run that has begun training records cannot change, and what it learned from is kept.
+    # The training records of a run with checkpoints must not change.
     may_replace = part != "train" or not step_folders(folder / CHECKPOINTS_NAME)
-    count = _on_first_rank(partial(write_records, path, rows, may_replace))
+    count = _run_on_first_rank(partial(write_records, path, rows, may_replace))
     if is_first_rank():
         print(f"{part}: {count} records, as {path}", flush=True)
     return [str(path)]
 
 
-def _on_first_rank(write: Callable[[], int]) -> int:
-    """Run it there, and wait for it on the others, before the run has its own process group."""
+def _run_on_first_rank(write: Callable[[], int]) -> int:
+    """Run ``write`` on rank 0, and return its result on all ranks.
+
+    The run's process group does not exist yet, so a temporary one is started.
+    """
     if find_process(os.environ).world_size == 1:
         return write()
     from nemo_aligner.distributed.collectives import on_main
@@ -154,24 +165,24 @@ def _on_first_rank(write: Callable[[], int]) -> int:
         return on_main(write)
 
 
-def _check_came_to_its_end(outcome: Outcome) -> None:
-    """Raise what a caller of ``train`` meets where the run was stopped and there is no model."""
+def _check_finished(outcome: Outcome) -> None:
+    """Raise the exceptions of ``train`` for a run that was stopped before its end."""
     reason = outcome.stopped_by
     if reason is None:
         return
-    where = "before the first step"
+    progress = "before the first step"
     if outcome.step:
-        where = f"after step {outcome.step}, which is saved: the same call goes on from there"
-    said = f"the run was stopped by {reason} {where}"
+        progress = f"after step {outcome.step}, which is saved: the same call resumes from there"
+    message = f"the run was stopped by {reason} {progress}"
     if reason.is_ctrl_c:
-        raise KeyboardInterrupt(said)
+        raise KeyboardInterrupt(message)
     if reason.is_signal:
         raise SystemExit(leave_together(reason.exit_code))
-    raise StoppedError(said)
+    raise StoppedError(message)
 
 
-def _trained(config: TrainConfig) -> RewardModel:
-    """The model of a run that came to its end, to be scored as it was validated."""
+def _open_trained_model(config: TrainConfig) -> RewardModel:
+    """Return the model of a finished run, with the layout that it was validated with."""
     model, folder = config.model, Path(config.exp_manager.explicit_log_dir)
     settings = {
         "model.tensor_model_parallel_size": model.tensor_model_parallel_size,

@@ -1,0 +1,15 @@
+"""The command line ``nemo-aligner VERB``: from the arguments to an exit code.
+
+1. ``main.py`` finds the verb and imports its module (``VERBS``, ``_MODULES``). It turns exceptions
+   into one-line messages and exit codes. The verbs ``quickstart``, ``doctor`` and ``completion``
+   are here.
+2. ``parser.py`` parses options, and settings as ``key=value``; it suggests what an unknown one was
+   meant to be, and starts several ranks for ``--processes``.
+3. The modules of the verbs have two functions per verb, ``VERB_parser`` and ``run_VERB``:
+   ``train.py`` (``plan``, ``train``, ``probe``), ``evaluate.py`` (``evaluate``, ``compare``,
+   ``report``, ``check``), ``serve.py`` (``serve``, ``serve-critic``, ``gateway``, ``score``),
+   ``checkpoint.py`` (``convert``, ``import``, ``export``, ``merge``), ``data.py`` (``data ...``).
+
+``run_VERB`` imports what it needs, so that ``--help`` and errors in settings need no torch.
+``reference.py`` generates docs/settings.md and docs/migration/nemo_aligner_keys.md.
+"""

@@ -21,45 +21,45 @@ A model with a reward head becomes a reward model, any other model a base to tra
 
 
 def convert_parser() -> Parser:
-    """The options of ``nemo-aligner convert``."""
+    """Build the parser of ``nemo-aligner convert``."""
     parser = Parser("convert", _CONVERT)
     parser.add_argument(
         "--input", required=True, metavar="CHECKPOINT",
-        help="a folder with config.json, a .gguf file, or a model's name on the hub (org/name)",
+        help="a folder with config.json, a .gguf file, or a name on the hub (org/name)",
     )  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), help="default: as stored, fp32 for a quantised file"
+        "--dtype", choices=("fp32", "bf16"), help="default: as stored; fp32 for a quantized file"
     )
     parser.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N",
-        help="add query groups of zeros until N divides their number; outputs stay the same",
+        help="pad with query groups of zeros until N divides their number; outputs do not change",
     )  # fmt: skip
     parser.add_argument(
         "--head", metavar="NAME",
-        help="reward head to take, as docs/checkpoints.md names them; none: the body alone, as a "
-        "base model; default: the only one there is",
+        help="reward head to convert, by its name in docs/checkpoints.md; none: only the body, as "
+        "a base model; default: the only head of the model",
     )  # fmt: skip
-    rules = parser.add_argument_group("of a reward model")
+    rules = parser.add_argument_group("for a reward model")
     rules.add_argument(
         "--template", help="its chat template, as model.data.template; default: the tokenizer's"
     )
     rules.add_argument(
         "--seq-length", type=positive, metavar="N",
-        help="longest text in tokens; default: the model's own limit, but at most 4096",
+        help="longest sample in tokens; default: the model's limit, but at most 4096",
     )  # fmt: skip
     rules.add_argument(
         "--attributes", type=names, metavar="A,B", help="names of its outputs; default: id2label"
     )
     rules.add_argument(
         "--step-separator", metavar="TEXT",
-        help="text behind each step of a reply, for a reward at each; default: <extra_0> for a "
-        "process reward model",
+        help="string behind each step of a reply, for a model that scores steps; default: "
+        "<extra_0> for a process reward model",
     )  # fmt: skip
     rules.add_argument(
         "--reads", choices=STEPPED,
         help="where the reward of each turn or step is read, as model.head.reads; default: "
-        "step_marks, if there is a separator",
+        "step_marks if there is a separator",
     )  # fmt: skip
     return parser
 
@@ -96,11 +96,11 @@ nemo-aligner import --input rm.nemo --output ours.nemo --template tokenizer
 
 
 def import_parser() -> Parser:
-    """The options of ``nemo-aligner import``."""
+    """Build the parser of ``nemo-aligner import``."""
     parser = Parser("import", _IMPORT)
     parser.add_argument(
         "--input", required=True, type=Path, metavar="CHECKPOINT",
-        help=".nemo file, or folder of NeMo 2, Megatron-LM or Megatron-Bridge",
+        help="a .nemo file, or a folder of NeMo 2, Megatron-LM or Megatron-Bridge",
     )  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
     parser.add_argument(
@@ -111,18 +111,18 @@ def import_parser() -> Parser:
         "--config", type=Path, metavar="YAML",
         help="model_config.yaml; default: the checkpoint's own",
     )  # fmt: skip
-    rules = parser.add_argument_group("of a reward model")
+    rules = parser.add_argument_group("for a reward model")
     rules.add_argument(
         "--template",
         help="chat template: 'tokenizer', a built-in name, a file, or 'none' for raw texts",
     )
     rules.add_argument(
         "--attributes", type=names, default=(), metavar="A,B",
-        help="names of the outputs, if several",
+        help="names of its outputs, if there are several",
     )  # fmt: skip
     rules.add_argument(
         "--keep-scaling", action="store_true",
-        help="apply the rope and embedding scaling that NeMo-Aligner's reward models ignore",
+        help="apply the RoPE and embedding scaling that NeMo-Aligner's reward models ignore",
     )  # fmt: skip
     return parser
 
@@ -155,34 +155,34 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def export_parser() -> Parser:
-    """The options of ``nemo-aligner export``."""
+    """Build the parser of ``nemo-aligner export``."""
     parser = Parser("export", _EXPORT)
     parser.add_argument(
         "--input", required=True, type=Path, metavar="FILE", help="a reward model's .nemo"
     )
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FOLDER",
-        help="the folder to make, or a .gguf file for llama.cpp",
+        help="folder to write, or a .gguf file for llama.cpp",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the body; default: as stored"
     )
     parser.add_argument(
         "--merge", action="store_true",
-        help="write one output: the attributes, weighted as the scoring contract says",
+        help="combine the attributes into one output, by the weights of the scoring contract",
     )  # fmt: skip
     parser.add_argument(
         "--head", metavar="NAME",
-        help="form of a head of one matrix: score (default), score.bias for vLLM, which has a "
-        "place for the constant of a reward, or v_head.summary, TRL's and LLaMA-Factory's",
+        help="name of a linear head's tensor: score (default), score.bias for vLLM, with the "
+        "constant of a reward as bias, or v_head.summary for TRL and LLaMA-Factory",
     )  # fmt: skip
     parser.add_argument(
         "--adapter-of", metavar="MODEL",
-        help="write LoRA as an adapter for peft instead of folding it into the weights; MODEL is "
-        "the base model that peft loads: a folder (then the result is checked) or a name",
+        help="write LoRA as an adapter for peft instead of merging it into the weights; MODEL is "
+        "its base model: a folder (then the result is checked) or a name",
     )  # fmt: skip
     parser.add_argument(
-        "--max-shard-size", type=_bytes, default="5GB", metavar="SIZE",
+        "--max-shard-size", type=_parse_bytes, default="5GB", metavar="SIZE",
         help="largest safetensors file (default: 5GB)",
     )  # fmt: skip
     parser.add_argument(
@@ -193,7 +193,7 @@ def export_parser() -> Parser:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the folder, and print how it was checked."""
+    """Write the folder, and print the result of its check."""
     print(
         export_archive(
             options.input,
@@ -209,7 +209,8 @@ def run_export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
+    """Parse a size such as ``5GB``; an argparse type."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)", text.upper())
     size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
     if size == 0:
@@ -218,7 +219,7 @@ def _bytes(text: str) -> int:
 
 
 _MERGE = """\
-Write several reward models of one kind as one, by adding up their weights.
+Merge reward models of one kind into one, by a weighted sum of their weights.
 
 nemo-aligner merge --input a.nemo b.nemo c.nemo --output mean.nemo
 nemo-aligner merge --input a.nemo b.nemo --weights 0.7,0.3 --output ab.nemo
@@ -227,17 +228,19 @@ nemo-aligner merge --input a.nemo b.nemo --extrapolate 0.5 --output c.nemo
 
 
 def merge_parser() -> Parser:
-    """The options of ``nemo-aligner merge``."""
+    """Build the parser of ``nemo-aligner merge``."""
     parser = Parser("merge", _MERGE)
     parser.add_argument(
-        "--input", required=True, nargs="+", metavar="NEMO", help="reward models of one contract"
-    )
+        "--input", required=True, nargs="+", metavar="NEMO",
+        help="reward models with the same scoring contract",
+    )  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--weights", type=_numbers, metavar="W,W", help="weight of each input; default: all equal"
-    )
-    how.add_argument(
+    methods = parser.add_mutually_exclusive_group()
+    methods.add_argument(
+        "--weights", type=_parse_numbers, metavar="W,W",
+        help="weight of each input; default: all equal",
+    )  # fmt: skip
+    methods.add_argument(
         "--extrapolate", type=float, metavar="ALPHA",
         help="two inputs: second + ALPHA * (second - first) (ExPO); 0.3 to 0.5 is usual",
     )  # fmt: skip
@@ -245,7 +248,7 @@ def merge_parser() -> Parser:
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    """Write the archive, and print what it is made of."""
+    """Write the merged archive, and print a summary."""
     from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
     from nemo_aligner.utils.errors import ConfigError
 
@@ -253,8 +256,8 @@ def run_merge(options: argparse.Namespace) -> int:
     if options.extrapolate is not None:
         if len(inputs) != 2:
             raise ConfigError(
-                f"--extrapolate: got {len(inputs)} inputs, wanted two: where training began, and "
-                "where it ended"
+                f"--extrapolate: got {len(inputs)} inputs, wanted two: the model that training "
+                "started from, and the trained model"
             )
         base, trained = inputs
         print(extrapolate(base, trained, options.extrapolate, options.output))
@@ -265,5 +268,5 @@ def run_merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[float]:
+def _parse_numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]

@@ -20,19 +20,21 @@ _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
 
 def data_file(text: str) -> str:
-    """Check an argument that names a file; refuse one that looks like a setting."""
+    """Parse the name of a file; a setting ``key=value`` is an error. An argparse type."""
     if _SETTING.fullmatch(text) and not Path(text).exists():
         raise argparse.ArgumentTypeError(
-            f"got the setting {text}, wanted a file: this verb takes options, as --format NAME or "
-            "--prompt-key FIELD"
+            f"got the setting {text}, wanted a file: this verb has options instead of settings, "
+            "such as --format NAME or --prompt-key FIELD"
         )
     return text
 
 
 def add_format(parser: Parser, *, of_ratings: bool = True, drops_records: bool = True) -> None:
-    """Add the options that say how to read a file: its format, and the labels of ratings.
+    """Add the options for reading a data file.
 
-    Without ``drops_records`` every record is used, also one that contradicts another.
+    Args:
+        of_ratings: add the options for labels of rated replies.
+        drops_records: add ``--contradicting``; if False, contradicting pairs are kept.
     """
     parser.add_argument(
         "--format", default="auto", metavar="NAME", help="as model.data.format (default: auto)"
@@ -55,16 +57,16 @@ def add_format(parser: Parser, *, of_ratings: bool = True, drops_records: bool =
     )
     parser.add_argument(
         "--loss-mask-val", type=float, default=-100.0, metavar="NUMBER",
-        help="number that means a missing label (default: -100)",
+        help="number that marks a missing label (default: -100)",
     )  # fmt: skip
     parser.add_argument(
-        "--neutral-label", type=_number_or_null, default=DataConfig.neutral_label,
+        "--neutral-label", type=_parse_number_or_null, default=DataConfig.neutral_label,
         metavar="NUMBER", help="as model.data.neutral_label, or null (default: %(default)g)",
     )  # fmt: skip
 
 
-def read_format(options: argparse.Namespace, **others: Any) -> ReaderConfig:
-    """The rules that the options of ``add_format`` say."""
+def read_format(options: argparse.Namespace, **fields: Any) -> ReaderConfig:
+    """Make a ``ReaderConfig`` of the options of ``add_format`` and further fields."""
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.readers import ReaderConfig
 
@@ -75,16 +77,16 @@ def read_format(options: argparse.Namespace, **others: Any) -> ReaderConfig:
         loss_mask_val=options.loss_mask_val,
         neutral=options.neutral_label,
         contradicting=Contradicting(options.contradicting),
-        **others,
+        **fields,
     )
 
 
-def _number_or_null(text: str) -> float | None:
+def _parse_number_or_null(text: str) -> float | None:
     return None if text == "null" else float(text)
 
 
 _FETCH = """\
-Write a data set of the Hugging Face hub to a file of JSON lines.
+Download a data set from the Hugging Face hub to a file of JSON lines.
 
   nemo-aligner data fetch nvidia/HelpSteer2 --output helpsteer2.jsonl
   nemo-aligner data fetch Anthropic/hh-rlhf --split test --output heldout.jsonl
@@ -94,22 +96,26 @@ This needs the extra hub and a network; training then needs neither.
 
 
 def fetch_parser() -> Parser:
-    """The options of ``nemo-aligner data fetch``."""
+    """Build the parser of ``nemo-aligner data fetch``."""
     parser = Parser("data fetch", _FETCH)
     parser.add_argument(
-        "name", metavar="NAME", help="owner/name, or a local folder with a data set"
+        "name", metavar="NAME", help="owner/name on the hub, or a local folder with a data set"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="to write")
-    parser.add_argument("--split", default="train", metavar="SPLIT", help="default: train")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument(
+        "--split", default="train", metavar="SPLIT", help="split of the data set (default: train)"
+    )
     parser.add_argument(
         "--subset", metavar="SUBSET", help="configuration of the data set, if it has several"
     )
-    parser.add_argument("--revision", metavar="REVISION", help="default: the newest")
+    parser.add_argument(
+        "--revision", metavar="REVISION", help="branch, tag or commit (default: the newest)"
+    )
     return parser
 
 
 def run_fetch(options: argparse.Namespace) -> int:
-    """Fetch the data set, and print how many rows it has."""
+    """Download the data set, and print the number of rows."""
     from nemo_aligner.data.hub import fetch
 
     count = fetch(options.name, options.output, options.split, options.subset, options.revision)
@@ -118,21 +124,21 @@ def run_fetch(options: argparse.Namespace) -> int:
 
 
 _INSPECT = """\
-Look at preference data as training will see it, without a model.
+Show preference data as training will see it, without a model.
 
   nemo-aligner data inspect pairs.jsonl --tokenizer base.nemo
 
-Prints a table per file: records, what is dropped and why, ties, duplicates, lengths, how often the
-longer reply is the chosen one. --train names the training files; their prompts should not occur in
-the others. With --tokenizer, lengths are in tokens, and --show N prints the first N records exactly
-as they are tokenized, with special tokens in brackets or, on a terminal, in reverse video. Labels
-of turns or steps need --reads, by which each is shown with the token where its reward is read. If a
-file cannot be read or has malformed records, the others are still shown and the exit code is 1.
+Prints a table per file: records, dropped records and reasons, ties, duplicates, lengths, how often
+the longer reply is the chosen one. --train names the training files; their prompts should not occur
+in the other files. With --tokenizer, lengths are in tokens, and --show N prints the first N records
+exactly as they are tokenized, with special tokens in brackets or, on a terminal, in reverse video.
+For labels of turns or steps, --reads says at which token each reward is read. If a file cannot be
+read or has malformed records, the others are still shown, and the exit code is 1.
 """
 
 
 def inspect_parser() -> Parser:
-    """The options of ``nemo-aligner data inspect``."""
+    """Build the parser of ``nemo-aligner data inspect``."""
     parser = Parser("data inspect", _INSPECT)
     parser.add_argument("files", nargs="+", type=data_file, metavar="FILE", help="files to inspect")
     parser.add_argument(
@@ -140,7 +146,7 @@ def inspect_parser() -> Parser:
     )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH",
-        help="a .nemo file (a reward model's brings its scoring contract), or a folder with "
+        help="a .nemo file (of a reward model also its scoring contract is used), or a folder with "
         "tokenizer.json",
     )  # fmt: skip
     parser.add_argument(
@@ -166,7 +172,7 @@ def inspect_parser() -> Parser:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Print tables, and the first records of every file."""
+    """Print a table and the first records of each file; return 1 if a file is invalid, else 0."""
     from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
     from nemo_aligner.data.inspect import Inspection, inspect_files
 
@@ -182,27 +188,27 @@ def run_inspect(options: argparse.Namespace) -> int:
         tokenizer, contract, is_built = read_or_build_text_rules(
             options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
         )
-        # last_token is the default of --reads, and so asks for nothing.
-        asked = contract.scored_position if options.reads == "last_token" else options.reads
+        # last_token is the default of --reads, so it does not count as a choice of the user.
+        position = contract.scored_position if options.reads == "last_token" else options.reads
         separator = options.step_separator or contract.step_separator
-        if (asked, separator) != (contract.scored_position, contract.step_separator):
+        if (position, separator) != (contract.scored_position, contract.step_separator):
             raise ConfigError(
                 f"--tokenizer: the contract of {options.tokenizer} reads {contract.scored_position}"
-                f" with the separator {contract.step_separator!r}, wanted it without --reads and "
-                "--step-separator, or a base model"
+                f" with the separator {contract.step_separator!r}. Omit --reads and "
+                "--step-separator, or use a base model"
             )
         rules = tokenizer, contract
-        # A run's own precision, objective and label means are in its hash, too.
-        which = " of these options (not yet of a training run)" if is_built else ""
-        print(f"scoring contract{which}: {contract.hash}")
-    how = Inspection(
+        # The hash of a trained model also covers its precision, objective and label means.
+        origin = " of these options (not yet of a training run)" if is_built else ""
+        print(f"scoring contract{origin}: {contract.hash}")
+    inspection = Inspection(
         rules=rules,
         show=options.show,
         reading=read_format(options),
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
-    for part in inspect_files(options.files, options.train, how):
+    for part in inspect_files(options.files, options.train, inspection):
         print(part.text)
         all_good &= part.is_good
     return 0 if all_good else 1
@@ -213,38 +219,41 @@ Split a file of preference data by prompt: train.jsonl and heldout.jsonl.
 
   nemo-aligner data split pairs.jsonl --output data --heldout 0.1
 
-Reads every format that training takes, and copies lines unchanged. All records of a prompt go to
-the same side; records that training would drop are left out and counted. With --tokenizer, what the
-length of a reply alone would score is by its tokens, as in training, else by its characters.
+Reads every format for training, and copies lines unchanged. All records of a prompt go to the same
+side; records that training would drop are dropped and counted. It also prints how accurate the rule
+"the longer reply is better" is on the held-out records: with --tokenizer lengths are in tokens,
+else in characters.
 """
 
 
 def split_parser() -> Parser:
-    """The options of ``nemo-aligner data split``."""
+    """Build the parser of ``nemo-aligner data split``."""
     parser = Parser("data split", _SPLIT)
     parser.add_argument("input", type=Path, metavar="FILE", help="file to split")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
+    )
     parser.add_argument(
         "--heldout", type=fraction, default=0.2, metavar="FRACTION",
-        help="share of the records to hold out (default: 0.2)",
+        help="fraction of the records to hold out (default: 0.2)",
     )  # fmt: skip
     parser.add_argument(
         "--by", choices=["prompt", "first_prompt"], default="prompt",
-        help="keep records together that share the whole prompt, or the first user turn "
+        help="keep records together that have the same prompt, or the same first user turn "
         "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--similar", type=fraction, metavar="FRACTION",
         help="also keep near duplicates together: prompts whose sets of three consecutive words "
         "have at least this Jaccard similarity (needs the extra `dedup`; default: only prompts "
-        "that differ in nothing but case and white space)",
+        "that are equal up to case and white space)",
     )  # fmt: skip
     parser.add_argument(
         "--kind",
         choices=[kind.value for kind in RecordKind],
-        help="default: detected from the file",
+        help="kind of the records (default: detected from the file)",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="random seed (default: 1)")
     parser.add_argument(
         "--malformed", choices=[rule.value for rule in Malformed],
         default=DataConfig.malformed.value, help="as model.data.malformed (default: %(default)s)",
@@ -262,82 +271,86 @@ def split_parser() -> Parser:
 
 
 def run_split(options: argparse.Namespace) -> int:
-    """Write the two files, and print what is in them."""
+    """Write the two files, and print a summary."""
     from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.split import Split, split_file
 
     tokenizer = None
     if options.tokenizer is not None:
-        # Only here: it imports megatron-core, which takes seconds.
+        # Imported here, because it imports megatron-core, which takes seconds.
         from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
 
         tokenizer = read_tokenizer(options.tokenizer)
     kind = None if options.kind is None else RecordKind(options.kind)
     rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
     reading = read_format(options, kind=kind, rule=rule)
-    how = Split(options.heldout, options.seed, options.by, options.similar, reading, tokenizer)
-    print(split_file(options.input, options.output, how))
+    split = Split(options.heldout, options.seed, options.by, options.similar, reading, tokenizer)
+    print(split_file(options.input, options.output, split))
     return 0
 
 
 _AUGMENT = """\
-Make more pairs of a file: a prompt's own reply against one that was given to another prompt.
+Make more pairs from a file: the reply to a prompt is preferred to a reply to another prompt.
 
   nemo-aligner data augment train.jsonl --output augmented.jsonl
 
-The new pairs alone are written; train on both files. The same file, share and seed give the same
-pairs. It is for training files: make the held-out one first, with `data split`.
+Only the new pairs are written; train on both files. The same file, share and seed give the same
+pairs. Use it on training files, after `data split` has made the held-out file.
 """
 
 
 def augment_parser() -> Parser:
-    """The options of ``nemo-aligner data augment``."""
+    """Build the parser of ``nemo-aligner data augment``."""
     parser = Parser("data augment", _AUGMENT)
-    parser.add_argument("input", type=Path, metavar="FILE", help="pairs to make others of")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="to write")
+    parser.add_argument("input", type=Path, metavar="FILE", help="file of pairs")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
     parser.add_argument(
         "--share", type=above_0, default=0.3, metavar="NUMBER",
-        help="new pairs for each pair of the file (default: %(default)s)",
+        help="number of new pairs for each pair of the file (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="random seed (default: 1)")
     add_format(parser, of_ratings=False)
     return parser
 
 
 def run_augment(options: argparse.Namespace) -> int:
-    """Write the pairs, and print how many there are."""
+    """Write the new pairs, and print a summary."""
     from nemo_aligner.data.augment import Augment, augment_file
 
-    how = Augment(options.share, options.seed, read_format(options))
-    print(augment_file(options.input, options.output, how))
+    augment = Augment(options.share, options.seed, read_format(options))
+    print(augment_file(options.input, options.output, augment))
     return 0
 
 
-_DEMO = (
-    """Make a demo set of pairs, or of steps, that anyone can judge: train.jsonl, heldout.jsonl."""
-)
+_DEMO = """\
+Make a demo set whose labels anyone can verify, of pairs or of steps: train.jsonl, heldout.jsonl.
+"""
 
 
 def demo_parser() -> Parser:
-    """The options of ``nemo-aligner data demo``."""
+    """Build the parser of ``nemo-aligner data demo``."""
     parser = Parser("data demo", _DEMO)
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
+    )
     parser.add_argument(
         "--kind", choices=("pairs", "steps"), default="pairs",
-        help="preference pairs, or chains of sums with a label for each step; default: pairs",
+        help="preference pairs, or chains of sums with a label for each step (default: pairs)",
     )  # fmt: skip
     parser.add_argument(
-        "--pairs", type=positive, default=2400, metavar="N", help="or chains; default: 2400"
-    )
+        "--pairs", type=positive, default=2400, metavar="N",
+        help="number of pairs or chains (default: 2400)",
+    )  # fmt: skip
     parser.add_argument(
-        "--heldout", type=fraction, default=0.1, metavar="FRACTION", help="default: 0.1"
-    )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+        "--heldout", type=fraction, default=0.1, metavar="FRACTION",
+        help="fraction of the records to hold out (default: 0.1)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="random seed (default: 1)")
     return parser
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Write the two files, and print what is in them."""
+    """Write the two files, and print a summary."""
     from nemo_aligner.data.demo import write_demo, write_step_demo
 
     write = write_demo if options.kind == "pairs" else write_step_demo

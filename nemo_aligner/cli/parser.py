@@ -1,4 +1,8 @@
-"""Parsers of verbs: options with a suggestion for an unknown one, and settings as KEY=VALUE."""
+"""Argument parsing for all verbs: options, settings as KEY=VALUE, and starting of ranks.
+
+``Parser`` is argparse with suggestions for unknown options. ``settings_parser`` and
+``read_settings`` serve the verbs whose options are settings.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,8 @@ class Parser(argparse.ArgumentParser):
     """Parser of the options of one verb.
 
     Args:
-        setting_keys: settings that the verb takes as ``key=value``.
-        settings_are_flags: errors about a setting ``key`` name the flag ``--key`` instead.
+        setting_keys: keys of the settings that the verb accepts as ``key=value``.
+        settings_are_flags: True if errors about a setting ``key`` must name the flag ``--key``.
     """
 
     def __init__(
@@ -46,10 +50,10 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(
             prog=f"{PROGRAM} {verb}",
-            description=_wrapped(description),
+            description=_wrap_paragraphs(description),
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # An abbreviation would mean something else with the next flag that begins so.
+            # An abbreviation would change its meaning with a new flag of the same prefix.
             allow_abbrev=False,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -57,27 +61,27 @@ class Parser(argparse.ArgumentParser):
         self._settings_are_flags = settings_are_flags
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The options of a command line; an unfit one ends the process with exit code 2."""
-        # argparse has no public list of its flags, but its help has them.
-        known = re.findall(r"--[\w-]+", self.format_help())
+        """Parse a command line; an invalid one ends the process with exit code 2."""
+        # argparse has no public list of its flags, so they are taken from its help.
+        flags = re.findall(r"--[\w-]+", self.format_help())
         for word, following in pairwise([*argv, ""]):
             flag = word.partition("=")[0]
-            if flag.startswith("--") and flag not in known:
-                hint = did_you_mean(flag, known) or self._as_setting(word, following)
+            if flag.startswith("--") and flag not in flags:
+                hint = did_you_mean(flag, flags) or self._suggest_setting(word, following)
                 self.error(f"got {word}, which is not an option{hint}")
         # Settings may stand before, between and behind flags.
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
-        flags = known if self._settings_are_flags else []
-        options.flags = {flag.lstrip("-").replace("-", "_") for flag in flags}
+        flags_in_errors = flags if self._settings_are_flags else []
+        options.flags = {flag.lstrip("-").replace("-", "_") for flag in flags_in_errors}
         return options
 
-    def _as_setting(self, word: str, following: str) -> str:
-        """Word the hint for a setting that was given as a flag, ``--lr 3`` or ``--lr=3``."""
+    def _suggest_setting(self, word: str, following: str) -> str:
+        """Return a hint for a setting that was written as a flag, ``--lr 3`` or ``--lr=3``."""
         flag, _, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
-        known = self._setting_keys
-        key = name if name in known else suggest_setting(name, known)
+        keys = self._setting_keys
+        key = name if name in keys else suggest_setting(name, keys)
         if key is None:
             return ""
         if not value and not following.startswith("-") and "=" not in following:
@@ -85,12 +89,12 @@ class Parser(argparse.ArgumentParser):
         return f"; settings have no dashes: {key}={value or 'VALUE'}{peer_unit(name, key)}"
 
     def error(self, message: str) -> NoReturn:
-        """End the process: two lines on stderr, and exit code 2."""
+        """Print two lines to stderr, and end the process with exit code 2."""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the options\n")
 
 
-def _wrapped(text: str) -> str:
-    """Paragraphs as wide as the terminal, at most 100 columns; commands stay as they are."""
+def _wrap_paragraphs(text: str) -> str:
+    """Wrap paragraphs to the terminal, at most 100 columns; commands are not changed."""
     width = min(shutil.get_terminal_size().columns, 100) - 2
     return "\n\n".join(
         textwrap.indent(textwrap.dedent(part), "  ")
@@ -100,22 +104,19 @@ def _wrapped(text: str) -> str:
     )
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return the end of an error about ``word``; empty if nothing is near."""
-    near = suggestion(word, known)
+def did_you_mean(word: str, candidates: Sequence[str]) -> str:
+    """Return the end of an error about an unknown word: the nearest candidate, or nothing."""
+    near = suggestion(word, candidates)
     return "" if near is None else f"; did you mean {near}?"
 
 
 def names(text: str) -> tuple[str, ...]:
-    """``a, b`` as ``("a", "b")``, the type of ``--attributes``.
-
-    Whether they fit is checked where it is known what they name.
-    """
+    """Parse a list such as ``a, b`` to ``("a", "b")``; argparse type of ``--attributes``."""
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
 def fraction(text: str) -> float:
-    """A number between 0 and 1, neither of them."""
+    """Parse a number between 0 and 1, both excluded; an argparse type."""
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, wanted a number between 0 and 1")
@@ -123,7 +124,7 @@ def fraction(text: str) -> float:
 
 
 def above_0(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0; an argparse type."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"got {text}, wanted a number above 0")
@@ -131,7 +132,7 @@ def above_0(text: str) -> float:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0; an argparse type."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number above 0")
     return int(text)
@@ -143,7 +144,11 @@ _WIDTH = 100
 
 
 def settings_parser(verb: str, description: str, schema: type, has_ranks: bool = True) -> Parser:
-    """Build a parser of the settings of ``schema``, which its help lists."""
+    """Build the parser of a verb whose options are the settings of ``schema``.
+
+    Args:
+        has_ranks: whether the verb has the option ``--processes``.
+    """
     parser = Parser(
         verb,
         description,
@@ -151,7 +156,7 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
         settings_are_flags=False,
         epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
     )
-    # Also for verbs without --processes: their options are read by the same functions.
+    # Verbs without --processes get the default, too: ``starts_ranks`` reads it.
     parser.set_defaults(processes=None)
     if has_ranks:
         parser.add_argument(
@@ -170,22 +175,22 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
 
 
 def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence[str] = ()) -> T:
-    """Read the settings of the command line; on a terminal, print a line while libraries load.
+    """Load the settings of the command line, and print notes about NeMo-Aligner's keys.
 
     Raises:
         ConfigError: see ``load_config``.
-        SettingsError: one of ``needed`` is not set.
+        SettingsError: one of the settings ``needed`` is not set.
     """
-    # Not above: doctor and quickstart parse their options by the standard library alone.
+    # Imported here, because doctor and quickstart must work with only the standard library.
     from nemo_aligner.config.load import check_needed, load_with_notes
 
     config, notes = load_with_notes(schema, options.settings, options.config)
     check_needed(config, schema, needed)
-    is_speaker = options.processes in (None, 1) and is_first_rank()
-    if is_speaker and notes:
+    should_print = options.processes in (None, 1) and is_first_rank()
+    if should_print and notes:
         print(_render_notes(notes), flush=True)
-    if is_speaker and sys.stdout.isatty():
-        # The libraries that come next take seconds to import.
+    if should_print and sys.stdout.isatty():
+        # Next the verb imports torch, which takes seconds.
         print("starting ...", flush=True)
     return config
 
@@ -199,29 +204,33 @@ def _render_notes(notes: Sequence[str]) -> str:
 
 
 def starts_ranks(options: argparse.Namespace) -> bool:
-    """Return True if this command must start several ranks to run on.
+    """Tell if this command must start several ranks of itself (``--processes``).
 
     Raises:
-        ConfigError: it is a rank already.
+        ConfigError: a launcher has started this process as a rank already.
     """
     if options.processes in (None, 1):
         return False
     if is_launched():
-        raise ConfigError(f"processes: got {options.processes}, but a launcher started this one")
+        raise ConfigError(
+            f"processes: got {options.processes}, but torchrun or srun has started this process "
+            "already. Omit --processes"
+        )
     return True
 
 
 def start_ranks(verb: str, options: argparse.Namespace) -> int:
-    """Run this command as ``options.processes`` ranks of this machine; its exit code."""
+    """Run this command as ``options.processes`` ranks on this machine; return the exit code."""
     from nemo_aligner.distributed.launch import run_ranks
 
-    # Of a flag that is given twice the last counts.
-    again = [*options.argv, "--processes=1"]
-    return run_ranks(["-m", "nemo_aligner", verb, *again], options.processes, environment())
+    # argparse takes the last one of a repeated flag.
+    rank_arguments = [*options.argv, "--processes=1"]
+    command = ["-m", "nemo_aligner", verb, *rank_arguments]
+    return run_ranks(command, options.processes, environment())
 
 
 def complete_setting(prefix: str, schema: type) -> Iterable[str]:
-    """List keys to complete, or the values of a key that has few."""
+    """List completions for the shell: keys, or the values of a key that has only a few."""
     name, is_set, _ = prefix.partition("=")
     if not is_set:
         return [f"{key.name}=" for key in list_keys(schema)]

@@ -1,4 +1,4 @@
-"""Verbs that serve and ask servers: ``serve``, ``serve-critic``, ``gateway`` and ``score``."""
+"""Verbs for servers and clients: ``serve``, ``serve-critic``, ``gateway`` and ``score``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCrit
 from nemo_aligner.utils.errors import ConfigError, ServingError
 
 _SERVE = """\
-Answer with a reward model's rewards over HTTP, by every protocol, until SIGTERM or Ctrl-C.
+Serve a reward model over HTTP, by all protocols, until SIGTERM or Ctrl-C.
 
 nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
 """
 
 
 def serve_parser() -> Parser:
-    """The options of ``nemo-aligner serve``."""
+    """Build the parser of ``nemo-aligner serve``."""
     return settings_parser("serve", _SERVE, ServeConfig)
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until a signal arrives; return the exit code."""
     config = read_settings(ServeConfig, options, ["rm_model_file"])
     if starts_ranks(options):
         return start_ranks("serve", options)
-    # Only now: torch takes seconds to import, and a wrong setting is reported before that.
+    # Imported here: torch takes seconds, and invalid settings must be reported before that.
     from nemo_aligner.serving.run import run_server
 
     return run_server(config)
@@ -53,12 +53,12 @@ _VERB = "serve-critic"
 
 
 def serve_critic_parser() -> Parser:
-    """The options of ``nemo-aligner serve-critic``."""
+    """Build the parser of ``nemo-aligner serve-critic``."""
     return settings_parser(_VERB, _SERVE_CRITIC, ServeCriticConfig)
 
 
 def run_serve_critic(options: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until a signal arrives; return the exit code."""
     needed = ["pretrained_checkpoint.restore_from_path"]
     config = read_settings(ServeCriticConfig, options, needed)
     if starts_ranks(options):
@@ -69,19 +69,19 @@ def run_serve_critic(options: argparse.Namespace) -> int:
 
 
 _GATEWAY = """\
-Put several servers of one reward model behind one address, with the same protocols.
+Put several servers of the same reward model behind one address, with the same protocols.
 
 nemo-aligner gateway 'backends=[http://127.0.0.1:5555]' gateway.port=8000
 """
 
 
 def gateway_parser() -> Parser:
-    """The options of ``nemo-aligner gateway``."""
+    """Build the parser of ``nemo-aligner gateway``."""
     return settings_parser("gateway", _GATEWAY, GatewayRunConfig, has_ranks=False)
 
 
 def run_gateway(options: argparse.Namespace) -> int:
-    """Answer until told to stop."""
+    """Serve until a signal arrives; return the exit code."""
     config = read_settings(GatewayRunConfig, options)
     from nemo_aligner.serving.gateway import run_gateway
 
@@ -89,38 +89,41 @@ def run_gateway(options: argparse.Namespace) -> int:
 
 
 _SCORE = """\
-Ask a reward model server for rewards.
+Query a reward server: print the reward of each sample.
 
   nemo-aligner score "some text" "another text"
   nemo-aligner score --file pairs.jsonl
   nemo-aligner score --conversation '[{"role": "user", ...}, ...]'
 
-The model's chat template is applied to a conversation; a text is scored as it is. A file has lines
-of {"text": ...} or {"messages": [...]}, or is preference data, which is read as by `evaluate`; each
-reply gets a reward.
+A conversation is rendered with the model's chat template; a raw text is scored verbatim. A file has
+lines of {"text": ...} or {"messages": [...]}, or is preference data in any format of `evaluate`, of
+which each reply gets a reward.
 """
 
-# Without an answer for so long, a line says that it is waited for.
+# Seconds without an answer until a line says that the client is waiting.
 _QUIET_S = 2.0
 
 
 def score_parser() -> Parser:
-    """The options of ``nemo-aligner score``."""
+    """Build the parser of ``nemo-aligner score``."""
     parser = Parser("score", _SCORE)
-    parser.add_argument("texts", nargs="*", help="texts, scored without a chat template")
-    parser.add_argument("--url", default="http://127.0.0.1:5555", help="default: %(default)s")
+    parser.add_argument("texts", nargs="*", help="raw texts, scored without a chat template")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:5555", help="the server (default: %(default)s)"
+    )
     parser.add_argument(
         "--conversation", action="append", default=[], metavar="JSON",
         help="a list of messages, or an object with messages, tools and documents",
     )  # fmt: skip
-    parser.add_argument("--file", type=Path, metavar="JSONL", help="file with texts to score")
+    parser.add_argument("--file", type=Path, metavar="JSONL", help="file with samples to score")
     add_format(parser, of_ratings=False, drops_records=False)
     parser.add_argument(
-        "--expect", metavar="HASH", help="refuse rewards if the contract has another hash"
+        "--expect", metavar="HASH", help="fail if the model's scoring contract has another hash"
     )
     parser.add_argument(
-        "--expect-fingerprint", metavar="HEX", help="refuse rewards of a model with other weights"
-    )
+        "--expect-fingerprint", metavar="HEX",
+        help="fail if the model's weights have another fingerprint",
+    )  # fmt: skip
     parser.add_argument(
         "--token-variable", metavar="NAME",
         help="environment variable with the server's bearer token",
@@ -133,9 +136,9 @@ def score_parser() -> Parser:
 
 
 def run_score(options: argparse.Namespace) -> int:
-    """Print a line for each text: its rewards, or why it has none, and the text."""
-    texts = list(_texts(options))
-    if not texts:
+    """Print a line for each sample: its rewards, or why it was rejected, and the sample."""
+    samples = list(_read_samples(options))
+    if not samples:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
     from nemo_aligner.serving.client.reward import RewardClient
     from nemo_aligner.serving.tokens import find_token, hide_password
@@ -152,24 +155,25 @@ def run_score(options: argparse.Namespace) -> int:
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
         waiting.start()
         try:
-            scored = client.score_rows([text for _, text in texts])
+            scored = client.score_rows([sample for _, sample in samples])
             is_named = scored.rewards.shape[1] > 1 and scored.contract_hash is not None
             names = client.contract().attributes if is_named else ()
-        except ServingError as error:  # the client's argument, by its name here
+        except ServingError as error:  # the message names the client's argument, not our flag
             raise ServingError(str(error).replace("wait_s", "--wait")) from error
         finally:
             waiting.cancel()
     if names:
         print("attributes:", ", ".join(names))
-    for row, (label, _) in enumerate(texts):
+    for row, (label, _) in enumerate(samples):
         rewards = "  ".join(f"{reward:10.4f}" for reward in scored.rewards[row])
         if row in scored.errors:
-            rewards, label = f"{'refused':>10}", f"{label}: {scored.errors[row]}"
+            rewards, label = f"{'rejected':>10}", f"{label}: {scored.errors[row]}"
         print(rewards, "", label, sep="  ")
     return 1 if scored.errors else 0
 
 
-def _texts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+def _read_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield ``(label, sample)`` for each sample of the command line and the file."""
     from nemo_aligner.data.texts import label_of, labelled_conversation, labelled_texts
 
     yield from ((label_of(text), text) for text in options.texts)

@@ -1,4 +1,4 @@
-"""Verbs that plan and train: ``plan``, ``train`` and ``probe``."""
+"""Verbs for planning and training: ``plan``, ``train`` and ``probe``."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Train a reward model: from a base checkpoint and preference data to megatron_gpt
       model.data.data_prefix.train=pairs.jsonl \\
       exp_manager.explicit_log_dir=results/first
 
-The same command resumes a run that stopped. Ctrl-C and SIGTERM save before the run stops; so does
-SIGUSR1, after which the exit code is 138, so that a script can start the run again.
+The same command resumes a run that was stopped. On Ctrl-C and SIGTERM the run saves and stops. So
+it does on SIGUSR1, with exit code 138, which tells a script to start the run again.
 """
 
 
 def train_parser() -> Parser:
-    """The options of ``nemo-aligner train``."""
+    """Build the parser of ``nemo-aligner train``."""
     parser = settings_parser("train", _TRAIN, TrainConfig)
     parser.add_argument(
         "--dry-run", action="store_true",
@@ -52,7 +52,7 @@ def train_parser() -> Parser:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train, on as many ranks as were started."""
+    """Train on all ranks, or with ``--dry-run`` print what training would do."""
     config = read_settings(TrainConfig, options, NEEDED)
     if options.dry_run:
         from nemo_aligner.training.dry_run import check_run
@@ -60,7 +60,7 @@ def run_train(options: argparse.Namespace) -> int:
 
         say(check_run(config, options.processes or find_process(os.environ).world_size))
         return 0
-    # Before ranks start, as each of them would say it.
+    # Checked before ranks start, because each of them would report it.
     if config.exp_manager.report:
         check_report("exp_manager.report")
     if starts_ranks(options):
@@ -70,28 +70,31 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 _PROBE = """\
-Show that training sees its labels, with your model and settings.
+Check that training follows its labels, with your model and settings.
 
   nemo-aligner probe pretrained_checkpoint.restore_from_path=base.nemo
 
-Takes the settings of training; without model.data.data_prefix.train it uses records of the demo
-set. It overfits a handful of records, then starts again with their labels swapped (chosen and
-rejected exchanged, ratings mirrored). The metric on the original labels must rise the first time
-and fall the second. Training that ignores its labels fails the probe, with exit code 1. Nothing is
-written.
+It takes the settings of training; without model.data.data_prefix.train it uses records of the demo
+set. It overfits a few records twice: with their labels, and with these swapped (chosen and rejected
+exchanged, ratings mirrored). The metric on the original labels must rise the first time and fall
+the second time, else the exit code is 1. No files are written.
 """
 
 
 def probe_parser() -> Parser:
-    """The options of ``nemo-aligner probe``."""
+    """Build the parser of ``nemo-aligner probe``."""
     parser = settings_parser("probe", _PROBE, TrainConfig)
-    parser.add_argument("--records", type=positive, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="default: 20")
+    parser.add_argument(
+        "--records", type=positive, default=8, metavar="N", help="records to overfit (default: 8)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=20, metavar="N", help="steps of each run (default: 20)"
+    )
     return parser
 
 
 def run_probe(options: argparse.Namespace) -> int:
-    """Return 0 if training follows its labels, else 1."""
+    """Print the metrics; return 0 if training follows its labels, else 1."""
     config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
     if starts_ranks(options):
         return start_ranks("probe", options)
@@ -104,22 +107,22 @@ def run_probe(options: argparse.Namespace) -> int:
 
 
 _PLAN = """\
-List the parallel layouts that fit on so many GPUs, with memory per GPU and estimated speed.
+List the parallel layouts that fit on a number of GPUs, with memory per GPU and estimated speed.
 
   nemo-aligner plan --params 8B --gpus 8
   nemo-aligner plan --config base.nemo --gpus 64 --gpu-memory 141
 
-Nothing is measured: the plan counts what a step computes, sends and holds. The memory was compared
+Nothing is measured: the plan counts what a step computes, sends and stores. The memory was compared
 with real steps (docs/performance.md); the speed depends on the assumptions --tflops, --mfu,
 --intra-node and --inter-node. A step has --global-batch-size pairs of two sequences of --seq-length
-tokens without a common prefix, the most that the settings allow. If memory is short, as few layers
+tokens without a shared prefix, the most that the settings allow. If memory is short, as few layers
 of each pipeline stage as necessary are recomputed. For several numbers of GPUs the best layout of
 each is shown.
 """
 
 
 def plan_parser() -> Parser:
-    """The options of ``nemo-aligner plan``."""
+    """Build the parser of ``nemo-aligner plan``."""
     parser = Parser("plan", _PLAN)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
@@ -132,7 +135,9 @@ def plan_parser() -> Parser:
         "--gpus", type=positive, nargs="+", required=True, metavar="N",
         help="number of GPUs, or several to compare",
     )  # fmt: skip
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: 80")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of a GPU (default: 80)"
+    )
     parser.add_argument(
         "--reserve", type=float, metavar="GIB",
         help="memory for CUDA, NCCL and fragmentation (default: 4, assumed)",
@@ -147,10 +152,10 @@ def plan_parser() -> Parser:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """The layouts on one number of GPUs, or the best on each of several."""
-    given = vars(options)
+    """Print the layouts for one number of GPUs, or the best layout for each of several."""
+    arguments = vars(options)
     shape, name = preset(options.params) if options.params else _read_shape(options.config)
-    request = PlanRequest(**{each.name: given[each.name] for each in fields(PlanRequest)})
+    request = PlanRequest(**{item.name: arguments[item.name] for item in fields(PlanRequest)})
     planner = request.planner(shape)
     print(render_heading(name, planner, request), flush=True)
     if len(options.gpus) == 1:
@@ -173,38 +178,53 @@ def _add_batch(group: argparse._ArgumentGroup) -> None:
         "--global-batch-size", type=positive, metavar="N", help="as model.global_batch_size"
     )
     size.add_argument(
-        "--global-batch-tokens", type=positive, metavar="N", help="instead, tokens of a step"
+        "--global-batch-tokens", type=positive, metavar="N", help="instead: tokens per step"
     )
     group.add_argument(
         "--micro-batch-tokens", type=positive, metavar="N",
-        help="as model.micro_batch_tokens (default: its own, or a pair if that is more)",
+        help="as model.micro_batch_tokens (default: its default, but at least a pair)",
     )  # fmt: skip
-    group.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: bf16")
+    group.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="as trainer.precision (default: bf16)"
+    )
     group.add_argument("--freeze-layers", type=int, metavar="N", help="as model.freeze_layers")
     group.add_argument("--lora-rank", type=int, metavar="N", help="as model.lora.rank")
     group.add_argument("--cpu-offload", action="store_true", help="as model.optim.cpu_offload=true")
     group.add_argument(
         "--activations-offload", action="store_true",
-        help="as model.activations_offload=true (default: if nothing fits without)",
+        help="as model.activations_offload=true (default: only if nothing fits without it)",
     )  # fmt: skip
     group.add_argument(
         "--recompute", choices=["auto", "none", "selective", "full"],
-        help="default auto: as few layers as fit",
+        help="activations to recompute (default: auto, in as few layers as necessary)",
     )  # fmt: skip
 
 
 def _add_speed(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--tflops", type=float, metavar="N", help="peak of a GPU (default 989: H100, H200 in bf16)"
-    )
+        "--tflops", type=float, metavar="N",
+        help="peak of a GPU (default: 989, H100 and H200 in bf16)",
+    )  # fmt: skip
     group.add_argument(
-        "--memory-bandwidth", type=float, metavar="GB/S", help="of a GPU's memory (3350: H100)"
-    )
+        "--memory-bandwidth", type=float, metavar="GB/S",
+        help="bandwidth of a GPU's memory (default: 3350, H100)",
+    )  # fmt: skip
     group.add_argument(
         "--mfu", type=float, metavar="FRACTION",
-        help="of --tflops that computation reaches (default: by kind of work, as measured)",
+        help="fraction of --tflops that is reached (default: as measured, by kind of work)",
     )  # fmt: skip
-    group.add_argument("--intra-node", type=float, metavar="GB/S", help="of a GPU (450: NVLink 4)")
-    group.add_argument("--inter-node", type=float, metavar="GB/S", help="of a GPU (50: 400 Gb/s)")
-    group.add_argument("--host", type=float, metavar="GB/S", help="to host memory (50: PCIe 5)")
-    group.add_argument("--gpus-per-node", type=positive, metavar="N", help="default: 8")
+    group.add_argument(
+        "--intra-node", type=float, metavar="GB/S",
+        help="bandwidth between GPUs of a node (default: 450, NVLink 4)",
+    )  # fmt: skip
+    group.add_argument(
+        "--inter-node", type=float, metavar="GB/S",
+        help="bandwidth per GPU between nodes (default: 50, 400 Gb/s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--host", type=float, metavar="GB/S",
+        help="bandwidth between a GPU and host memory (default: 50, PCIe 5)",
+    )  # fmt: skip
+    group.add_argument(
+        "--gpus-per-node", type=positive, metavar="N", help="number of GPUs of a node (default: 8)"
+    )

@@ -1,4 +1,7 @@
-"""Enumerations and value checks that several sections of the settings share."""
+"""What all sections of the settings share: enumerations, ``setting``, and checks of values.
+
+At the end are checks of numbers in files of other programs (``read_count``, ``read_number``).
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,26 @@ from typing import Any, TypeAlias, TypeVar
 from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
 
 T = TypeVar("T")
-# Key of a field's metadata: its line in ``--help``.
+# Key of a field's metadata with its line in ``--help``.
 ABOUT = "about"
-# numpy's RandomState takes no larger one.
+# The largest seed of numpy's RandomState.
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
-# The bounds of a range belong to it, and 0 must not.
+# Ranges are closed, so this is the lower bound of numbers that must not be 0.
 _ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
-"""Tokens of a block of the prefix cache, which keeps and finds keys and values by whole blocks."""
+"""Tokens per block of the prefix cache, which stores keys and values by whole blocks."""
 
 
 class RecordKind(Enum):
-    """Kind of a record in a data file."""
+    """Kind of the records in a data file."""
 
-    comparison = "comparison"  # two replies, of which one was chosen
+    comparison = "comparison"  # a chosen and a rejected reply
     rating = "rating"  # a reply with a label for each attribute
 
 
 class Aggregate(Enum):
-    """What one reward of a text is made of where its turns or steps have several."""
+    """How the rewards of a sample's turns or steps are combined into one reward."""
 
     last = "last"
     min = "min"
@@ -40,51 +43,61 @@ class Aggregate(Enum):
 
 
 class RewardModelType(Enum):
-    """Training task of a reward model; it fixes the kind of record that it learns from."""
+    """Training task of a reward model; it decides the kind of records it is trained on."""
 
     binary_ranking = "binary_ranking"
     regression = "regression"
 
     @property
     def record_kind(self) -> RecordKind:
-        """Comparisons or ratings."""
+        """The kind of records that the model is trained on."""
         return RecordKind.rating if self is RewardModelType.regression else RecordKind.comparison
 
 
 class Overlong(Enum):
+    """What to do with a sample of more than ``seq_length`` tokens."""
+
     drop = "drop"
     truncate_left = "truncate_left"
     error = "error"
 
 
 class Malformed(Enum):
+    """What to do with a record that cannot be read."""
+
     error = "error"
     drop = "drop"
 
 
 class Contradicting(Enum):
+    """What to do with pairs of one file that prefer opposite replies to the same prompt."""
+
     keep = "keep"
     drop = "drop"
 
 
 class Precision(Enum):
+    """Dtype of weights and activations."""
+
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
 
 
 IdleRule: TypeAlias = tuple[Mapping[str, Any], tuple[str, ...]]
-"""Where all settings of the first have these values, those of the second do nothing."""
+"""A mapping from settings to values, and the keys that have no effect if all of these match."""
 ANY = object()
-"""In an ``IdleRule``: any value but null."""
+"""In an ``IdleRule``: matches every value except null."""
 RANKS = "processes"
-"""In an ``IdleRule``: no setting, but how many ranks there are."""
+"""In an ``IdleRule``: a key that stands for the number of ranks instead of a setting."""
 
 
 def setting(default: T, about: str) -> T:
-    """Declare a field of a section: its default, and its line in ``--help``.
+    """Declare a field of a section.
 
-    A list or a mapping is copied for every section.
+    Args:
+        default: its default; a list or mapping is copied for every instance.
+        about: its line in ``--help``.
     """
     metadata = {ABOUT: about}
     if isinstance(default, list | dict):
@@ -93,25 +106,29 @@ def setting(default: T, about: str) -> T:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as YAML writes it, in one line."""
+    """Write a value as YAML in one line."""
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {as_yaml(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {as_yaml(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_yaml, value))}]"
     return str(value)
 
 
 class Checks:
-    """Collector of invalid values in one section, whose keys begin with ``prefix``.
+    """Checks of the values of one section, as a context manager.
 
-    As a context manager it raises what was found at its end:
+    The block calls the checks; its end raises all problems at once.
+
+    Args:
+        prefix: the section's key, which error messages begin with.
+        section: the instance to check.
 
     Raises:
-        SettingsError: any check failed; it has a line for each.
+        SettingsError: checks failed; ``problems`` has a line for each.
     """
 
     def __init__(self, prefix: str, section: object) -> None:
@@ -126,114 +143,132 @@ class Checks:
         if kind is None and self._problems:
             raise SettingsError(self._problems)
 
-    def require(self, condition: bool, name: str, wanted: str) -> None:
-        """Note a problem with ``name`` (dots lead below the section) unless ``condition``."""
-        if not condition:
-            got = self._section
-            for part in name.split("."):
-                got = getattr(got, part)
-            shown = got.value if isinstance(got, Enum) else got
-            self._problems.append(f"{self._prefix}{name}: got {shown!r}, wanted {wanted}")
+    def require(self, condition: bool, name: str, expected: str) -> None:
+        """Record a problem unless the condition holds.
 
-    def within(self, least: float, most: float, wanted: str, *names: str) -> None:
-        """Require that each of these is null, or from ``least`` to ``most``; NaN is neither."""
+        Args:
+            name: the setting, below the section; dots lead to sections within.
+            expected: what the value should be, for the error message.
+        """
+        if not condition:
+            value = self._section
+            for part in name.split("."):
+                value = getattr(value, part)
+            printable = value.value if isinstance(value, Enum) else value
+            self._problems.append(f"{self._prefix}{name}: got {printable!r}, wanted {expected}")
+
+    def require_range(self, minimum: float, maximum: float, expected: str, *names: str) -> None:
+        """Require that these settings are null, or between the two bounds; NaN fails."""
         for name in names:
             value = getattr(self._section, name)
-            self.require(value is None or least <= value <= most, name, wanted)
+            self.require(value is None or minimum <= value <= maximum, name, expected)
 
-    def positive(self, *names: str) -> None:
-        """Require that each of these is null or above 0."""
-        self.within(_ABOVE_0, inf, "a number above 0", *names)
+    def require_positive(self, *names: str) -> None:
+        """Require that these settings are null or above 0."""
+        self.require_range(_ABOVE_0, inf, "a number above 0", *names)
 
-    def not_negative(self, *names: str) -> None:
-        """Require that each of these is null, or 0 or more."""
-        self.within(0, inf, "0 or more", *names)
+    def require_not_negative(self, *names: str) -> None:
+        """Require that these settings are null, or 0 or more."""
+        self.require_range(0, inf, "0 or more", *names)
 
-    def prefix_cache(self, name: str) -> None:
-        """Require a size in tokens that holds a block, or 0."""
+    def require_prefix_cache(self, name: str) -> None:
+        """Require a size in tokens that is 0 or at least one block."""
         tokens = getattr(self._section, name)
-        wanted = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
-        self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, wanted)
+        expected = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
+        self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, expected)
 
-    def finite(self, *names: str) -> None:
-        """Require that each of these is below infinity; other checks refuse NaN and low values."""
+    def require_finite(self, *names: str) -> None:
+        """Require that these settings are not infinite; other checks reject NaN."""
         for name in names:
             self.require(getattr(self._section, name) != inf, name, "a finite number")
 
-    def seed(self, name: str) -> None:
+    def require_seed(self, name: str) -> None:
         """Require a seed that every random number generator accepts."""
-        self.within(0, MAX_SEED, f"a whole number from 0 to {MAX_SEED}", name)
+        self.require_range(0, MAX_SEED, f"a whole number from 0 to {MAX_SEED}", name)
 
-    def port(self, name: str) -> None:
-        """Require a TCP port to listen on."""
-        self.within(0, MAX_PORT, f"0 (any free port) to {MAX_PORT}", name)
+    def require_port(self, name: str) -> None:
+        """Require a TCP port to listen on; 0 is any free port."""
+        self.require_range(0, MAX_PORT, f"0 (any free port) to {MAX_PORT}", name)
 
-    def one_token(self, name: str) -> None:
+    def require_one_token(self, name: str) -> None:
         """Require that ``NAME_file`` and ``NAME_variable`` are not both set."""
         file, variable = f"{name}_file", f"{name}_variable"
-        one = getattr(self._section, file) is None or getattr(self._section, variable) is None
-        self.require(one, variable, f"a {file} or a {variable}, not both")
+        at_most_one = (
+            getattr(self._section, file) is None or getattr(self._section, variable) is None
+        )
+        self.require(at_most_one, variable, f"a {file} or a {variable}, not both")
 
-    def fraction(self, *names: str) -> None:
-        """Require that each of these is from 0 to 1."""
-        self.within(0, 1, "a number from 0 to 1", *names)
+    def require_fraction(self, *names: str) -> None:
+        """Require that these settings are between 0 and 1, both included."""
+        self.require_range(0, 1, "a number from 0 to 1", *names)
 
 
-# Numbers of files that others wrote: checked here, because models and data of every format need it.
+# Checks of numbers in files of other programs: configs of models, headers of weights.
 
-# Far beyond any model: a larger number would only be noticed when it overflows something.
+# Far beyond any real model. Larger numbers would be noticed late, when something overflows.
 MOST = 2**31
 LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e12
 
 
-def read_count(value: object, where: str, wanted: str, least: int = 1, most: int = MOST) -> int:
-    """Return ``value`` if it is a whole number from ``least`` to ``most``.
+def read_count(
+    value: object, location: str, expected: str, minimum: int = 1, maximum: int = MOST
+) -> int:
+    """Return ``value`` if it is a whole number in the range.
+
+    Args:
+        location: file and key, for the error message.
+        expected: what the value should be, for the error message.
 
     Raises:
-        CheckpointError: it is not; ``wanted`` words what it should be.
+        CheckpointError: it is no int, or out of range.
     """
-    return _read_in_range(value, where, wanted, (int,), least, most)
+    return _read_in_range(value, location, expected, (int,), minimum, maximum)
 
 
 def read_number(
     value: object,
-    where: str,
-    wanted: str,
-    least: float = LEAST_NUMBER,
-    most: float = MOST_NUMBER,
+    location: str,
+    expected: str,
+    minimum: float = LEAST_NUMBER,
+    maximum: float = MOST_NUMBER,
 ) -> float:
-    """Return ``value`` if it is an int or a float from ``least`` to ``most``, never NaN.
+    """Return ``value`` if it is an int or float in the range; see ``read_count``.
 
     Raises:
-        CheckpointError: it is not; ``wanted`` words what it should be.
+        CheckpointError: it is no number, out of range, or NaN.
     """
-    return _read_in_range(value, where, wanted, (int, float), least, most)
+    return _read_in_range(value, location, expected, (int, float), minimum, maximum)
 
 
 def count_of_config(config: Mapping[str, Any], key: str, default: Any = None) -> int:
-    """Read a whole number above 0 of a ``model_config.yaml``; see ``read_count``."""
+    """Read a whole number above 0 from a ``model_config.yaml``; see ``read_count``."""
     value = config.get(key)
-    wanted = f"a whole number above 0 and of at most {MOST}"
-    return read_count(default if value is None else value, f"model_config.yaml: {key}", wanted)
+    expected = f"a whole number above 0 and of at most {MOST}"
+    return read_count(default if value is None else value, f"model_config.yaml: {key}", expected)
 
 
 def number_of_config(config: Mapping[str, Any], key: str, default: float) -> float:
-    """Read a number above 0 of a ``model_config.yaml``; see ``read_number``."""
+    """Read a number above 0 from a ``model_config.yaml``; see ``read_number``."""
     value = config.get(key)
-    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    expected = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
     value = default if value is None else value
-    return float(read_number(value, f"model_config.yaml: {key}", wanted))
+    return float(read_number(value, f"model_config.yaml: {key}", expected))
 
 
 def optional_number_of_config(config: Mapping[str, Any], key: str) -> float | None:
-    """Read a number above 0 of a ``model_config.yaml``, or None; see ``read_number``."""
+    """Read a number above 0 from a ``model_config.yaml``; None if it is null or missing."""
     return None if config.get(key) is None else number_of_config(config, key, nan)
 
 
 def _read_in_range(
-    value: Any, where: str, wanted: str, kinds: tuple[type, ...], least: float, most: float
+    value: Any,
+    location: str,
+    expected: str,
+    types: tuple[type, ...],
+    minimum: float,
+    maximum: float,
 ) -> Any:
-    # ``type``, as True is an instance of int.
-    if type(value) not in kinds or not least <= value <= most:
-        raise CheckpointError(f"{where}: got {shown(value)}, wanted {wanted}")
+    # Not isinstance: True is an instance of int.
+    if type(value) not in types or not minimum <= value <= maximum:
+        raise CheckpointError(f"{location}: got {shown(value)}, wanted {expected}")
     return value

@@ -1,5 +1,9 @@
-"""Describe settings (key, type, default, help), suggest near misses, and say what the package
-brings.
+"""Descriptions of settings, suggestions for unknown keys, and facts about the installed package.
+
+- ``list_keys`` and ``render_keys`` list all settings of a schema, for ``--help`` and the docs.
+- ``suggest_setting`` finds what an unknown key was meant to be, also by names of other trainers.
+- ``install_command``, ``find_conflict`` and ``find_settings`` describe the installation: how to
+  install an extra, whether NVIDIA's package is in the way, where the packaged YAML files are.
 """
 
 from __future__ import annotations
@@ -19,23 +23,23 @@ from typing import Any, get_args, get_origin, get_type_hints
 from nemo_aligner import __version__
 from nemo_aligner.config.common import ABOUT, as_yaml
 
-# Settings: keys, types, defaults, purposes.
+# Settings: keys, types, defaults and help.
 
 _WIDTH = 78
-_WORDS = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """One setting.
+    """The description of one setting.
 
     Attributes:
-        name: with its sections, as in ``model.optim.lr``.
-        default: as it is written in YAML.
-        type: of its values.
-        kind: their type in words.
-        choices: its values, where there are few.
-        about: what it is for.
+        name: full key, such as ``model.optim.lr``.
+        default: the default as YAML.
+        type: type annotation of the field.
+        kind: the type in words, for users.
+        choices: all values as YAML, if there are only a few; else empty.
+        about: the help text.
     """
 
     name: str
@@ -47,7 +51,7 @@ class Key:
 
 
 def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """List every key of ``schema``; sections are not keys."""
+    """Yield every setting of ``schema`` and its sections; the sections are not yielded."""
     hints, defaults = get_type_hints(schema), schema()
     for item in fields(schema):
         kind = hints[item.name]
@@ -58,68 +62,70 @@ def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
                 name=prefix + item.name,
                 default=as_yaml(getattr(defaults, item.name)),
                 type=kind,
-                kind=_describe(kind),
-                choices=_choices(kind),
+                kind=_describe_type(kind),
+                choices=_list_choices(kind),
                 about=item.metadata[ABOUT],
             )
 
 
 def render_keys(schema: type) -> str:
-    """Render every key under its section, with type, default and purpose."""
+    """Render every setting under its section, with type, default and help text."""
     lines: list[str] = []
-    last = None
+    last_section = None
     for key in list_keys(schema):
         section, _, name = key.name.rpartition(".")
-        if section != last:
+        if section != last_section:
             lines += ["", f"{section}:" if section else "settings without a section:"]
-            last = section
+            last_section = section
         head = f"  {name}={key.default}  ({key.kind})"
         lines += textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 6, break_long_words=False)
         lines += textwrap.wrap(key.about, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines[1:])
 
 
-def _without_null(kind: Any) -> tuple[list[Any], bool]:
+def _split_optional(kind: Any) -> tuple[list[Any], bool]:
+    """Return the types of a union without None, and whether None was among them."""
     parts = get_args(kind)
     if type(None) not in parts:
         return [kind], False
     return [part for part in parts if part is not type(None)], True
 
 
-def _describe(kind: Any) -> str:
-    (inner, *_), may_be_null = _without_null(kind)
+def _describe_type(kind: Any) -> str:
+    (inner, *_), may_be_null = _split_optional(kind)
     if isinstance(inner, type) and issubclass(inner, Enum):
-        words = " | ".join(each.value for each in inner)
+        words = " | ".join(member.value for member in inner)
     elif get_origin(inner) in (list, tuple):
-        words = f"[{_WORDS[get_args(inner)[0]]}, ...]"
+        words = f"[{_TYPE_NAMES[get_args(inner)[0]]}, ...]"
     elif get_origin(inner) is dict:
         words = "key=value"
     else:
-        words = _WORDS[inner]
+        words = _TYPE_NAMES[inner]
     return f"{words} | null" if may_be_null else words
 
 
-def _choices(kind: Any) -> tuple[str, ...]:
-    (inner, *_), may_be_null = _without_null(kind)
+def _list_choices(kind: Any) -> tuple[str, ...]:
+    (inner, *_), may_be_null = _split_optional(kind)
     values: list[str] = []
     if isinstance(inner, type) and issubclass(inner, Enum):
-        values = [each.value for each in inner]
+        values = [member.value for member in inner]
     elif inner is bool:
         values = ["true", "false"]
     return (*values, "null") if values and may_be_null else tuple(values)
 
 
-# Suggestions for misspelt names, and for the names that other trainers give to settings.
+# Suggestions for misspelt keys, and for the names that other trainers give to settings.
 
-# Least difflib ratios. Names: a letter or two apart; at 0.75 "steps" is near "eps", "base" "bias".
+# Smallest difflib ratios that count as near. For last names, one or two letters apart: at 0.75
+# "steps" would be near "eps", and "base" near "bias".
 _NEAR = 0.8
-# Whole keys with the same last name.
+# For full keys with the same last name, in another section.
 _MOVED = 0.65
-# Whole keys, where nothing else is near.
+# For full keys, if there is no other candidate.
 _MISSPELT = 0.85
 _MICRO_BATCH = "model.micro_batch_tokens"
-# What Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT and Megatron call a setting; of a name
-# with sections the last part.
+# Names of our settings in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT and Megatron (of
+# names with sections, the last part).
 _CALLED_BY_PEERS = {
     "trainer.rm.max_steps": "steps num_steps max_num_steps train_iters",
     "model.optim.lr": "learning_rate",
@@ -166,7 +172,7 @@ _CALLED_BY_PEERS = {
     "trainer.precision": "dtype torch_dtype bf16 fp16",
 }
 PEER_NAMES = {name: key for key, names in _CALLED_BY_PEERS.items() for name in names.split()}
-# How the value of the key here differs from the value of the peer's.
+# How the unit of our setting differs from that of the other trainer's.
 _PEER_UNITS = {
     **{name: "counts tokens, not records" for name, to in PEER_NAMES.items() if to == _MICRO_BATCH},
     "gradient_accumulation_steps": "counts the records of a step, on all GPUs together",
@@ -175,9 +181,9 @@ _PEER_UNITS = {
     "adam_beta1": "takes both betas",
     "adam_beta2": "takes both betas",
 }
-del _PEER_UNITS["train_mb_tokens"]  # NeMo RL's counts tokens, too
+del _PEER_UNITS["train_mb_tokens"]  # NeMo RL's setting also counts tokens
 _EVERY_STEP = "every step is logged"
-# Names that others have, and nothing here has: why, or "".
+# Settings of other trainers without a counterpart here, and the reason (may be empty).
 _PEERS_ONLY = {
     "logging_steps": _EVERY_STEP,
     "log_interval": _EVERY_STEP,
@@ -187,41 +193,51 @@ _PEERS_ONLY = {
 }
 
 
-def suggestion(key: str, known: Iterable[str]) -> str | None:
-    """Find the key of ``known`` that ``key`` (``section.name``, or a plain word) misspells.
+def suggestion(key: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that ``key`` (``section.name``, or a plain word) misspells, or None.
 
-    A key with the same last name comes first, then one with nearly the same last name in the same
-    part of the settings (up to the first dot).
+    A candidate with the same last name comes first, then one with nearly the same last name in the
+    same top-level section.
     """
-    known = list(known)
-    return _same_name(key, known) or _near_name(key, known)
+    candidates = list(candidates)
+    return _find_same_name(key, candidates) or _find_near_name(key, candidates)
 
 
-def suggest_setting(key: str, known: Iterable[str]) -> str | None:
-    """Find the setting of ``known`` that ``key`` stands for.
+def suggest_setting(key: str, candidates: Iterable[str]) -> str | None:
+    """Return the setting that an unknown ``key`` was probably meant to be, or None.
 
-    The same name nearby comes first, then another trainer's name for it, a near name in the same
-    part of the settings, the one key of the same name anywhere, and last a whole key that is near.
+    In this order: the same last name in a near section, another trainer's name for a setting, a
+    near name in the same top-level section, the only setting with the same last name, and a full
+    key that is near.
     """
-    known = list(known)
+    candidates = list(candidates)
     name = key.rpartition(".")[2]
     if name in _PEERS_ONLY:
         return None
-    near = _same_name(key, known)
-    if near is None and PEER_NAMES.get(name) in known:
+    near = _find_same_name(key, candidates)
+    if near is None and PEER_NAMES.get(name) in candidates:
         near = PEER_NAMES[name]
-    near = near or _near_name(key, known)
+    near = near or _find_near_name(key, candidates)
     if near is None:
-        same_name = [each for each in known if each.rpartition(".")[2] == name and name != "name"]
-        near_name = [each for each in known if _ratio(name, each.rpartition(".")[2]) >= _NEAR]
+        same_name = [
+            candidate for candidate in candidates if _last_name(candidate) == name != "name"
+        ]
+        near_name = [
+            candidate
+            for candidate in candidates
+            if _similarity(name, _last_name(candidate)) >= _NEAR
+        ]
         misspelt = difflib.get_close_matches(key, near_name, n=1, cutoff=_MISSPELT)
         near = next(iter(same_name if len(same_name) == 1 else misspelt), None)
     return near
 
 
 def describe_unknown(key: str, near: str | None) -> str:
-    """End an error about the unknown ``key`` with the setting ``near`` it, or with why none is."""
-    name = key.rpartition(".")[2]
+    """Return the end of an error about the unknown ``key``.
+
+    It suggests the setting ``near``, or says why there is no such setting.
+    """
+    name = _last_name(key)
     if near is None:
         reason = _PEERS_ONLY.get(name)
         return f": {reason}" if reason else ""
@@ -229,118 +245,133 @@ def describe_unknown(key: str, near: str | None) -> str:
 
 
 def peer_unit(key: str, near: str) -> str:
-    """Say how the unit of ``near`` differs from that of another trainer's ``key``; "" if not."""
-    name = key.rpartition(".")[2]
+    """Say how the unit of our setting ``near`` differs from another trainer's ``key``, or ""."""
+    name = _last_name(key)
     differs = name in _PEER_UNITS and PEER_NAMES.get(name) == near
     return f", which {_PEER_UNITS[name]}" if differs else ""
 
 
-def _same_name(key: str, known: list[str]) -> str | None:
+def _last_name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _find_same_name(key: str, candidates: list[str]) -> str | None:
     section, _, name = key.rpartition(".")
-    same_name = [each for each in known if each.rpartition(".")[2] == name]
-    moved = [each for each in same_name if each in _in_part(section, known)]
-    moved += difflib.get_close_matches(key, same_name, cutoff=_MOVED)
-    return next(iter(moved), None)
+    same_name = [candidate for candidate in candidates if _last_name(candidate) == name]
+    keys_in_part = _keys_in_part(section, candidates)
+    matches = [candidate for candidate in same_name if candidate in keys_in_part]
+    matches += difflib.get_close_matches(key, same_name, cutoff=_MOVED)
+    return next(iter(matches), None)
 
 
-def _near_name(key: str, known: list[str]) -> str | None:
+def _find_near_name(key: str, candidates: list[str]) -> str | None:
     section, _, name = key.rpartition(".")
-    by_name: dict[str, list[str]] = {}
-    for each in _in_part(section, known):
-        by_name.setdefault(each.rpartition(".")[2], []).append(each)
-    # Swapped letters make a short name as far from its own as from others.
-    swapped = [each for each in by_name if sorted(each) == sorted(name)]
-    near = swapped or difflib.get_close_matches(name, by_name, cutoff=_NEAR)
-    candidates = [each for found in near for each in by_name[found]]
-    own = [each for each in candidates if each.rpartition(".")[0] == section]
-    return next(iter(own or candidates), None)
+    keys_by_name: dict[str, list[str]] = {}
+    for candidate in _keys_in_part(section, candidates):
+        keys_by_name.setdefault(_last_name(candidate), []).append(candidate)
+    # difflib does not recognise swapped letters in a short name.
+    swapped = [other for other in keys_by_name if sorted(other) == sorted(name)]
+    near_names = swapped or difflib.get_close_matches(name, keys_by_name, cutoff=_NEAR)
+    matches = [match for near_name in near_names for match in keys_by_name[near_name]]
+    same_section = [match for match in matches if match.rpartition(".")[0] == section]
+    return next(iter(same_section or matches), None)
 
 
-def _in_part(section: str, known: list[str]) -> list[str]:
+def _keys_in_part(section: str, candidates: list[str]) -> list[str]:
+    """Return the candidates in the same top-level section; all of them if there is no section."""
     part = section.partition(".")[0]
-    return [each for each in known if not section or each.startswith(f"{part}.")]
+    return [
+        candidate for candidate in candidates if not section or candidate.startswith(f"{part}.")
+    ]
 
 
-def _ratio(first: str, second: str) -> float:
+def _similarity(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 # The installed package: its distribution, extras and settings files.
 #
-# PyPI's ``nemo_aligner`` is NVIDIA's NeMo-Aligner, so the distribution has another name than the
-# import package. This part imports only the standard library, because it words the errors about
+# PyPI's ``nemo_aligner`` is NVIDIA's NeMo-Aligner, so our distribution is not named like the import
+# package. This part imports only the standard library, because it makes the error messages about
 # missing packages.
 
 DISTRIBUTION = "megatron-reward"
 _NVIDIAS = "nemo_aligner"
 _PACKAGE = Path(__file__).resolve().parent.parent
-_ENDING = ".yaml"
+_SUFFIX = ".yaml"
 
 
 def checkout() -> Path | None:
-    """The repository that this process runs the package from; None when it is out of a wheel."""
+    """Return the folder of the git checkout that the package runs from; None if from a wheel."""
     root = _PACKAGE.parent
     return root if (root / "pyproject.toml").is_file() and (root / "conf").is_dir() else None
 
 
 def install_command(extra: str = "") -> str:
-    """Return the pip command that installs an extra, or for "" this package and its requirements.
+    """Return the pip command that installs an extra; without one, this package.
 
-    The package is on no index: the command installs from the checkout or, if the package came from
-    a wheel, names the packages of the extra.
+    The package is on no index. In a checkout the command installs from there; if the package came
+    from a wheel, it lists the packages of the extra.
     """
     root = checkout()
     if root is not None:
         return f"pip install -e '{root}{f'[{extra}]' * bool(extra)}'"
     wheel = f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl"
-    brought = _requirements_of(extra) if extra else []
-    return f"pip install {' '.join(brought) or wheel}"
+    requirements = _list_requirements(extra) if extra else []
+    return f"pip install {' '.join(requirements) or wheel}"
 
 
-def _requirements_of(extra: str) -> list[str]:
-    """List requirements quoted for a shell; none without the package's metadata."""
+def _list_requirements(extra: str) -> list[str]:
+    """List the requirements of an extra, quoted for a shell; [] without the package's metadata."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
-    # Of an extra is what has the marker extra == "name" behind the semicolon.
-    split = (line.partition(";") for line in lines)
-    of_extra = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
-    return [f"'{what.strip()}'" for what, _, marker in split if of_extra.search(marker)]
+    # A requirement of an extra has the marker extra == "name" behind a semicolon.
+    requirements = (line.partition(";") for line in lines)
+    marker_pattern = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
+    return [
+        f"'{requirement.strip()}'"
+        for requirement, _, marker in requirements
+        if marker_pattern.search(marker)
+    ]
 
 
 def find_conflict() -> str | None:
-    """Return the problem if NVIDIA's NeMo-Aligner is installed beside this package, else None."""
+    """Return an error message if NVIDIA's NeMo-Aligner is installed, too; else None."""
     try:
-        found = importlib.metadata.metadata(_NVIDIAS)
+        metadata = importlib.metadata.metadata(_NVIDIAS)
     except PackageNotFoundError:
         return None
-    if not any("NVIDIA" in found[key] for key in ("Author", "Home-page") if key in found):
+    if not any("NVIDIA" in metadata[key] for key in ("Author", "Home-page") if key in metadata):
         return None
     return (
-        f"NVIDIA's nemo_aligner {found['Version']} is installed beside {DISTRIBUTION}, and both "
-        "bring the import package nemo_aligner: each overwrites files of the other. Use an "
-        f"environment of its own, or: pip uninstall nemo_aligner, then {install_command()} "
-        "--force-reinstall --no-deps"
+        f"NVIDIA's nemo_aligner {metadata['Version']} is installed in the same environment as "
+        f"{DISTRIBUTION}. Both provide the import package nemo_aligner, so each overwrites files "
+        "of the other. Use a separate environment, or: pip uninstall nemo_aligner, then "
+        f"{install_command()} --force-reinstall --no-deps"
     )
 
 
 def settings_folder() -> Path:
-    """Return the folder of YAML settings: inside the package in a wheel, else ``conf/``."""
+    """Return the folder of the packaged YAML settings.
+
+    It is inside the package if that came from a wheel, else ``conf/`` of the checkout.
+    """
     inside = _PACKAGE / "conf"
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
 
 
 def settings_names() -> list[str]:
-    """List the names that ``--config`` takes beside paths, as ``recipes/skywork_8b``."""
+    """List the names of the packaged settings for ``--config``, such as ``recipes/skywork_8b``."""
     folder = settings_folder()
-    found = (path.relative_to(folder).with_suffix("") for path in folder.rglob(f"*{_ENDING}"))
-    return sorted(path.as_posix() for path in found)
+    names = (path.relative_to(folder).with_suffix("") for path in folder.rglob(f"*{_SUFFIX}"))
+    return sorted(name.as_posix() for name in names)
 
 
-def find_settings(given: str | PathLike[str]) -> Path:
-    """Find a settings file by its path or, if there is none, by a name in the package."""
-    path = Path(given)
+def find_settings(name: str | PathLike[str]) -> Path:
+    """Return the settings file with this path or, if there is none, with this packaged name."""
+    path = Path(name)
     if not path.is_file() and path.as_posix() in settings_names():
-        return settings_folder() / f"{path.as_posix()}{_ENDING}"
+        return settings_folder() / f"{path.as_posix()}{_SUFFIX}"
     return path

@@ -1,4 +1,4 @@
-"""Dtypes of weights, by the names that files give them."""
+"""Dtypes of weights, and their names in torch, NeMo, safetensors and zarr files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from nemo_aligner.utils.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-# torch is imported only when a dtype of it is needed: planning works without it.
+# torch is imported only when a torch.dtype is needed: ``plan`` runs without it.
 
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A precision, as torch and the files call it.
+    """The names of one precision in torch and in files.
 
     Attributes:
-        torch_name: of torch's dtype, and in a ``config.json`` of Hugging Face.
-        num_bytes: that one number takes.
+        torch_name: name of the torch dtype, also in Hugging Face's ``config.json``.
+        num_bytes: size of one element.
         nemo: ``precision`` in NeMo's ``model_config.yaml``.
-        safetensors: the dtype in a header of safetensors.
-        zarr: the dtype in an array's ``.zarray``.
+        safetensors: dtype in the header of a safetensors file.
+        zarr: dtype in the ``.zarray`` of an array.
     """
 
     precision: Precision
@@ -45,32 +45,33 @@ _FORMATS = (
     NumberFormat(Precision.fp16, "float16", 2, 16, "F16", "<f2"),
     NumberFormat(Precision.bf16, "bfloat16", 2, "bf16", "BF16", "bfloat16"),
 )
-ELEMENT_BYTES = {each.precision: each.num_bytes for each in _FORMATS}
+ELEMENT_BYTES = {number_format.precision: number_format.num_bytes for number_format in _FORMATS}
 
 
 def torch_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of a setting."""
-    (found,) = (each for each in _FORMATS if each.precision is precision)
-    return found.dtype
+    """Return the torch dtype of a ``Precision``."""
+    (number_format,) = (candidate for candidate in _FORMATS if candidate.precision is precision)
+    return number_format.dtype
 
 
 def format_of(dtype: torch.dtype | None) -> NumberFormat:
-    """Return the names that files give a dtype.
+    """Return the ``NumberFormat`` of a torch dtype.
 
     Raises:
-        CheckpointError: weights of such numbers are not read; whoever asked has to say whose.
+        CheckpointError: the dtype is not supported. The message does not name the file; the caller
+            adds it.
     """
-    for each in _FORMATS:
-        if f"torch.{each.torch_name}" == str(dtype):
-            return each
+    for number_format in _FORMATS:
+        if f"torch.{number_format.torch_name}" == str(dtype):
+            return number_format
     raise CheckpointError(f"got {dtype}, wanted fp32, bf16 or fp16")
 
 
 def safetensors_dtypes() -> dict[str, torch.dtype]:
-    """torch's dtypes by the names of safetensors."""
-    return {each.safetensors: each.dtype for each in _FORMATS}
+    """Return the torch dtypes by their names in safetensors files."""
+    return {number_format.safetensors: number_format.dtype for number_format in _FORMATS}
 
 
 def zarr_dtypes() -> dict[str, torch.dtype]:
-    """torch's dtypes by the names of zarr."""
-    return {each.zarr: each.dtype for each in _FORMATS}
+    """Return the torch dtypes by their names in zarr files."""
+    return {number_format.zarr: number_format.dtype for number_format in _FORMATS}

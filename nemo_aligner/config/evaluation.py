@@ -1,4 +1,4 @@
-"""Settings of an evaluation."""
+"""Settings of ``evaluate``, and of the reward environments of NeMo RL and similar trainers."""
 
 from __future__ import annotations
 
@@ -20,114 +20,128 @@ from nemo_aligner.utils.errors import SettingsError
 
 @dataclass
 class EvaluateDataConfig:
-    """Records to score; the rest comes from the model's scoring contract."""
+    """The records to score; all other rules come from the model's scoring contract."""
 
     path: str | None = setting(None, "file of pairs or ratings")
-    format: str = setting("auto", "auto, or a format's name (docs/data.md)")
-    prompt_key: str | None = setting(None, "as training's model.data.prompt_key")
-    chosen_key: str | None = setting(None, "as training's model.data.chosen_key")
-    rejected_key: str | None = setting(None, "as training's model.data.rejected_key")
-    system_prompt_file: str | None = setting(None, "as training's model.data.system_prompt_file")
-    prompt_file: str | None = setting(None, "as training's model.data.prompt_file")
-    input_template: str | None = setting(None, "as training's model.data.input_template")
-    loss_mask_val: float = setting(-100.0, "number that means a missing label, like null")
+    format: str = setting("auto", "format of the files: auto, or a name from docs/data.md")
+    prompt_key: str | None = setting(None, "as model.data.prompt_key in training")
+    chosen_key: str | None = setting(None, "as model.data.chosen_key in training")
+    rejected_key: str | None = setting(None, "as model.data.rejected_key in training")
+    system_prompt_file: str | None = setting(None, "as model.data.system_prompt_file in training")
+    prompt_file: str | None = setting(None, "as model.data.prompt_file in training")
+    input_template: str | None = setting(None, "as model.data.input_template in training")
+    loss_mask_val: float = setting(-100.0, "number that marks a missing label, like null")
     neutral_label: float | None = setting(
-        DataConfig.neutral_label, "as training's model.data.neutral_label"
+        DataConfig.neutral_label, "as model.data.neutral_label in training"
     )
-    malformed: Malformed = setting(DataConfig.malformed, "as training's model.data.malformed")
+    malformed: Malformed = setting(DataConfig.malformed, "as model.data.malformed in training")
     max_malformed: float = setting(
-        DataConfig.max_malformed, "as training's model.data.max_malformed"
+        DataConfig.max_malformed, "as model.data.max_malformed in training"
     )
     contradicting: Contradicting = setting(
-        DataConfig.contradicting, "as training's model.data.contradicting"
+        DataConfig.contradicting, "as model.data.contradicting in training"
     )
 
     def __post_init__(self) -> None:
         with Checks("data", self) as checks:
-            checks.fraction("max_malformed")
+            checks.require_fraction("max_malformed")
 
 
 @dataclass
 class SourceConfig:
-    """Facts that ``hf_model`` and ``server`` do not report themselves."""
+    """What ``hf_model`` and ``server`` do not report themselves."""
 
     attribute_weights: dict[str, float] = setting(
-        {}, "weights of a text's numbers by name; {}: there is one"
+        {}, "weights of the rewards by name; {}: the source gives one reward"
     )
     head: str | None = setting(
-        None, "hf_model: its reward head, as for convert --head; null: the only one"
+        None, "hf_model: name of its reward head (convert --head); null: the only one"
     )
-    tokenizer: str | None = setting(None, "/get_reward: folder with the chat template of texts")
-    token_variable: str | None = setting(None, "environment variable with a bearer token")
-    timeout_s: float = setting(600.0, "seconds until a request counts as lost")
+    tokenizer: str | None = setting(
+        None, "servers with /get_reward: tokenizer folder with the chat template"
+    )
+    token_variable: str | None = setting(
+        None, "environment variable with the server's bearer token"
+    )
+    timeout_s: float = setting(600.0, "seconds until a request times out")
 
     def __post_init__(self) -> None:
         with Checks("source", self) as checks:
-            checks.positive("timeout_s")
+            checks.require_positive("timeout_s")
 
 
 @dataclass
 class EvaluateConfig:
-    """The whole of ``nemo-aligner evaluate``."""
+    """All settings of ``nemo-aligner evaluate``."""
 
-    rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
-    hf_model: str | None = setting(None, "a Hugging Face reward model instead: folder or name")
-    server: str | None = setting(None, "a running server instead: its URL")
+    rm_model_file: str | None = setting(
+        None, "reward model: a .nemo file, or the folder it unpacks to"
+    )
+    hf_model: str | None = setting(
+        None, "instead: a Hugging Face reward model, as a folder or hub name"
+    )
+    server: str | None = setting(None, "instead: the URL of a running reward server")
     source: SourceConfig = field(default_factory=SourceConfig)
-    expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
-    expect_fingerprint: str | None = setting(None, "refuse a model with other weights")
-    precision: Precision | None = setting(None, "null: that of the scoring contract")
+    expect_contract: str | None = setting(
+        None, "reject a model whose scoring contract has another hash"
+    )
+    expect_fingerprint: str | None = setting(
+        None, "reject a model whose weights have another fingerprint"
+    )
+    precision: Precision | None = setting(
+        None, "precision of the model; null: that of the scoring contract"
+    )
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
-    task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
+    task: str | None = setting(None, "a benchmark (docs/evaluation.md); data.path is its file")
     threshold: float | None = setting(
-        None, "benchmarks of steps: reward of a right one; null: 0.5, or log-odds of 0"
+        None, "step benchmarks: minimum reward of a right step; null: 50% probability"
     )
     threshold_from: str | None = setting(
-        None, "processbench: a held-out file of it, whose best threshold is taken"
+        None, "processbench: held-out file whose best threshold is used"
     )
     aggregate: Aggregate | None = setting(
-        None, "makes one reward of those of turns or steps; null: as the contract says"
+        None, "how to combine the rewards of turns or steps; null: by the contract"
     )
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
-    swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")
+    swapped: bool = setting(False, "swap chosen and rejected: accuracy must become 1 - accuracy")
     robustness_pairs: int | None = setting(
         None, "number of pairs to score again with changed style"
     )
     output: str | None = setting(None, "JSON file to write: metrics and counts")
-    output_rewards: str | None = setting(None, "JSONL file to write: a line for each record")
+    output_rewards: str | None = setting(None, "JSONL file to write: rewards, one line per record")
     report: str | None = setting(None, "HTML file to write: figures, tables, mistakes in full text")
 
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
-            checks.positive("robustness_pairs")
+            checks.require_positive("robustness_pairs")
             checks.require(
                 self.threshold_from is None
                 or (self.threshold is None and self.threshold_from != self.data.path),
                 "threshold_from",
-                "null, as threshold is set, or another file than data.path",
+                "null if threshold is set, or another file than data.path",
             )
             checks.require(
                 self.precision is None or self.server is None,
                 "precision",
-                "null: a server has its own",
+                "null: the server decides the precision",
             )
 
     def source_key(self) -> tuple[str, str]:
-        """The setting that says where rewards come from, and its value.
+        """Return the setting that names the source of rewards, and its value.
 
         Raises:
-            SettingsError: none does, or several do.
+            SettingsError: none of the three settings is set, or several are.
         """
-        given = {
+        sources = {
             "rm_model_file": self.rm_model_file,
             "hf_model": self.hf_model,
             "server": self.server,
         }
-        found = [(key, value) for key, value in given.items() if value]
-        if len(found) != 1:
-            got = " and ".join(key for key, _ in found) or "none"
-            raise SettingsError([f"{', '.join(given)}: got {got}, wanted exactly one of them"])
-        return found[0]
+        configured = [(key, value) for key, value in sources.items() if value]
+        if len(configured) != 1:
+            keys = " and ".join(key for key, _ in configured) or "none"
+            raise SettingsError([f"{', '.join(sources)}: got {keys}, wanted exactly one of them"])
+        return configured[0]
 
 
 _LAYOUT = (
@@ -158,31 +172,48 @@ IDLE_IN_EVALUATION: tuple[IdleRule, ...] = (
 
 @dataclass
 class RewardEnvironmentConfig:
-    """Either ``url``, or ``rm_model_file`` with what it needs."""
+    """All settings of a reward environment: servers (``url``), or a model in the process.
 
-    url: list[str] = setting([], "running servers of one model; none: rm_model_file, in process")
+    ``precision``, ``model``, ``prefix_cache_tokens`` and ``cpu_offload`` apply only to the latter.
+    """
+
+    url: list[str] = setting(
+        [], "URLs of running servers of one model; []: load rm_model_file here"
+    )
     token_variable: str | None = setting(
         None, "with url: environment variable with the servers' bearer token"
     )
-    rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
-    precision: Precision | None = setting(None, "null: that of the scoring contract")
-    model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
-    prefix_cache_tokens: int = setting(0, "in process: tokens of text beginnings to keep")
-    cpu_offload: bool = setting(False, "in process: on the device only while it scores")
-    expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
-    attribute: str | None = setting(None, "one of several; null: weighed as the contract does")
-    refused_reward: float | None = setting(
-        None, "of a reply that cannot be scored; null: it is an error"
+    rm_model_file: str | None = setting(
+        None, "reward model: a .nemo file, or the folder it unpacks to"
     )
-    wait_s: float = setting(60.0, "with url: for servers that are not up yet")
-    retry_s: float = setting(300.0, "with url: for servers that are gone")
+    precision: Precision | None = setting(
+        None, "precision of the model; null: that of the scoring contract"
+    )
+    model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
+    prefix_cache_tokens: int = setting(
+        0, "with rm_model_file: size of the prefix cache in tokens; 0: none"
+    )
+    cpu_offload: bool = setting(
+        False, "with rm_model_file: keep it in host memory while it does not score"
+    )
+    expect_contract: str | None = setting(
+        None, "reject a model whose scoring contract has another hash"
+    )
+    attribute: str | None = setting(
+        None, "the attribute to return; null: combine all by the contract's weights"
+    )
+    refused_reward: float | None = setting(
+        None, "reward of a reply that cannot be scored; null: raise an error"
+    )
+    wait_s: float = setting(60.0, "with url: seconds to wait for servers that are not up yet")
+    retry_s: float = setting(300.0, "with url: seconds to retry when a server is gone")
 
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
-            checks.not_negative("wait_s", "retry_s")
-            checks.prefix_cache("prefix_cache_tokens")
+            checks.require_not_negative("wait_s", "retry_s")
+            checks.require_prefix_cache("prefix_cache_tokens")
             checks.require(
                 not (self.cpu_offload and self.prefix_cache_tokens),
                 "cpu_offload",
-                "prefix_cache_tokens=0 with it: a cache would stay on the device",
+                "false, or prefix_cache_tokens=0: a prefix cache would stay on the device",
             )

@@ -1,5 +1,8 @@
-"""Load settings: dataclass defaults, then a YAML file, then ``key=value``; all problems in one
-error.
+"""Loading of settings: dataclass defaults, then a YAML file, then ``key=value`` overrides.
+
+All problems are raised in one error. Three parts: ``_Merging`` collects and checks the settings,
+``idle_settings`` finds settings without effect, and the readers at the end keep YAML from reading
+the text ``007`` as a number.
 """
 
 from __future__ import annotations
@@ -42,11 +45,16 @@ T = TypeVar("T")
 
 
 def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path | None = None) -> T:
-    """The settings of one run, checked: ``settings`` (``key=value``) over those of ``file``.
+    """Load and check the settings of one run.
+
+    Args:
+        schema: dataclass of the settings, such as ``TrainConfig``.
+        settings: overrides of the form ``key=value``.
+        file: a YAML file, or the name of a packaged one.
 
     Raises:
         ConfigError: the file cannot be read.
-        SettingsError: an unknown key, or a value that does not fit; it has all of them.
+        SettingsError: unknown keys or invalid values; the message lists all of them.
     """
     config, _ = load_with_notes(schema, settings, file)
     return config
@@ -55,39 +63,41 @@ def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path 
 def load_with_notes(
     schema: type[T], settings: Sequence[str] = (), file: str | Path | None = None
 ) -> tuple[T, list[str]]:
-    """Load settings as ``load_config`` does, with a note for each key of NeMo-Aligner.
+    """Load settings as ``load_config`` does, and list what became of NeMo-Aligner's keys.
 
     Raises:
-        ConfigError, SettingsError: see ``load_config``; a value of NeMo-Aligner that would train
-            or score otherwise here.
+        ConfigError, SettingsError: see ``load_config``. A NeMo-Aligner setting that would change
+            results here is an error, too.
     """
     merging = _Merging(schema, file)
-    for text in settings:
-        merging.add_setting(text)
+    for assignment in settings:
+        merging.add_assignment(assignment)
     return merging.finish(), merging.notes()
 
 
 def load_given(
-    schema: type[T], given: Mapping[str, Any], file: str | PathLike[str] | None = None
+    schema: type[T], settings: Mapping[str, Any], file: str | PathLike[str] | None = None
 ) -> T:
-    """``load_config`` for a program: Python values by their whole keys, or nested, over a file's.
+    """Load settings for the Python API.
 
-    Paths, members of enums and numbers of numpy are taken as what they stand for.
+    Args:
+        settings: Python values by full keys, or nested; they override those of ``file``. Paths,
+            enum members and numpy numbers are converted.
 
     Raises:
         ConfigError, SettingsError: see ``load_config``.
     """
     merging = _Merging(schema, file)
-    for key, value in given.items():
+    for key, value in settings.items():
         merging.add_value(key, value)
     return merging.finish()
 
 
 def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
-    """Refuse settings that leave out what a run cannot do without.
+    """Check that the settings with these keys are set.
 
     Raises:
-        SettingsError: one of the keys ``needed`` is not set.
+        SettingsError: one of them is null or empty.
     """
     missing = [key for key in needed if not attrgetter(key)(config)]
     if missing:
@@ -95,14 +105,17 @@ def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
         raise SettingsError([f"{key}: it is not set, wanted {about[key]}" for key in missing])
 
 
-def load_values(schema: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Settings that another program holds, checked; ``where`` names them in errors.
+def load_values(schema: type[T], values: Mapping[str, Any], location: str) -> T:
+    """Load settings from the nested mapping of another program.
+
+    Args:
+        location: name of the mapping in error messages.
 
     Raises:
-        SettingsError: an unknown key, or a value that does not fit; it has all of them.
+        SettingsError: unknown keys or invalid values; the message lists all of them.
     """
     merging = _Merging(schema)
-    merging.add(OmegaConf.create(dict(values)), where)
+    merging.add(OmegaConf.create(dict(values)), location)
     return merging.finish()
 
 
@@ -112,24 +125,26 @@ def save_config(config: object, path: Path) -> None:
 
 
 def config_to_dict(config: object) -> dict[str, Any]:
-    """The resolved settings as plain data, for logs and checkpoints."""
+    """Return the resolved settings as nested dicts, for logs and checkpoints."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return plain  # type: ignore[return-value]
 
 
-def _read(path: Path, kind_of: KindOf) -> DictConfig:
+def _read_sections(path: Path, type_of: TypeOfKey) -> DictConfig:
+    """Read the sections of a YAML file; ConfigError if that is not possible."""
     try:
-        loaded = read_file(path, kind_of)
+        loaded = read_file(path, type_of)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: there is no such file{_or_packaged(path)}") from error
-    except Exception as error:  # yaml and the file system have many
+        raise ConfigError(f"{path}: there is no such file{_suggest_packaged(path)}") from error
+    except Exception as error:  # yaml and the file system raise many types
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: got a list, wanted sections with keys")
     return loaded
 
 
-def _or_packaged(path: Path) -> str:
+def _suggest_packaged(path: Path) -> str:
+    """Return the end of an error about a missing file: which packaged settings there are."""
     names = settings_names()
     near = suggestion(path.stem, names)
     if near is not None:
@@ -138,89 +153,104 @@ def _or_packaged(path: Path) -> str:
 
 
 class _Merging:
-    """Settings on their way into ``schema``, those of ``file`` first; what was wrong with them."""
+    """Collector of updates to the settings of ``schema``, and of the problems with them.
+
+    Updates are added first, those of ``file`` before all others; ``finish`` merges them.
+    """
 
     def __init__(self, schema: type, file: str | PathLike[str] | None = None) -> None:
         self._schema = schema
-        # Of each its file, and where it stands in none its key.
+        # Each with its file, and with its key if it is a single setting without a file.
         self._updates: list[tuple[DictConfig, str, str]] = []
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
         keys = list(list_keys(schema))
-        self._known = {key.name: key.kind for key in keys}
+        # Type in words, and type, of each setting.
+        self._kinds = {key.name: key.kind for key in keys}
         self._types = {key.name: key.type for key in keys}
         self._mappings = [key for key, kind in self._types.items() if get_origin(kind) is dict]
-        # Of each file, and under "" of what stands in none.
+        # By file; "" for settings without a file.
         self._problems: dict[str, list[str]] = {}
+        # Names of unknown keys, by file and section.
         self._unknown: dict[tuple[str, str], list[str]] = {}
         if file is not None:
-            self.add(_read(find_settings(file), self.kind_of), str(file))
+            self.add(_read_sections(find_settings(file), self.type_of), str(file))
 
-    def kind_of(self, key: str) -> Any:
-        """The type of a key's values, also of another program's key; None for a section."""
+    def type_of(self, key: str) -> Any:
+        """Return the type of a setting, also by its key in NeMo-Aligner; None for a section."""
         key = self._translation.target(key)
         for name in self._mappings:
             if key.startswith(f"{name}."):
                 return get_args(self._types[name])[1]
         return self._types.get(key)
 
-    def add_setting(self, text: str) -> None:
-        """One ``key=value``; NeMo-Aligner's commands mark new keys with + or ++."""
-        key, is_setting, value = text.partition("=")
+    def add_assignment(self, assignment: str) -> None:
+        """Add a ``key=value``; a leading + or ++, as in NeMo-Aligner's commands, is ignored."""
+        key, equals_sign, value = assignment.partition("=")
         key = key.lstrip("+")
-        if not is_setting or not key:
-            self._complain("", f"got {text!r}, wanted section.key=value")
+        if not equals_sign or not key:
+            self._add_problem("", f"got {assignment!r}, wanted section.key=value")
             return
         try:
-            update = read_setting(key, value, self.kind_of)
-        except Exception as error:  # as of a YAML file
-            self._complain("", f"{text}: {first_line(error)}")
+            update = read_setting(key, value, self.type_of)
+        except Exception as error:  # yaml raises many types
+            self._add_problem("", f"{assignment}: {first_line(error)}")
             return
         self.add(update, "", key)
 
     def add_value(self, key: str, value: Any) -> None:
-        """One setting as Python has it."""
+        """Add a setting that is a Python value."""
         update = OmegaConf.create({})
         try:
-            OmegaConf.update(update, key, _plain(value))
+            OmegaConf.update(update, key, _to_yaml_value(value))
         except (OmegaConfBaseException, TypeError, ValueError) as error:
-            self._complain("", f"{key}: got {shown(value)}: {first_line(error)}")
+            self._add_problem("", f"{key}: got {shown(value)}: {first_line(error)}")
             return
         self.add(update, "", key)
 
-    def add(self, update: DictConfig, where: str, key: str = "") -> None:
-        """A file's sections, or the setting ``key``; ``where`` names the file in errors."""
-        self._translation.note(update)
-        self._updates.append((update, where, key))
+    def add(self, update: DictConfig, location: str, key: str = "") -> None:
+        """Add the sections of a file, or the single setting ``key``.
+
+        Args:
+            location: the file, for error messages; empty for a single setting.
+        """
+        self._translation.register(update)
+        self._updates.append((update, location, key))
 
     def notes(self) -> list[str]:
-        """List what became of another program's keys."""
+        """List what became of NeMo-Aligner's keys."""
         return self._translation.notes()
 
     def _clear_mappings(self, update: DictConfig, key: str) -> None:
-        """A mapping that is given as a whole replaces what was there; ``key.name=value`` adds."""
+        """Clear the settings of type dict that the update sets as a whole.
+
+        So it replaces earlier entries; only ``key.name=value`` adds to them.
+        """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         for name in self._mappings:
-            if not key.startswith(f"{name}.") and _has(tree, name):
+            if not key.startswith(f"{name}.") and _has_key(tree, name):
                 OmegaConf.update(self._merged, name, {}, merge=False)
 
-    def _add_section(self, update: DictConfig, schema: Any, where: str, prefix: str) -> None:
+    def _add_section(self, update: DictConfig, schema: Any, location: str, prefix: str) -> None:
         hints = get_type_hints(schema)
-        # Without following references: they may lead to settings that come later.
+        # References are not resolved yet: they may point to settings of later updates.
         for name, value in update.items_ex(resolve=False):
             key, kind = f"{prefix}{name!s}", hints.get(str(name))
             is_empty = value is None or (OmegaConf.is_config(value) and value._is_none())
             if kind is None:
-                self._add_unknown(key, value, where)
+                self._add_unknown(key, value, location)
             elif not is_dataclass(kind):
-                self._add_value(key, kind, value, where)
+                self._add_value(key, kind, value, location)
             elif isinstance(value, DictConfig) and not is_empty:
-                self._add_section(value, kind, where, f"{key}.")
+                self._add_section(value, kind, location, f"{key}.")
             elif not is_empty:
-                self._complain(where, f"{key}: got {shown(value)}, wanted keys under it")
+                self._add_problem(
+                    location, f"{key}: got {shown(value)}, wanted a section with keys"
+                )
 
-    def _add_value(self, key: str, kind: Any, value: Any, where: str) -> None:
-        # One value where a list is wanted is a list of one; ${model.seed} is a reference.
+    def _add_value(self, key: str, kind: Any, value: Any, location: str) -> None:
+        # A single value becomes a list of one if a list is expected, unless it is a reference such
+        # as ${model.seed}.
         if (
             get_origin(kind) is list
             and isinstance(value, str | float | int)
@@ -228,104 +258,108 @@ class _Merging:
         ):
             value = [value]
         if get_origin(kind) is dict and value is None:
-            return  # it was cleared
+            return  # ``_clear_mappings`` has emptied it
         if get_origin(kind) in (list, tuple) and _has_collections(value):
-            self._complain(where, f"{key}: got {shown(value)}, wanted {self._known[key]}")
+            self._add_problem(location, f"{key}: got {shown(value)}, wanted {self._kinds[key]}")
             return
         try:
             OmegaConf.update(self._merged, key, value, merge=get_origin(kind) is dict)
         except OmegaConfBaseException:
-            self._complain(where, f"{key}: got {value!r}, wanted {self._known[key]}")
+            self._add_problem(location, f"{key}: got {value!r}, wanted {self._kinds[key]}")
 
-    def _add_unknown(self, key: str, value: Any, where: str) -> None:
-        """An unknown key, or an unknown section, whose keys may be known elsewhere."""
-        inside: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
-        keys = [f"{key}.{name}" for name in flatten(inside)] if inside else [key]
-        hints = {each: describe_unknown(each, suggest_setting(each, self._known)) for each in keys}
+    def _add_unknown(self, key: str, value: Any, location: str) -> None:
+        """Record an unknown key or section; the keys of a section may exist elsewhere."""
+        content: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
+        keys = [f"{key}.{name}" for name in flatten(content)] if content else [key]
+        hints = {
+            unknown: describe_unknown(unknown, suggest_setting(unknown, self._kinds))
+            for unknown in keys
+        }
         if not any(hints.values()):
             hints = {key: ""}
-        for each, hint in hints.items():
+        for unknown, hint in hints.items():
             if hint:
-                self._complain(where, f"unknown key {each}{hint}")
+                self._add_problem(location, f"unknown key {unknown}{hint}")
                 continue
-            section, _, name = each.rpartition(".")
-            self._unknown.setdefault((where, section), []).append(name)
+            section, _, name = unknown.rpartition(".")
+            self._unknown.setdefault((location, section), []).append(name)
 
-    def _complain(self, where: str, problem: str) -> None:
-        self._problems.setdefault(where, []).append(problem)
+    def _add_problem(self, location: str, problem: str) -> None:
+        self._problems.setdefault(location, []).append(problem)
 
     def finish(self) -> Any:
-        """The settings as ``schema``.
+        """Merge all updates, and return an instance of ``schema``.
 
         Raises:
-            SettingsError: something was wrong with any of them.
+            SettingsError: there are problems; the message lists all of them.
         """
-        for update, where, key in self._updates:
+        for update, location, key in self._updates:
             self._clear_mappings(update, key)
-            ours = self._translation.translate(update, where)
-            self._add_section(ours, self._schema, where, "")
-        for where, problem in self._translation.problems:
-            self._complain(where, problem)
-        config = self._build(self._schema, self._merged, "")
-        problems = self._render_problems() or self._compare(config)
+            translated = self._translation.translate(update, location)
+            self._add_section(translated, self._schema, location, "")
+        for location, problem in self._translation.problems:
+            self._add_problem(location, problem)
+        config = self._build_section(self._schema, self._merged, "")
+        problems = self._render_problems() or self._compare_pending(config)
         if problems:
             raise SettingsError(problems)
         return config
 
-    def _compare(self, config: object) -> list[str]:
-        """The keys of another program that do not say the same as ours."""
-        found = (pending.problem(config) for pending in self._translation.pending)
-        return [problem for problem in found if problem is not None]
+    def _compare_pending(self, config: object) -> list[str]:
+        """List the NeMo-Aligner settings that must equal one of ours, but do not."""
+        problems = (pending.find_problem(config) for pending in self._translation.pending)
+        return [problem for problem in problems if problem is not None]
 
-    def _build(self, schema: Any, node: DictConfig, prefix: str) -> Any:
-        """A section that cannot be built stands at its defaults."""
+    def _build_section(self, schema: Any, node: DictConfig, prefix: str) -> Any:
+        """Build the dataclass of a section; an invalid one is recorded and gets its defaults."""
         hints = get_type_hints(schema)
         values: dict[str, Any] = {}
         for item in fields(schema):
             kind = hints[item.name]
             try:
-                # A reference such as ${model.seed} is followed here, when all settings are known.
+                # This resolves references such as ${model.seed}, now that all updates are merged.
                 value = node[item.name]
             except OmegaConfBaseException as error:
-                self._complain("", f"{prefix}{item.name}: {first_line(error)}")
+                self._add_problem("", f"{prefix}{item.name}: {first_line(error)}")
                 continue
             if is_dataclass(kind):
-                value = self._build(kind, value, f"{prefix}{item.name}.")
+                value = self._build_section(kind, value, f"{prefix}{item.name}.")
             elif OmegaConf.is_config(value):
                 value = OmegaConf.to_object(value)
             values[item.name] = tuple(value) if get_origin(kind) is tuple else value
         try:
-            # Not OmegaConf.to_object, which stops at the first section that is refused.
+            # Not OmegaConf.to_object, which stops at the first invalid section.
             return schema(**values)
         except SettingsError as error:
             for problem in error.problems:
-                self._complain("", problem)
+                self._add_problem("", problem)
             return schema()
 
     def _render_problems(self) -> list[str]:
         """Render all problems; unknown keys of one section share a line."""
-        for (where, section), names in self._unknown.items():
+        for (location, section), names in self._unknown.items():
             keys = ", ".join(names)
             if len(names) == 1:
-                self._complain(where, f"unknown key {section}{'.' * bool(section)}{keys}")
+                problem = f"unknown key {section}{'.' * bool(section)}{keys}"
             else:
-                self._complain(where, f"unknown keys{f' of {section}' * bool(section)}: {keys}")
+                problem = f"unknown keys{f' of {section}' * bool(section)}: {keys}"
+            self._add_problem(location, problem)
         self._unknown.clear()
-        # What no file is to blame for comes last, as it may follow from the rest.
+        # Problems without a file come last, because they may follow from the others.
         ordered = sorted(self._problems.items(), key=lambda item: not item[0])
         return [
-            f"{where}: {problem}" if where else problem
-            for where, problems in ordered
+            f"{location}: {problem}" if location else problem
+            for location, problems in ordered
             for problem in problems
         ]
 
 
-def _plain(value: Any) -> Any:
+def _to_yaml_value(value: Any) -> Any:
     """Convert a Python value to the plain value that YAML would give."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _to_yaml_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_yaml_value(item) for item in value]
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, PathLike):
@@ -334,14 +368,14 @@ def _plain(value: Any) -> Any:
 
 
 def _has_collections(value: Any) -> bool:
-    """Return True for a list with lists or mappings in it; OmegaConf accepts them as anything."""
+    """Tell if a list contains lists or mappings, which OmegaConf would accept as any type."""
     return isinstance(value, ListConfig) and any(
         OmegaConf.is_config(item) and not item._is_none() for item in value._iter_ex(resolve=False)
     )
 
 
-def _has(tree: Any, key: str) -> bool:
-    """Return True if nested settings have ``key``."""
+def _has_key(tree: Any, key: str) -> bool:
+    """Tell if nested settings have the full key."""
     for name in key.split("."):
         if not isinstance(tree, Mapping) or name not in tree:
             return False
@@ -350,7 +384,7 @@ def _has(tree: Any, key: str) -> bool:
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their whole keys, as ``a.b``."""
+    """Turn nested settings into a flat dict with full keys such as ``a.b``."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -360,7 +394,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Settings that do nothing where they stand: which, and because of which others.
+# Settings that have no effect because of others.
 
 _IDLE: Mapping[type, tuple[IdleRule, ...]] = {
     TrainConfig: IDLE_IN_TRAINING,
@@ -371,82 +405,89 @@ _IDLE: Mapping[type, tuple[IdleRule, ...]] = {
 
 
 def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
-    """Settings other than their defaults that do nothing here, with those that have it so.
+    """Return the settings that have no effect, and the settings that are the cause.
 
-    Of ``model.lora.alpha`` at rank 0 that is ``model.lora.rank=0``. ``ranks`` says on how many the
-    verb runs, None where no setting depends on it.
+    Only settings that differ from their defaults are listed. For example, ``model.lora.alpha`` has
+    no effect because of ``model.lora.rank=0``.
+
+    Args:
+        ranks: number of ranks that the verb runs on; None if no setting depends on it.
     """
-    usual, found = type(config)(), dict[str, str]()
+    defaults, idle = type(config)(), dict[str, str]()
     for causes, keys in _IDLE.get(type(config), ()):
-        held = {key: ranks if key == RANKS else attrgetter(key)(config) for key in causes}
-        if all(_fits(held[key], value) for key, value in causes.items()):
-            why = " and ".join(f"{key}={as_yaml(value)}" for key, value in held.items())
+        values = {key: ranks if key == RANKS else attrgetter(key)(config) for key in causes}
+        if all(_matches(values[key], expected) for key, expected in causes.items()):
+            cause = " and ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
             for key in keys:
-                if _differs(key, config, usual):
-                    found.setdefault(key, why)
-    return found
+                if _differs(key, config, defaults):
+                    idle.setdefault(key, cause)
+    return idle
 
 
 def idle_notes(
-    config: object, ranks: int | None = None, said: Collection[str] = ()
+    config: object, ranks: int | None = None, reported: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield a note for each of ``idle_settings`` not yet ``said``, as a verb prints it."""
-    for idle, cause in idle_settings(config, ranks).items():
-        if idle not in said:
-            yield f"note: {idle} does nothing\n  with {cause}"
+    """Yield the line that a verb prints for each of ``idle_settings``.
+
+    Args:
+        reported: settings that were reported before, and are skipped.
+    """
+    for key, cause in idle_settings(config, ranks).items():
+        if key not in reported:
+            yield f"note: {key} does nothing\n  with {cause}"
 
 
-def _fits(held: object, value: object) -> bool:
-    return held is not None if value is ANY else held == value
+def _matches(value: object, expected: object) -> bool:
+    return value is not None if expected is ANY else value == expected
 
 
-def _differs(key: str, config: object, usual: object) -> bool:
+def _differs(key: str, config: object, defaults: object) -> bool:
     value_of = attrgetter(key)
-    return bool(value_of(config) != value_of(usual))
+    return bool(value_of(config) != value_of(defaults))
 
 
-# Reading of values: a text setting is always read as text.
+# YAML readers that keep text as text.
 #
-# YAML 1.1 reads 007, 12:30 and 1e3 as numbers and yes as true, and ends a value at `` #``, but
-# names of files and fields may look like any of these.
+# YAML 1.1 reads 007, 12:30 and 1e3 as numbers and yes as true, and ends a value at `` #``. Names of
+# files and fields may look like any of these, so settings of type str are never interpreted.
 
-# From a full key to the type of its values; None for sections and unknown keys.
-KindOf = Callable[[str], Any]
-_TEXT = "tag:yaml.org,2002:str"
-_NULL = "tag:yaml.org,2002:null"
-_MERGE = "tag:yaml.org,2002:merge"
+# A function from a full key to the type of its values; None for sections and unknown keys.
+TypeOfKey = Callable[[str], Any]
+_STRING_TAG = "tag:yaml.org,2002:str"
+_NULL_TAG = "tag:yaml.org,2002:null"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 _NULLS = ("", "~", "null", "Null", "NULL")
-# An anchor of YAML may stand within itself.
-_MOST_DEPTH = 20
+# A YAML anchor may contain itself, so recursion needs a limit.
+_MAX_DEPTH = 20
 
 
-def read_setting(key: str, text: str, kind_of: KindOf) -> DictConfig:
+def read_setting(key: str, text: str, type_of: TypeOfKey) -> DictConfig:
     """Read the text behind ``key=`` into nested sections.
 
     Raises:
-        ConfigError: YAML would leave a part of it out.
-        yaml.YAMLError: it is not YAML, where text alone is not wanted.
+        ConfigError: the text has a ``#``, behind which YAML would drop it.
+        yaml.YAMLError: the setting is not of type str, and the text is no YAML.
     """
     update = OmegaConf.create({})
-    OmegaConf.update(update, key, _value(key, text, kind_of))
+    OmegaConf.update(update, key, _parse_value(key, text, type_of))
     return update
 
 
-def read_file(path: Path, kind_of: KindOf) -> DictConfig | ListConfig:
-    """A YAML file, as ``OmegaConf.load`` reads it but for text.
+def read_file(path: Path, type_of: TypeOfKey) -> DictConfig | ListConfig:
+    """Read a YAML file like ``OmegaConf.load``, but keep the text of settings of type str.
 
     Raises:
-        OSError, yaml.YAMLError: it cannot be read.
+        OSError, yaml.YAMLError: the file cannot be read.
     """
     with path.open(encoding="utf-8") as stream:
-        loader = _loader(stream)
+        loader = _make_loader(stream)
         node = loader.get_single_node()
-        value = None if node is None else _construct(loader, _typed(node, "", kind_of))
+        value = None if node is None else _construct(loader, _retag(node, "", type_of))
     return OmegaConf.create({} if value is None else value)
 
 
-def _loader(source: Any) -> Any:
-    """OmegaConf's own loader, which has no public name: its numbers are those of all settings."""
+def _make_loader(source: Any) -> Any:
+    """Make OmegaConf's loader, which has no public name, so that numbers are read as it does."""
     return get_yaml_loader()(source)
 
 
@@ -454,24 +495,27 @@ def _construct(loader: Any, node: yaml.Node) -> Any:
     return loader.construct_document(node)
 
 
-def _value(key: str, text: str, kind_of: KindOf) -> Any:
-    kind, stripped = kind_of(key), text.strip()
-    if text.isspace() and _is_text(kind):
-        return text  # a separator, for example
+def _parse_value(key: str, text: str, type_of: TypeOfKey) -> Any:
+    kind, stripped = type_of(key), text.strip()
+    if text.isspace() and _is_string(kind):
+        return text  # a separator of white space, for example
     if stripped in _NULLS:
         return None
-    is_one_of_texts = _is_texts(kind) and not stripped.startswith(("[", "{", "- "))
-    if _is_text(kind) or is_one_of_texts:
-        quoted = _unquoted(stripped)
-        return text if quoted is None else quoted
-    loader = _loader(text)
+    is_list_item = _is_string_list(kind) and not stripped.startswith(("[", "{", "- "))
+    if _is_string(kind) or is_list_item:
+        unquoted = _unquote(stripped)
+        return text if unquoted is None else unquoted
+    loader = _make_loader(text)
     node = loader.get_single_node()
-    if node is None or "#" in _beside_scalars(node, text):
-        raise ConfigError("got '#', behind which YAML reads nothing, wanted quotes around it")
-    return _construct(loader, _typed(node, key, kind_of))
+    if node is None or "#" in _blank_scalars(node, text):
+        raise ConfigError(
+            "got '#', which begins a comment in YAML, so the rest would be dropped; wanted quotes "
+            "around the value"
+        )
+    return _construct(loader, _retag(node, key, type_of))
 
 
-def _unquoted(text: str) -> str | None:
+def _unquote(text: str) -> str | None:
     """Return the content of a text that is quoted as a whole, else None."""
     if text[0] not in "'\"":
         return None
@@ -479,72 +523,75 @@ def _unquoted(text: str) -> str | None:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
         return None
-    is_whole = isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text)
-    return str(node.value) if is_whole else None
+    is_fully_quoted = isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(text)
+    return str(node.value) if is_fully_quoted else None
 
 
-def _beside_scalars(node: yaml.Node, text: str) -> str:
-    """Blank out the values; only YAML syntax and comments remain."""
-    for scalar in _scalars(node):
+def _blank_scalars(node: yaml.Node, text: str) -> str:
+    """Replace all values by spaces, so that only YAML syntax and comments remain."""
+    for scalar in _walk_scalars(node):
         start, end = scalar.start_mark.index, scalar.end_mark.index
         text = text[:start] + " " * (end - start) + text[end:]
     return text
 
 
-def _scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+def _walk_scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
     if isinstance(node, yaml.ScalarNode):
         yield node
     elif isinstance(node, yaml.SequenceNode):
-        for each in node.value:
-            yield from _scalars(each)
+        for item in node.value:
+            yield from _walk_scalars(item)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield from _scalars(key)
-            yield from _scalars(value)
+            yield from _walk_scalars(key)
+            yield from _walk_scalars(value)
 
 
-def _typed(node: yaml.Node, key: str, kind_of: KindOf, depth: int = 0) -> yaml.Node:
-    """Retag scalars of text settings as text, whatever they look like."""
-    kind = kind_of(key) if key else None
-    if _is_text(kind):
-        return _as_text(node)
-    if _is_texts(kind) and isinstance(node, yaml.SequenceNode):
-        items = [_as_text(each) for each in node.value]
+def _retag(node: yaml.Node, key: str, type_of: TypeOfKey, depth: int = 0) -> yaml.Node:
+    """Tag the scalars of settings of type str as strings, whatever they look like."""
+    kind = type_of(key) if key else None
+    if _is_string(kind):
+        return _tag_as_string(node)
+    if _is_string_list(kind) and isinstance(node, yaml.SequenceNode):
+        items = [_tag_as_string(item) for item in node.value]
         return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)
-    if _is_texts(kind):
-        return _as_text(node)
-    if not isinstance(node, yaml.MappingNode) or depth > _MOST_DEPTH:
+    if _is_string_list(kind):
+        return _tag_as_string(node)
+    if not isinstance(node, yaml.MappingNode) or depth > _MAX_DEPTH:
         return node
     is_mapping = get_origin(kind) is dict
     pairs = []
     for name, value in node.value:
-        if name.tag == _MERGE:
-            pairs.append((name, _merged(value, key, kind_of, depth)))
+        if name.tag == _MERGE_TAG:
+            pairs.append((name, _retag_merge(value, key, type_of, depth)))
             continue
-        below = f"{key}.{name.value}" if key else str(name.value)
+        subkey = f"{key}.{name.value}" if key else str(name.value)
         pairs.append(
-            (_as_text(name) if is_mapping else name, _typed(value, below, kind_of, depth + 1))
+            (
+                _tag_as_string(name) if is_mapping else name,
+                _retag(value, subkey, type_of, depth + 1),
+            )
         )
     return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
 
 
-def _merged(node: yaml.Node, key: str, kind_of: KindOf, depth: int) -> yaml.Node:
-    """Retag what ``<<`` merges from one mapping or several."""
+def _retag_merge(node: yaml.Node, key: str, type_of: TypeOfKey, depth: int) -> yaml.Node:
+    """Apply ``_retag`` to the mapping, or mappings, that ``<<`` merges."""
     if isinstance(node, yaml.SequenceNode):
-        items = [_typed(each, key, kind_of, depth + 1) for each in node.value]
+        items = [_retag(item, key, type_of, depth + 1) for item in node.value]
         return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)
-    return _typed(node, key, kind_of, depth + 1)
+    return _retag(node, key, type_of, depth + 1)
 
 
-def _as_text(node: yaml.Node) -> yaml.Node:
-    if not isinstance(node, yaml.ScalarNode) or node.tag == _NULL:
+def _tag_as_string(node: yaml.Node) -> yaml.Node:
+    if not isinstance(node, yaml.ScalarNode) or node.tag == _NULL_TAG:
         return node
-    return yaml.ScalarNode(_TEXT, node.value, node.start_mark, node.end_mark, node.style)
+    return yaml.ScalarNode(_STRING_TAG, node.value, node.start_mark, node.end_mark, node.style)
 
 
-def _is_text(kind: Any) -> bool:
+def _is_string(kind: Any) -> bool:
     return kind is str or set(get_args(kind)) == {str, type(None)}
 
 
-def _is_texts(kind: Any) -> bool:
+def _is_string_list(kind: Any) -> bool:
     return get_origin(kind) is list and get_args(kind) == (str,)

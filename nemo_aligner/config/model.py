@@ -1,5 +1,7 @@
-"""Settings of a model: its data, architecture, layout, optimizer, LoRA; and the layout to score
-it.
+"""Settings below ``model``: data, LoRA, parallel layout, optimizer, head.
+
+``ModelConfig`` is for training, ``ScorerModelConfig`` for scoring with a finished reward model;
+both extend ``LayoutConfig``.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass
 class DataPrefixConfig:
-    """Files of every part."""
+    """Data files for training, validation and test."""
 
     train: list[str] = setting([], "files to train on")
-    validation: list[str] = setting([], "files to validate on, each as a set of its own")
-    test: list[str] = setting([], "files to measure the finished model on, once, at the end")
+    validation: list[str] = setting(
+        [], "files to validate on; each file is a separate validation set"
+    )
+    test: list[str] = setting(
+        [], "files to measure the finished model on, once, at the end of training"
+    )
     train_weights: list[float] = setting(
-        [], "weights of the training files; []: by number of records"
+        [], "sampling weights of the training files; []: by number of records"
     )
 
     def __post_init__(self) -> None:
@@ -39,17 +45,17 @@ class DataPrefixConfig:
             are_weights = all(0 < weight < inf for weight in self.train_weights)
             checks.require(are_weights, "train_weights", "numbers above 0")
             for part in ("train", "validation", "test"):
-                wanted = "files alone; weights of training files go into train_weights"
-                checks.require(not any(map(_is_number, getattr(self, part))), part, wanted)
+                expected = "only files; weights of training files go into train_weights"
+                checks.require(not any(map(_is_number, getattr(self, part))), part, expected)
 
     @property
     def all_files(self) -> list[str]:
-        """Files of all parts, in the order of the parts."""
+        """All files: those for training, then validation, then test."""
         return [*self.train, *self.validation, *self.test]
 
 
 def _is_number(text: str) -> bool:
-    """Return True for a weight, as NeMo writes between the files; 2024_10 is a file."""
+    """Tell if an entry is a weight, which NeMo writes between files; ``2024_10`` is a file."""
     if "_" in text:
         return False
     try:
@@ -59,61 +65,71 @@ def _is_number(text: str) -> bool:
     return True
 
 
-# Pairs as TRL's RewardTrainer reads them, which ends raw texts with EOS.
+# The format of TRL's RewardTrainer, which appends EOS to raw texts.
 TRL_FORMAT = "trl"
 
 
 @dataclass
 class DataConfig:
-    """Data files, and the rules of the scoring contract by which texts become token ids.
+    """Data files, and the rules by which samples become token ids (see ``ScoringContract``).
 
-    Where ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` is null, the reward
-    model that training starts from decides, and for a base model its tokenizer; but with ``format:
+    A null ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` takes the value of the
+    reward model that training starts from or, for a base model, of its tokenizer. With ``format:
     trl`` a null ``add_eos`` is true.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
-    format: str = setting("auto", "auto, or a format's name (docs/data.md)")
-    prompt_key: str | None = setting(None, "field with the prompt (null: prompt)")
-    chosen_key: str | None = setting(None, "field with the chosen reply (null: chosen)")
-    rejected_key: str | None = setting(None, "field with the rejected reply (null: rejected)")
-    system_prompt_file: str | None = setting(None, "system prompt for conversations that have none")
+    format: str = setting("auto", "format of the files: auto, or a name from docs/data.md")
+    prompt_key: str | None = setting(None, "name of the field with the prompt; null: prompt")
+    chosen_key: str | None = setting(None, "name of the field with the chosen reply; null: chosen")
+    rejected_key: str | None = setting(
+        None, "name of the field with the rejected reply; null: rejected"
+    )
+    system_prompt_file: str | None = setting(
+        None, "file with a system prompt for conversations that have none"
+    )
     prompt_file: str | None = setting(
-        None, "text around the last user turn; {} stands for the turn"
+        None, "file with text to put around the last user turn; {} is the turn"
     )
     input_template: str | None = setting(
-        None, "write prompt and reply as raw text; {} stands for the prompt"
+        None, "score raw text: this string with the prompt as {}, then the reply"
     )
-    seq_length: int = setting(1024, "most tokens of a text")
-    overlong: Overlong = setting(Overlong.drop, "what to do with a longer text")
+    seq_length: int = setting(1024, "maximum number of tokens of a sample")
+    overlong: Overlong = setting(Overlong.drop, "what to do with a longer sample")
     template: str | None = setting(
-        None, "tokenizer (its own), chatml, llama3, plain, zephyr, or a file"
+        None, "chat template: tokenizer, chatml, llama3, plain, zephyr, or a file"
     )
     chat_template_kwargs: dict[str, Any] | None = setting(
-        None, "variables of the template, as {enable_thinking: false} (null: none)"
+        None, "variables for the template, such as {enable_thinking: false}"
     )
-    add_bos: bool | None = setting(None, "put BOS before every text")
-    add_eos: bool | None = setting(None, "put EOS after every text")
+    add_bos: bool | None = setting(
+        None, "add BOS to raw texts; null: as the initial model or tokenizer does"
+    )
+    add_eos: bool | None = setting(
+        None, "add EOS to raw texts; null: as the initial model or tokenizer does"
+    )
     step_separator: str | None = setting(
-        None, "what stands between a reply's steps (null: a blank line)"
+        None, "string between the steps of a reply; null: a blank line"
     )
     neutral_label: float | None = setting(
-        1.0, "label of PRM800K's neutral steps: 1 right, 0 wrong, null: left out"
+        1.0, "label of PRM800K's neutral steps, 0 (wrong) to 1 (right); null: drop"
     )
-    allow_prompt_overlap: bool = setting(False, "allow prompts in both training and validation")
+    allow_prompt_overlap: bool = setting(
+        False, "allow prompts that are in both training and validation data"
+    )
     malformed: Malformed = setting(
-        Malformed.error, "records that cannot be read: stop with an error, or skip them"
+        Malformed.error, "records that cannot be read: stop with an error, or drop them"
     )
-    max_malformed: float = setting(0.01, "largest share of a file that may be skipped, 0 to 1")
+    max_malformed: float = setting(0.01, "largest fraction of a file that may be dropped, 0 to 1")
 
     contradicting: Contradicting = setting(
-        Contradicting.keep, "pairs of one file that say the opposite of each other: keep, or drop"
+        Contradicting.keep, "pairs in a file that prefer opposite replies: keep them, or drop them"
     )
 
     index_dir: str | None = setting(
-        None, "folder for tokenized files (null: next to files of 4 MiB or more)"
+        None, "folder for cached tokens; null: next to data files of 4 MiB or more"
     )
-    keep_index: bool = setting(True, "keep tokens on the disk for the next start")
+    keep_index: bool = setting(True, "cache the tokens of data files on disk for the next start")
 
     def __post_init__(self) -> None:
         with Checks("model.data", self) as checks:
@@ -122,19 +138,19 @@ class DataConfig:
                 "index_dir",
                 "null, as model.data.keep_index is false",
             )
-            checks.positive("seq_length")
-            checks.fraction("max_malformed")
+            checks.require_positive("seq_length")
+            checks.require_fraction("max_malformed")
 
 
 @dataclass
 class RegressionConfig:
     """The labels of rated replies."""
 
-    attributes: list[str] = setting([], "label columns, in the order of label lists")
+    attributes: list[str] = setting([], "names of the label columns, in the order of label lists")
     attribute_weights: dict[str, float] = setting(
-        {}, "weights by attribute for the combined reward; {}: 1 each"
+        {}, "weights of the attributes in the combined reward; {}: 1 each"
     )
-    loss_mask_val: float = setting(-100.0, "number that means a missing label, like null")
+    loss_mask_val: float = setting(-100.0, "number that marks a missing label, like null")
 
     def __post_init__(self) -> None:
         with Checks("model.regression", self) as checks:
@@ -144,8 +160,8 @@ class RegressionConfig:
 
 # LoRA.
 
-# Megatron's names of the linear layers of a block: fused QKV, attention output, MLP up (with the
-# gate), MLP down.
+# Megatron's names of the linear layers of a transformer layer: fused QKV, attention output, MLP up
+# (with the gate), MLP down.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
@@ -153,27 +169,30 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 class LoraConfig:
     """LoRA (Hu et al. 2021, arXiv:2106.09685) on the linear layers of the backbone."""
 
-    rank: int = setting(0, "rank of the LoRA matrices; 0: train the weights themselves")
+    rank: int = setting(0, "rank of the LoRA matrices; 0: full fine-tuning without LoRA")
     alpha: float = setting(32.0, "LoRA's output is scaled by alpha / rank")
-    dropout: float = setting(0.0, "dropout on LoRA's inputs")
+    dropout: float = setting(0.0, "dropout probability on the inputs of LoRA")
     targets: list[str] = setting(
-        list(LORA_TARGETS), "linear layers with LoRA; default: all four of a layer"
+        list(LORA_TARGETS), "linear layers that get LoRA; default: all four of each layer"
     )
 
     def __post_init__(self) -> None:
         with Checks("model.lora", self) as checks:
-            checks.not_negative("rank")
-            checks.positive("alpha")
+            checks.require_not_negative("rank")
+            checks.require_positive("alpha")
             checks.require(0 <= self.dropout < 1, "dropout", "0 or more, and less than 1")
-            known = bool(self.targets) and set(self.targets) <= set(LORA_TARGETS)
-            fits = known and len(set(self.targets)) == len(self.targets)
-            checks.require(fits, "targets", f"at least one of {', '.join(LORA_TARGETS)}, each once")
+            are_targets = bool(self.targets) and set(self.targets) <= set(LORA_TARGETS)
+            are_unique = len(set(self.targets)) == len(self.targets)
+            expected = f"at least one of {', '.join(LORA_TARGETS)}, each once"
+            checks.require(are_targets and are_unique, "targets", expected)
 
 
-# Layout of a finished reward model.
+# The parallel layout, for training and scoring.
 
 
 class ContextExchange(Enum):
+    """How context parallel ranks exchange keys and values; p2p passes them around a ring."""
+
     all_gather = "all_gather"
     p2p = "p2p"
 
@@ -188,7 +207,7 @@ class PointwiseChoice(Enum):
 
 
 ROWS_BY_DEVICE = 0
-"""Rows of a product (see ``LayoutConfig.invariant_rows``) where none are set."""
+"""Value of ``LayoutConfig.invariant_rows`` that lets the device choose the number of rows."""
 
 
 ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
@@ -197,30 +216,34 @@ WHOLE_TEXTS: IdleRule = ({"model.context_parallel_size": 1}, ("model.cp_comm_typ
 
 @dataclass
 class LayoutConfig:
-    """Batch invariance of rewards and parallel layout, of every model that is trained or scores."""
+    """Batch invariance and parallel layout; the settings that training and scoring share."""
 
-    batch_invariant: bool = setting(True, "rewards have the same bits alone and in any batch")
+    batch_invariant: bool = setting(True, "make each reward bit-identical in every batch")
     batch_invariant_rows: int | None = setting(
-        None, "rows per matmul, and others of the same bits; null: by device"
+        None, "rows of the fixed-shape matmuls; null: chosen by device"
     )
     cuda_graphs: bool = setting(
-        False, "launch a pack's kernels as one CUDA graph, on a GPU of one rank"
+        False, "launch the kernels of a pack as one CUDA graph; only on a single GPU"
     )
-    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
-    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
+    tensor_model_parallel_size: int = setting(
+        1, "tensor parallelism: number of ranks that share each layer"
+    )
+    pipeline_model_parallel_size: int = setting(1, "pipeline parallelism: number of stages")
+    context_parallel_size: int = setting(
+        1, "context parallelism: number of ranks that share each (long) sample"
+    )
     expert_model_parallel_size: int = setting(
-        1, "number of data parallel ranks that share the experts of a mixture"
+        1, "expert parallelism: data parallel ranks that share the MoE experts"
     )
     cp_comm_type: ContextExchange = setting(
         ContextExchange.all_gather,
-        "how these exchange keys and values: all_gather, or p2p round a ring",
+        "how context parallel ranks exchange keys and values; p2p is a ring",
     )
     sequence_parallel: bool = setting(
-        False, "also split norms along the tokens; needs tensor parallelism"
+        False, "with tensor parallelism: also split norms along the sequence"
     )
     pointwise_kernels: PointwiseChoice | None = setting(
-        None, "RMSNorm, SwiGLU and RoPE; null: triton on a GPU, else eager"
+        None, "kernels of RMSNorm, SwiGLU, RoPE; null: triton on a GPU, else eager"
     )
 
     def __post_init__(self) -> None:
@@ -228,8 +251,8 @@ class LayoutConfig:
             self.check(checks)
 
     def check(self, checks: Checks) -> None:
-        """Check the section; whoever adds settings extends it."""
-        checks.positive(
+        """Check the values of the section; subclasses extend it for their settings."""
+        checks.require_positive(
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
@@ -239,28 +262,29 @@ class LayoutConfig:
         checks.require(
             not (self.is_ring and self.batch_invariant),
             "cp_comm_type",
-            "all_gather, or model.batch_invariant=false: the bits of a ring depend on the pack",
+            "all_gather, or model.batch_invariant=false: with a ring rewards depend on the batch",
         )
         depends_on_rows = self.pointwise_kernels in (PointwiseChoice.compile, PointwiseChoice.liger)
         checks.require(
             not (depends_on_rows and self.batch_invariant),
             "pointwise_kernels",
-            "triton, eager, or model.batch_invariant=false: bits of others may depend on the pack",
+            "triton, eager, or model.batch_invariant=false: with other kernels rewards may depend "
+            "on the batch",
         )
 
     @property
     def is_ring(self) -> bool:
-        """Keys and values go round a ring of ranks."""
+        """True if context parallel ranks pass keys and values around a ring."""
         return self.context_parallel_size > 1 and self.cp_comm_type is ContextExchange.p2p
 
     @property
     def invariant_rows(self) -> int | None:
-        """Rows of a product for ``make_batch_invariant``; None: rewards may depend on the batch."""
+        """Rows per matmul for ``make_batch_invariant``; None if rewards may depend on the batch."""
         return (self.batch_invariant_rows or ROWS_BY_DEVICE) if self.batch_invariant else None
 
 
 def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
-    """Sizes of a layout, as ``distributed.layout.initialize_layout`` takes them."""
+    """Return the arguments of ``distributed.layout.initialize_layout``."""
     return {
         "tp": model.tensor_model_parallel_size,
         "pp": model.pipeline_model_parallel_size,
@@ -273,31 +297,35 @@ def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
 
 @dataclass
 class ScorerModelConfig(LayoutConfig):
-    """Parallel layout of a finished reward model for scoring."""
+    """Parallel layout and batch size of a reward model that scores."""
 
-    micro_batch_tokens: int = setting(8192, "tokens per forward pass")
+    micro_batch_tokens: int = setting(8192, "maximum number of tokens per forward pass")
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive("micro_batch_tokens")
+        checks.require_positive("micro_batch_tokens")
 
 
 # The model to train.
 
 LAYERS_NOT_OFFLOADED = 2
-"""Last layers of a model whose activations stay on the GPU with ``activations_offload``.
+"""Number of last layers whose activations stay on the GPU with ``activations_offload``.
 
-When the backward pass begins, copies of theirs would just have left, and come back at once.
+The backward pass needs them first: their copies would come back as soon as they have left.
 """
 
 
 class Recompute(Enum):
+    """Which activations the backward pass recomputes, as in megatron-core."""
+
     none = "none"
     selective = "selective"
     full = "full"
 
 
 class Schedule(Enum):
+    """Shape of the learning rate after warm-up."""
+
     cosine = "cosine"
     linear = "linear"
     constant = "constant"
@@ -305,39 +333,40 @@ class Schedule(Enum):
 
 @dataclass
 class SchedulerConfig:
-    """Learning rate over optimizer steps; it decays until the last step of the run."""
+    """Schedule of the learning rate over the optimizer steps of a run."""
 
     name: Schedule = setting(Schedule.cosine, "learning rate schedule after warm-up")
-    warmup_steps: int = setting(10, "steps of linear warm-up from 0")
+    warmup_steps: int = setting(10, "number of steps of linear warm-up")
     constant_steps: int = setting(0, "number of final steps at min_lr")
     min_lr: float = setting(0.0, "final learning rate")
 
     def __post_init__(self) -> None:
         with Checks("model.optim.sched", self) as checks:
-            checks.not_negative("warmup_steps", "constant_steps", "min_lr")
+            checks.require_not_negative("warmup_steps", "constant_steps", "min_lr")
 
     def last_decay_step(self, total_steps: int) -> int:
-        """The step of a run of ``total_steps`` at which the rate comes to its end.
+        """Return the step of a run of ``total_steps`` at which the rate reaches ``min_lr``.
 
         Raises:
-            ConfigError: the constant steps leave none to go down in.
+            ConfigError: warm-up and constant steps leave no step for the decay.
         """
-        most = max(0, total_steps - self.warmup_steps - 1)
-        if self.constant_steps > most:
+        max_constant_steps = max(0, total_steps - self.warmup_steps - 1)
+        if self.constant_steps > max_constant_steps:
             raise ConfigError(
                 f"model.optim.sched.constant_steps: got {self.constant_steps}, wanted at most "
-                f"{most}, as the run has {total_steps} steps, {self.warmup_steps} of them warm-up, "
-                "and the rate needs one to go down in; 0 lets it go down until the end"
+                f"{max_constant_steps}, as the run has {total_steps} steps, {self.warmup_steps} of "
+                "them warm-up, and the decay needs one. Set it to 0 to decay until the end"
             )
-        # A run shorter than its warm-up stays in it; Megatron wants a step beyond.
+        # Megatron requires a step behind the warm-up, even in a run that ends within it.
         return max(total_steps - self.constant_steps, self.warmup_steps + 1)
 
 
 IN_CONSTANT_SCHEDULES = ("model.optim.sched.constant_steps", "model.optim.sched.min_lr")
-"""Settings that do nothing where the learning rate is constant."""
+"""Settings that have no effect if the learning rate is constant."""
 
 
-# 8.7e-5 at the 576 of SmolLM2-135M (docs/training.md), 1.2e-5 at the 4096 of a Llama of 8B.
+# The default learning rate times the hidden size, and its factor for LoRA. That is 8.7e-5 for
+# SmolLM2-135M (width 576, docs/training.md), and 1.2e-5 for Llama 8B (width 4096).
 _RATE_TIMES_WIDTH, _LORA_RATE = 0.05, 10
 
 
@@ -346,34 +375,36 @@ class OptimConfig:
     """AdamW through megatron-core's distributed optimizer."""
 
     lr: float | None = setting(
-        None, "learning rate after warm-up; null: 0.05 / hidden size, 0.5 with LoRA"
+        None, "learning rate after warm-up; null: 0.05 (LoRA: 0.5) / hidden size"
     )
-    weight_decay: float = setting(0.01, "applies to matrices, not to norms and biases")
-    betas: tuple[float, float] = setting((0.9, 0.98), "Adam's")
-    eps: float = setting(1e-8, "Adam's")
+    weight_decay: float = setting(0.01, "weight decay of matrices; norms and biases have none")
+    betas: tuple[float, float] = setting((0.9, 0.98), "beta1 and beta2 of Adam")
+    eps: float = setting(1e-8, "epsilon of Adam")
     head_lr_mult: float = setting(1.0, "learning rate of the head, as a multiple of lr")
     layer_lr_decay: float = setting(
-        1.0, "learning rate of a layer, as a multiple of that of the one above"
+        1.0, "learning rate of each layer relative to the layer above it"
     )
-    cpu_offload: bool = setting(False, "Adam's moments (8 bytes a parameter) in host memory")
+    cpu_offload: bool = setting(False, "keep Adam's moments (8 bytes per parameter) in host memory")
     sched: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         with Checks("model.optim", self) as checks:
-            checks.positive("lr", "eps", "head_lr_mult")
-            checks.not_negative("weight_decay")
-            checks.finite("lr", "eps", "weight_decay", "head_lr_mult")
-            fits = 0 < self.layer_lr_decay <= 1
-            checks.require(fits, "layer_lr_decay", "a number above 0 and at most 1")
-            fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-            checks.require(fits, "betas", "two numbers, each 0 or more and less than 1")
-            # No model has a higher one by its width, which is not known here.
-            most = _RATE_TIMES_WIDTH * _LORA_RATE if self.lr is None else self.lr
-            fits = self.sched.min_lr <= most
-            checks.require(fits, "sched.min_lr", f"at most model.optim.lr ({most})")
+            checks.require_positive("lr", "eps", "head_lr_mult")
+            checks.require_not_negative("weight_decay")
+            checks.require_finite("lr", "eps", "weight_decay", "head_lr_mult")
+            is_decay = 0 < self.layer_lr_decay <= 1
+            checks.require(is_decay, "layer_lr_decay", "a number above 0 and at most 1")
+            are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+            checks.require(are_betas, "betas", "two numbers, each 0 or more and less than 1")
+            # The hidden size is not known here, so a null lr gets the bound of width 1.
+            max_lr = _RATE_TIMES_WIDTH * _LORA_RATE if self.lr is None else self.lr
+            is_below_lr = self.sched.min_lr <= max_lr
+            checks.require(is_below_lr, "sched.min_lr", f"at most model.optim.lr ({max_lr})")
 
 
 class ScoredPosition(Enum):
+    """Where a model reads its rewards; ``contract/steps.py`` explains those for turns and steps."""
+
     last_token = "last_token"
     reply_mean = "reply_mean"
     turns = "turns"
@@ -384,29 +415,29 @@ class ScoredPosition(Enum):
 
 @dataclass
 class HeadConfig:
-    """Head that computes rewards from hidden states, in fp32."""
+    """The head that computes rewards from hidden states, in fp32."""
 
     reads: ScoredPosition = setting(
         ScoredPosition.last_token,
-        "read the last token, the reply's mean, or each turn or step",
+        "where rewards are read: last token, mean of the reply, turns or steps",
     )
     bias: bool = setting(False, "add a bias to each layer of the head")
-    mlp_size: int | None = setting(None, "width of a hidden layer with ReLU; null: none")
+    mlp_size: int | None = setting(None, "width of a hidden ReLU layer in the head; null: none")
 
     def __post_init__(self) -> None:
         with Checks("model.head", self) as checks:
-            checks.positive("mlp_size")
+            checks.require_positive("mlp_size")
 
 
 @dataclass
 class ModelConfig(LayoutConfig):
-    """Model to train, its parallel layout, and its data."""
+    """The model to train, its parallel layout, its optimizer and its data."""
 
     reward_model_type: RewardModelType = setting(
-        RewardModelType.binary_ranking, "learn from pairs, or from labels of single replies"
+        RewardModelType.binary_ranking, "train on pairs, or on labels of single replies"
     )
     objective: str | None = setting(
-        None, "an objective (docs/training.md), or module:Name; null: the default"
+        None, "training objective (docs/training.md), or module:Name; null: default"
     )
     objective_kwargs: dict[str, Any] = setting({}, "settings of the objective")
     regression: RegressionConfig = field(default_factory=RegressionConfig)
@@ -415,36 +446,38 @@ class ModelConfig(LayoutConfig):
         Recompute.none, "which activations to recompute in the backward pass"
     )
     activations_checkpoint_num_layers: int | None = setting(
-        None, "with full: recompute the first N layers of a stage; null: all"
+        None, "with full: recompute only the first N layers of a stage; null: all"
     )
     activations_offload: bool = setting(
         False, "keep activations for the backward pass in host memory"
     )
-    freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
-    train_router: bool = setting(False, "also train which experts a mixture's tokens go to")
+    freeze_layers: int = setting(0, "number of first layers to freeze, with the embeddings")
+    train_router: bool = setting(False, "also train the router of a mixture-of-experts (MoE) model")
     moe_aux_loss_coeff: float = setting(
-        0.0, "factor of the loss that evens out the load of experts; 0: none"
+        0.0, "weight of the loss that balances the load of MoE experts; 0: none"
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
-    global_batch_size: int = setting(64, "records (pairs or rated replies) per step")
-    micro_batch_tokens: int = setting(4096, "tokens per forward and backward pass")
-    seed: int = setting(1234, "random seed of the head and of the order of the data")
+    global_batch_size: int = setting(64, "records (pairs or rated replies) per optimizer step")
+    micro_batch_tokens: int = setting(
+        4096, "maximum number of tokens per forward and backward pass"
+    )
+    seed: int = setting(1234, "random seed for the head and the order of the data")
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive(
+        checks.require_positive(
             "activations_checkpoint_num_layers",
             "global_batch_size",
             "micro_batch_tokens",
         )
-        checks.not_negative("freeze_layers", "moe_aux_loss_coeff")
-        checks.seed("seed")
+        checks.require_not_negative("freeze_layers", "moe_aux_loss_coeff")
+        checks.require_seed("seed")
         checks.require(
             self.train_router or not self.moe_aux_loss_coeff,
             "moe_aux_loss_coeff",
-            "0, or model.train_router=true: a router that is frozen learns no balance",
+            "0, or model.train_router=true: a frozen router cannot learn to balance the load",
         )
         checks.require(
             self.lora.rank == 0 or not self.train_router,
@@ -460,14 +493,15 @@ class ModelConfig(LayoutConfig):
         self._check_weights(checks)
         if self.reward_model_type is RewardModelType.regression:
             names = self.regression.attributes
-            fits = bool(names) and len(set(names)) == len(names)
-            checks.require(fits, "regression.attributes", "at least one attribute name, each once")
+            are_unique = bool(names) and len(set(names)) == len(names)
+            expected = "at least one attribute name, each once"
+            checks.require(are_unique, "regression.attributes", expected)
 
     def _check_weights(self, checks: Checks) -> None:
-        given, known = self.regression.attribute_weights, self.regression.attributes
-        fits = not given or (set(given) <= set(known) and any(given.values()))
-        wanted = f"weights of {', '.join(known) or 'no attribute'}, one of them not 0"
-        checks.require(fits, "regression.attribute_weights", wanted)
+        weights, names = self.regression.attribute_weights, self.regression.attributes
+        are_valid = not weights or (set(weights) <= set(names) and any(weights.values()))
+        expected = f"weights of {', '.join(names) or 'no attribute'}, one of them not 0"
+        checks.require(are_valid, "regression.attribute_weights", expected)
 
     def _check_layout(self, checks: Checks) -> None:
         checks.require(
@@ -483,14 +517,14 @@ class ModelConfig(LayoutConfig):
         )
 
     def with_learning_rate(self, hidden_size: int) -> ModelConfig:
-        """These settings, with the learning rate that null stands for in a model of that width.
+        """Return a copy in which a null learning rate has its default for this hidden size.
 
-        Adam's best rate for a matrix falls with its width (Yang et al. 2022, arXiv:2203.03466,
-        table 3), and LoRA's is about ten times as high (Schulman et al. 2025, "LoRA without
-        regret").
+        The best learning rate of Adam is inversely proportional to the width of a matrix (Yang et
+        al. 2022, arXiv:2203.03466, table 3), and that of LoRA about ten times as high (Schulman et
+        al. 2025, "LoRA without regret").
 
         Raises:
-            ConfigError: ``model.optim.sched.min_lr`` is above it.
+            ConfigError: ``model.optim.sched.min_lr`` is above the default.
         """
         if self.optim.lr is not None:
             return self
@@ -499,7 +533,7 @@ class ModelConfig(LayoutConfig):
 
     @property
     def num_attributes(self) -> int:
-        """The width of the reward head."""
+        """A, the number of rewards of a sample."""
         if self.reward_model_type is RewardModelType.regression:
             return len(self.regression.attributes)
         return 1

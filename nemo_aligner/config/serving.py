@@ -1,4 +1,4 @@
-"""Settings of the servers: reward model, PPO critic, gateway, and reward shaping."""
+"""Settings of ``serve``, ``gateway`` and ``serve-critic``, and of reward shaping."""
 
 from __future__ import annotations
 
@@ -20,59 +20,63 @@ from nemo_aligner.config.model import (
 )
 from nemo_aligner.config.training import LOGGER_KWARGS, RunFolderConfig
 
-# The HTTP front, which every server has.
+# The HTTP front that all servers share.
 
 
 @dataclass
 class FrontConfig:
-    """Address, access and limits of an HTTP server: the settings of reward server and gateway."""
+    """Address, access and limits of an HTTP server: what reward server and gateway share."""
 
-    # Name of the section, which error messages begin with.
+    # Key of the section, for error messages.
     section: ClassVar[str] = "server"
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
-    port: int = setting(5555, "0: any free port")
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all network interfaces")
+    port: int = setting(5555, "TCP port; 0: any free port")
     token_file: str | None = setting(None, "file with the bearer token that requests need")
-    token_variable: str | None = setting(None, "environment variable with the bearer token")
+    token_variable: str | None = setting(
+        None, "instead of token_file: environment variable with the bearer token"
+    )
     certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
     key_file: str | None = setting(None, "private key of the certificate (PEM)")
     complete_turns: bool = setting(
-        True, "end raw texts and ids as a turn ends, but for KServe, /v1/rewards"
+        True, "complete the end of turn of raw texts, except in KServe, /v1/rewards"
     )
     reject_foreign_templates: bool = setting(
-        False, "reject raw texts and ids in another chat template, but by KServe"
+        False, "reject raw texts in another chat template, except in KServe"
     )
     reward_threshold: float | None = setting(
-        None, "/verify: reward 1 at or above this, else 0; null: the plain reward"
+        None, "/verify: return 1 for rewards of at least this, else 0; null: the reward"
     )
     max_request_bytes: int = setting(
-        16 * 2**20, "largest request body in bytes, also once unpacked; larger ones get a 413"
+        16 * 2**20, "largest body in bytes, also when decompressed; larger ones get a 413"
     )
     max_buffered_bytes: int = setting(
-        2**30, "most bytes of bodies in memory, of all requests; more get a 503"
+        2**30, "bytes of all request bodies in memory; further requests get a 503"
     )
     max_queue_rows: int = setting(
-        8192, "most rows in flight; more get a 503, and in one request a 413"
+        8192, "samples in flight; more get a 503, or a 413 if in one request"
     )
-    max_header_bytes: int = setting(64 * 2**10, "largest request line and headers; else a 431")
-    max_chunks: int = setting(2**16, "most chunks of a request body; more get a 413")
-    max_open_connections: int = setting(4096, "most open connections; more get a 503")
+    max_header_bytes: int = setting(
+        64 * 2**10, "largest request line and headers in bytes; larger ones get a 431"
+    )
+    max_chunks: int = setting(2**16, "maximum chunks of a request body; more get a 413")
+    max_open_connections: int = setting(4096, "maximum open connections; more get a 503")
     receive_timeout_secs: float = setting(
-        60.0, "seconds until a request has arrived as a whole; else a 408"
+        60.0, "seconds to receive a complete request; slower ones get a 408"
     )
     keep_alive_secs: int = setting(75, "seconds until an idle connection of a client is closed")
-    drift_rows: int = setting(1000, "number of latest rows for the metrics of rewards")
-    exit_timeout_secs: int = setting(20, "seconds for requests in flight after SIGTERM")
-    ready_file: str | None = setting(None, "file that contains the URL while the server is ready")
+    drift_rows: int = setting(1000, "number of latest rewards in the metrics of their distribution")
+    exit_timeout_secs: int = setting(20, "seconds to finish requests in flight after SIGTERM")
+    ready_file: str | None = setting(None, "file to write the URL to while the server is ready")
 
     def __post_init__(self) -> None:
         with Checks(self.section, self) as checks:
             self.check(checks)
 
     def check(self, checks: Checks) -> None:
-        """Note the values that no server can have."""
-        checks.port("port")
-        checks.positive(
+        """Check the values of the section; subclasses extend it for their settings."""
+        checks.require_port("port")
+        checks.require_positive(
             "max_request_bytes",
             "max_buffered_bytes",
             "max_queue_rows",
@@ -84,9 +88,10 @@ class FrontConfig:
             "drift_rows",
             "exit_timeout_secs",
         )
-        both = (self.certificate_file is None) == (self.key_file is None)
-        checks.require(both, "key_file", "a key_file with a certificate_file, or neither")
-        checks.one_token("token")
+        both_or_neither = (self.certificate_file is None) == (self.key_file is None)
+        expected = "a key_file with a certificate_file, or neither"
+        checks.require(both_or_neither, "key_file", expected)
+        checks.require_one_token("token")
 
 
 # The gateway.
@@ -94,28 +99,32 @@ class FrontConfig:
 
 @dataclass
 class GatewayConfig(FrontConfig):
-    """Address, access and limits."""
+    """Address, access and limits of the gateway."""
 
     section: ClassVar[str] = "gateway"
 
-    port: int = setting(8000, "0: any free port")
-    max_connections: int = setting(256, "most concurrent requests per backend")
+    port: int = setting(8000, "TCP port; 0: any free port")
+    max_connections: int = setting(256, "maximum concurrent requests per backend")
     timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
     retry_s: float = setting(1.0, "seconds to wait for a backend before a 503")
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive("max_connections", "timeout_s")
-        checks.not_negative("retry_s")
+        checks.require_positive("max_connections", "timeout_s")
+        checks.require_not_negative("retry_s")
 
 
 @dataclass
 class GatewayRunConfig:
-    """The whole of ``nemo-aligner gateway``."""
+    """All settings of ``nemo-aligner gateway``."""
 
     backends: list[str] = setting(["http://127.0.0.1:5555"], "URLs of servers of one model")
-    expect_contract: str | None = setting(None, "refuse backends whose contract has another hash")
-    expect_fingerprint: str | None = setting(None, "refuse backends whose model has other weights")
+    expect_contract: str | None = setting(
+        None, "reject backends whose scoring contract has another hash"
+    )
+    expect_fingerprint: str | None = setting(
+        None, "reject backends whose weights have another fingerprint"
+    )
     backend_token_file: str | None = setting(None, "file with the bearer token of the backends")
     backend_token_variable: str | None = setting(
         None, "environment variable with the bearer token of the backends"
@@ -125,13 +134,15 @@ class GatewayRunConfig:
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
             checks.require(bool(self.backends), "backends", "the URL of a server, or several")
-            checks.one_token("backend_token")
+            checks.require_one_token("backend_token")
 
 
 # Reward shaping.
 
 
 class Standardize(Enum):
+    """Which mean and standard deviation standardize the rewards."""
+
     none = "none"
     contract = "contract"
     running = "running"
@@ -139,6 +150,8 @@ class Standardize(Enum):
 
 
 class Combine(Enum):
+    """How an ensemble combines the rewards of its models."""
+
     mean = "mean"
     min = "min"
     lower_bound = "lower_bound"
@@ -146,60 +159,63 @@ class Combine(Enum):
 
 @dataclass
 class EnsembleConfig:
-    """More reward models beside ``rm_model_file``, and one reward of them all."""
+    """Further reward models in addition to ``rm_model_file``, and how they are combined."""
 
-    files: list[str] = setting([], "more reward models that score the same texts")
+    files: list[str] = setting([], "further reward models that score the same samples")
     combine: Combine = setting(
-        Combine.mean, "mean of the models, or lower_bound: mean minus k deviations"
+        Combine.mean, "how to combine the models; lower_bound: mean minus k deviations"
     )
-    k: float = setting(1.0, "number of deviations for lower_bound")
+    k: float = setting(1.0, "with lower_bound: number of standard deviations")
 
     def __post_init__(self) -> None:
         with Checks("ensemble", self) as checks:
-            checks.not_negative("k")
+            checks.require_not_negative("k")
 
 
 @dataclass
 class ShapingConfig:
-    """Reward shaping, applied in this order beside the raw rewards; all off by default."""
+    """Reward shaping, applied in the order of these settings; all of it is off by default.
+
+    The server also returns the raw rewards.
+    """
 
     standardize: Standardize = setting(
         Standardize.none,
-        "standardize by statistics of training, of all so far, or given ones",
+        "by statistics of the contract, of all rewards so far, or given ones",
     )
     mean: list[float] = setting([], "means for standardize=given, one per attribute")
-    std: list[float] = setting([], "deviations for standardize=given, one above 0 per attribute")
+    std: list[float] = setting([], "standard deviations for standardize=given, one per attribute")
     statistics_file: str | None = setting(
         None, "file that keeps the statistics of standardize=running"
     )
     attribute_weights: dict[str, float] = setting(
-        {}, "weights by attribute for the combined reward"
+        {}, "weights of the attributes in the combined reward"
     )
     spread_penalty: float = setting(
-        0.0, "k: reward minus k times its uncertainty, where the model has one"
+        0.0, "subtract this multiple of a reward's uncertainty, if there is one"
     )
     length_penalty: float = setting(
         0.0, "penalty per token of the reply beyond length_penalty_from"
     )
-    length_penalty_from: int = setting(0, "tokens of a reply that are free")
+    length_penalty_from: int = setting(0, "number of reply tokens without penalty")
     clip: list[float] = setting([], "[low, high]: clip rewards to this range")
     threshold: float | None = setting(None, "also report whether each reward reaches this value")
 
     def __post_init__(self) -> None:
         with Checks("shaping", self) as checks:
-            checks.not_negative("spread_penalty", "length_penalty", "length_penalty_from")
+            checks.require_not_negative("spread_penalty", "length_penalty", "length_penalty_from")
             checks.require(
                 self.length_penalty > 0 or not self.length_penalty_from,
                 "length_penalty_from",
-                "0, or shaping.length_penalty beside it",
+                "0, or shaping.length_penalty to be set, too",
             )
-            fits = not self.clip or (len(self.clip) == 2 and self.clip[0] < self.clip[1])
-            checks.require(fits, "clip", "[low, high], low below high")
+            is_range = not self.clip or (len(self.clip) == 2 and self.clip[0] < self.clip[1])
+            checks.require(is_range, "clip", "[low, high], low below high")
             is_given = self.standardize is Standardize.given
             checks.require(is_given or not self.mean, "mean", "none, or shaping.standardize=given")
-            fits = len(self.std) == len(self.mean) and all(value > 0 for value in self.std)
-            wanted = "as many numbers above 0 as shaping.mean has"
-            checks.require(fits and is_given == bool(self.std), "std", wanted)
+            fits_mean = len(self.std) == len(self.mean) and all(value > 0 for value in self.std)
+            expected = "as many numbers above 0 as shaping.mean has"
+            checks.require(fits_mean and is_given == bool(self.std), "std", expected)
             is_running = self.standardize is Standardize.running
             checks.require(
                 self.statistics_file is None or is_running,
@@ -213,52 +229,58 @@ class ShapingConfig:
 
 @dataclass
 class ServerConfig(FrontConfig):
-    """Address, access, limits and load of the server."""
+    """Address, access, limits and load of the reward server."""
 
-    max_request_tokens: int = setting(2**22, "most tokens in a request; more get a 413")
-    max_batch_size: int = setting(1024, "most rows in a request of KServe v2")
+    max_request_tokens: int = setting(2**22, "maximum tokens in a request; more get a 413")
+    max_batch_size: int = setting(1024, "maximum samples in a KServe v2 request")
     max_call_secs: float = setting(
-        1.0, "longest call of the model, as estimated from the last ones; 0: no limit"
+        1.0, "longest model call in seconds, estimated from past calls; 0: no limit"
     )
     encode_timeout_secs: float = setting(
-        10.0, "seconds until a sample that is still being tokenized gets a 400"
+        10.0, "seconds to tokenize a sample; slower ones get a 400"
     )
     prefix_cache_tokens: int = setting(16384, "size of the prefix cache in tokens; 0: none")
-    report_every_secs: float = setting(10.0, "seconds between lines that show the load; 0: never")
+    report_every_secs: float = setting(10.0, "seconds between log lines with the load; 0: never")
     heartbeat_secs: float = setting(3.0, "seconds between heartbeats of rank 0")
     worker_timeout_secs: float = setting(
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
     triton_port: int | None = setting(
-        None, "port of NVIDIA Triton (extra triton), gRPC and metrics behind; null: off"
+        None, "port of NVIDIA Triton (extra triton); next: gRPC, metrics; null: off"
     )
     triton_host: str = setting("127.0.0.1", "address that Triton listens on")
-    triton_log_file: str | None = setting(
-        None, "file for Triton's log; null: a temporary one, removed at the end"
-    )
+    triton_log_file: str | None = setting(None, "file for Triton's log; null: a temporary file")
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.port("triton_port")
-        checks.positive(
+        checks.require_port("triton_port")
+        checks.require_positive(
             "max_request_tokens",
             "max_batch_size",
             "encode_timeout_secs",
             "heartbeat_secs",
             "worker_timeout_secs",
         )
-        checks.not_negative("report_every_secs", "max_call_secs")
-        checks.prefix_cache("prefix_cache_tokens")
+        checks.require_not_negative("report_every_secs", "max_call_secs")
+        checks.require_prefix_cache("prefix_cache_tokens")
 
 
 @dataclass
 class ServeConfig:
-    """The whole of ``nemo-aligner serve``."""
+    """All settings of ``nemo-aligner serve``."""
 
-    rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
-    expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
-    expect_fingerprint: str | None = setting(None, "refuse a model with other weights")
-    precision: Precision | None = setting(None, "null: that of the scoring contract")
+    rm_model_file: str | None = setting(
+        None, "reward model: a .nemo file, or the folder it unpacks to"
+    )
+    expect_contract: str | None = setting(
+        None, "reject a model whose scoring contract has another hash"
+    )
+    expect_fingerprint: str | None = setting(
+        None, "reject a model whose weights have another fingerprint"
+    )
+    precision: Precision | None = setting(
+        None, "precision of the model; null: that of the scoring contract"
+    )
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
@@ -273,7 +295,7 @@ def _check_ring(config: ServeConfig | ServeCriticConfig) -> None:
         checks.require(
             not (config.model.is_ring and config.server.prefix_cache_tokens),
             "server.prefix_cache_tokens",
-            "0 beside model.cp_comm_type=p2p, as each rank of a cache has the keys of whole texts",
+            "0 with model.cp_comm_type=p2p: each rank of a cache needs the keys of whole samples",
         )
 
 
@@ -288,48 +310,50 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
 )
 
 
-# The server of PPO's critic; keys are NeMo-Aligner's where it has them.
+# The server of PPO's critic. Its keys are those of NeMo-Aligner where that has the setting.
 
 
 class WhileTraining(Enum):
+    """What happens to requests for values while the critic trains."""
+
     wait = "wait"
     refuse = "refuse"
 
 
 @dataclass
 class CriticCheckpointConfig:
-    """Checkpoint that the critic starts from."""
+    """The checkpoint that the critic starts from."""
 
     restore_from_path: str | None = setting(
-        None, "a reward model or a critic: .nemo, or the folder it unpacks to"
+        None, "reward model or critic: a .nemo file, or the folder it unpacks to"
     )
 
 
 @dataclass
 class PpoConfig:
-    """PPO behaviour of the server."""
+    """What the server does for PPO besides values: rewards, offloading, training."""
 
     combine_rm_and_critic_server: bool = setting(
-        False, "also give rewards, in critic_infer and as reward_model"
+        False, "also return rewards, in critic_infer and in the endpoint reward_model"
     )
     offload_idle_model: bool | None = setting(
-        None, "with combine: move the idle model to host memory; null: on a GPU"
+        None, "with combine: keep the idle model in host memory; null: if on a GPU"
     )
     infer_while_training: WhileTraining = setting(
-        WhileTraining.wait, "what to do with requests for values during training"
+        WhileTraining.wait, "requests for values during training: let them wait, or reject them"
     )
     max_steps: int = setting(10000, "steps until the learning rate reaches its minimum")
-    gradient_clip_val: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    gradient_clip_val: float = setting(1.0, "maximum gradient norm; 0: no clipping")
 
     def __post_init__(self) -> None:
         with Checks("trainer.ppo", self) as checks:
-            checks.positive("max_steps")
-            checks.not_negative("gradient_clip_val")
+            checks.require_positive("max_steps")
+            checks.require_not_negative("gradient_clip_val")
 
 
 @dataclass
 class CriticTrainerConfig:
-    """Precision, and what is PPO's."""
+    """Precision of the critic, and its PPO settings."""
 
     precision: Precision | None = setting(
         None, "precision of the critic; null: that of the scoring contract"
@@ -339,30 +363,34 @@ class CriticTrainerConfig:
 
 @dataclass
 class CriticSchedulerConfig(SchedulerConfig):
-    """Schedule as in training; the rate ends at a tenth of its start."""
+    """Schedule of the learning rate, as in training; it ends at a tenth of its start."""
 
     min_lr: float = setting(9e-7, "final learning rate")
 
 
 @dataclass
 class CriticOptimConfig(OptimConfig):
-    """Optimizer as in training, with the rates of NeMo-Aligner's critic."""
+    """Optimizer as in training, with the defaults of NeMo-Aligner's critic."""
 
     lr: float = setting(9e-6, "learning rate after warm-up")
-    weight_decay: float = setting(0.1, "applies to matrices, not to norms and biases")
+    weight_decay: float = setting(0.1, "weight decay of matrices; norms and biases have none")
     sched: CriticSchedulerConfig = field(default_factory=CriticSchedulerConfig)
 
 
 @dataclass
 class CriticModelConfig(LayoutConfig):
-    """Parallel layout of the critic, and how it learns."""
+    """Parallel layout and training of the critic."""
 
     activations_checkpoint_granularity: Recompute = setting(
         Recompute.none, "which activations to recompute in the backward pass"
     )
-    freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
-    global_batch_size: int = setting(64, "sequences per step; larger calls make several steps")
-    micro_batch_tokens: int = setting(4096, "tokens per forward and backward pass")
+    freeze_layers: int = setting(0, "number of first layers to freeze, with the embeddings")
+    global_batch_size: int = setting(
+        64, "sequences per optimizer step; larger calls make several steps"
+    )
+    micro_batch_tokens: int = setting(
+        4096, "maximum number of tokens per forward and backward pass"
+    )
     loss_clip_val: float = setting(0.2, "clip range of values around prev_values; 0: no clipping")
     offload_adam_states: bool = setting(
         False, "move optimizer and gradients off the GPU for inference"
@@ -372,39 +400,45 @@ class CriticModelConfig(LayoutConfig):
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive("global_batch_size", "micro_batch_tokens")
-        checks.not_negative("freeze_layers", "loss_clip_val")
-        checks.seed("seed")
+        checks.require_positive("global_batch_size", "micro_batch_tokens")
+        checks.require_not_negative("freeze_layers", "loss_clip_val")
+        checks.require_seed("seed")
 
 
 @dataclass
 class CriticRunConfig(RunFolderConfig):
-    """Folder that critic_save writes to and a restarted server resumes from."""
+    """The folder that critic_save writes to, and that a restarted server resumes from."""
 
     explicit_log_dir: str = setting("results/critic", "folder of the run")
 
 
 @dataclass
 class CriticServerConfig(ServerConfig):
-    """The HTTP server, at the port of NeMo-Aligner's critic."""
+    """The HTTP server, with the port of NeMo-Aligner's critic as default."""
 
-    port: int = setting(5556, "0: any free port")
-    max_request_bytes: int = setting(256 * 2**20, "largest request in bytes; a rollout needs many")
-    max_request_tokens: int = setting(2**25, "most tokens in a request; more get a 413")
+    port: int = setting(5556, "TCP port; 0: any free port")
+    max_request_bytes: int = setting(
+        256 * 2**20, "largest request body in bytes; rollouts are large"
+    )
+    max_request_tokens: int = setting(2**25, "maximum tokens in a request; more get a 413")
     prefix_cache_tokens: int = setting(
-        0, "with combine: tokens of text beginnings that the reward model keeps; 0 keeps none"
+        0, "with combine: size of the reward model's prefix cache in tokens; 0: none"
     )
 
 
 @dataclass
 class ServeCriticConfig:
-    """The whole of ``nemo-aligner serve-critic``."""
+    """All settings of ``nemo-aligner serve-critic``."""
 
     rm_model_file: str | None = setting(
         None, "with combine: the reward model; null: pretrained_checkpoint.restore_from_path"
     )
-    expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
-    expect_fingerprint: str | None = setting(None, "refuse a model with other weights")
+    expect_contract: str | None = setting(
+        None, "reject a model whose scoring contract has another hash"
+    )
+    expect_fingerprint: str | None = setting(
+        None, "reject a model whose weights have another fingerprint"
+    )
     pretrained_checkpoint: CriticCheckpointConfig = field(default_factory=CriticCheckpointConfig)
     trainer: CriticTrainerConfig = field(default_factory=CriticTrainerConfig)
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
@@ -426,6 +460,6 @@ IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
         (*IN_CONSTANT_SCHEDULES, "trainer.ppo.max_steps"),
     ),
     ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
-    # All weights are loaded, the head's among them, and nothing is drawn.
+    # All weights are loaded, also those of the head, so nothing is initialized at random.
     ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
 )

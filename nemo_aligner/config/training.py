@@ -1,4 +1,4 @@
-"""Settings of a training run: the loop, its folder, its loggers, its checkpoints."""
+"""Settings of ``train``: start, loop, run folder, loggers and checkpoints (``model`` apart)."""
 
 from __future__ import annotations
 
@@ -24,55 +24,61 @@ from nemo_aligner.config.model import (
 
 
 class MonitorMode(Enum):
+    """Whether lower or higher values of the monitored metric are better."""
+
     min = "min"
     max = "max"
 
 
 @dataclass
 class PretrainedCheckpointConfig:
-    """Start of training; a reward model keeps its scoring contract unless told otherwise.
+    """The model that training starts from.
 
-    With ``new_head`` only a reward model's body is taken: the head, its attributes and their label
-    means begin anew.
+    A reward model keeps its scoring contract, unless ``allow_contract_change`` is true. With
+    ``new_head`` only its body is used: head, attributes and label means are new.
     """
 
-    restore_from_path: str | None = setting(None, "a .nemo file, or the folder it unpacks to")
+    restore_from_path: str | None = setting(
+        None, "base or reward model: a .nemo file, or the folder it unpacks to"
+    )
     allow_contract_change: bool = setting(
         False, "allow a change of a reward model's scoring contract"
     )
     new_head: bool = setting(False, "use only the body of a reward model, with a new head")
     load_rm_head_weights: str | None = setting(
-        None, "a reward model whose head initializes the new one, by attribute"
+        None, "reward model whose head initializes the new head, by attribute name"
     )
-    rm_head_names: dict[str, str] = setting({}, "names of attributes there, where they differ")
+    rm_head_names: dict[str, str] = setting(
+        {}, "from our attribute names to those of that model, if they differ"
+    )
 
     def __post_init__(self) -> None:
         with Checks("pretrained_checkpoint", self) as checks:
-            fits = self.load_rm_head_weights is not None or not self.rm_head_names
-            checks.require(fits, "rm_head_names", "{}, or load_rm_head_weights to be set")
+            has_source = self.load_rm_head_weights is not None or not self.rm_head_names
+            checks.require(has_source, "rm_head_names", "{}, or load_rm_head_weights to be set")
 
 
 @dataclass
 class RmLoopConfig:
-    """Length of training, and intervals of validation and saving in steps."""
+    """Length of training, and the intervals between validations and checkpoints, in steps."""
 
     max_epochs: int = setting(1, "passes over the data")
     max_steps: int | None = setting(
-        None, "stop after this many steps, if the epochs do not end before"
+        None, "stop after this many steps, if max_epochs is not reached before"
     )
     val_check_interval: int | None = setting(
         100, "steps between validations; null: only at the end"
     )
     val_before_training: bool = setting(False, "also validate before the first step")
     limit_val_records: int | None = setting(
-        None, "records to validate on per set, drawn once; null: all"
+        None, "records per validation set, drawn once at random; null: all"
     )
     save_interval: int | None = setting(100, "steps between checkpoints; null: only at the end")
-    gradient_clip_val: float = setting(1.0, "largest gradient norm; 0: no clipping")
+    gradient_clip_val: float = setting(1.0, "maximum gradient norm; 0: no clipping")
 
     def __post_init__(self) -> None:
         with Checks("trainer.rm", self) as checks:
-            checks.positive(
+            checks.require_positive(
                 "max_epochs",
                 "max_steps",
                 "val_check_interval",
@@ -86,43 +92,46 @@ class RmLoopConfig:
 
 @dataclass
 class TrainerConfig:
-    """Precision and wall clock."""
+    """Precision, time limit, and the training loop."""
 
     precision: Precision | None = setting(
-        None, "null: bf16 on a GPU that has it, else fp32; a reward model keeps its own"
+        None, "null: as the initial reward model; else bf16 if the GPU has it, or fp32"
     )
     max_time: str | None = setting(
-        None, "DD:HH:MM:SS of wall clock time, then the run saves and stops"
+        None, "wall-clock limit as DD:HH:MM:SS; then the run saves and stops"
     )
     rm: RmLoopConfig = field(default_factory=RmLoopConfig)
 
 
 @dataclass
 class CheckpointCallbackConfig:
-    """Keep the best checkpoints, and always the newest.
+    """Which checkpoints are kept: the best ones, and always the newest.
 
-    A validation among the best is saved at once, whatever ``trainer.rm.save_interval`` says.
-    Of equals the one with the lower loss on the same set is better, then the earlier.
+    A checkpoint that is among the best is saved right after its validation, independent of
+    ``trainer.rm.save_interval``. If the metric is equal, the lower loss on the same set is better,
+    then the earlier checkpoint.
     """
 
     monitor: str | None = setting(
-        None, "set/metric, or metric of the first set; null: accuracy or pearson_mean"
+        None, "metric of the first set, or set/metric; null: accuracy or pearson_mean"
     )
-    mode: MonitorMode | None = setting(None, "null: the metric's own direction")
-    save_top_k: int = setting(1, "how many of the best checkpoints to keep")
-    average_best: int = setting(1, "average the weights of this many of the best")
+    mode: MonitorMode | None = setting(
+        None, "whether lower or higher is better; null: decided by the metric"
+    )
+    save_top_k: int = setting(1, "number of best checkpoints to keep")
+    average_best: int = setting(1, "average the weights of this many best checkpoints")
 
     def __post_init__(self) -> None:
         with Checks("exp_manager.checkpoint_callback_params", self) as checks:
-            checks.not_negative("save_top_k")
-            wanted = f"1, or at most save_top_k ({self.save_top_k})"
-            fits = self.average_best == 1 or 1 < self.average_best <= self.save_top_k
-            checks.require(fits, "average_best", wanted)
+            checks.require_not_negative("save_top_k")
+            expected = f"1, or at most save_top_k ({self.save_top_k})"
+            is_kept = self.average_best == 1 or 1 < self.average_best <= self.save_top_k
+            checks.require(is_kept, "average_best", expected)
 
 
 @dataclass
 class EarlyStoppingConfig:
-    """End a run whose monitored metric, that of the best checkpoints, gets no better."""
+    """When to stop early: if the monitored metric stops improving."""
 
     patience: int | None = setting(
         None, "stop after this many validations without improvement; null: never"
@@ -131,16 +140,16 @@ class EarlyStoppingConfig:
 
     def __post_init__(self) -> None:
         with Checks("exp_manager.early_stopping_callback_params", self) as checks:
-            checks.positive("patience")
-            checks.not_negative("min_delta")
+            checks.require_positive("patience")
+            checks.require_not_negative("min_delta")
 
 
 @dataclass
 class RunFolderConfig:
-    """Folder and loggers of a run; the folder's name is the run's."""
+    """Folder and loggers of a run; the name of the folder is the name of the run."""
 
     explicit_log_dir: str = setting("results", "folder of the run")
-    resume_if_exists: bool = setting(True, "resume from the newest checkpoint in it")
+    resume_if_exists: bool = setting(True, "resume from the newest checkpoint in the run's folder")
     create_tensorboard_logger: bool = setting(True, "log to TensorBoard")
     create_csv_logger: bool = setting(True, "log to a CSV file")
     create_wandb_logger: bool = setting(False, "log to Weights & Biases")
@@ -157,7 +166,7 @@ LOGGER_KWARGS: tuple[IdleRule, ...] = (
 
 @dataclass
 class ExpManagerConfig(RunFolderConfig):
-    """The folder of a training run, and which of its checkpoints are kept."""
+    """Folder, loggers and report of a training run, and which checkpoints it keeps."""
 
     checkpoint_callback_params: CheckpointCallbackConfig = field(
         default_factory=CheckpointCallbackConfig
@@ -168,7 +177,7 @@ class ExpManagerConfig(RunFolderConfig):
 
 @dataclass
 class TrainConfig:
-    """The whole of ``nemo-aligner train``."""
+    """All settings of ``nemo-aligner train``."""
 
     pretrained_checkpoint: PretrainedCheckpointConfig = field(
         default_factory=PretrainedCheckpointConfig
@@ -179,9 +188,9 @@ class TrainConfig:
 
     @property
     def precision(self) -> Precision:
-        """``trainer.precision`` of settings whose null has been resolved (``prepare_run``)."""
+        """``trainer.precision`` after ``prepare_run`` has replaced a null."""
         if self.trainer.precision is None:
-            raise RuntimeError("trainer.precision is read before prepare_run resolved it")
+            raise RuntimeError("trainer.precision is null: prepare_run has not resolved it yet")
         return self.trainer.precision
 
 

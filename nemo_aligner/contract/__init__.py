@@ -1,0 +1,20 @@
+"""From a sample to token ids, and what a reward means: the scoring contract and its parts.
+
+A sample takes this path, in training, evaluation and serving alike:
+
+1. ``messages.py``: a raw text or conversation from outside gets its normal form.
+2. ``template_check.py``: is everything in it rendered by the chat template? ``turns.py``: does a
+   message contain the template's own turn markers? ``steps.py``: where are its steps?
+3. ``templates.py``: the chat template renders it to text.
+4. ``tokenizer.py``: text to token ids; ``bulk_encoding.py`` does so for whole data sets.
+5. ``contract.py``: ``ScoringContract`` does steps 1 to 4, adds BOS and EOS and applies the length
+   rule. ``text_encoder.py`` binds it to a tokenizer.
+6. ``readout.py``: head outputs to rewards and their uncertainty.
+
+``from_settings.py`` builds a contract from training settings and compares two contracts.
+``fields.py`` validates a contract that was read from an archive. ``added_tokens.py`` reads
+tokenizers as transformers does. ``sample_frame.py`` detects texts of a foreign chat template.
+``scorer.py`` has the ``Scorer`` protocol and ``ScoredRows``, the form of all scores.
+
+Nothing here imports torch: clients and tokenizing processes use this package.
+"""

@@ -1,29 +1,28 @@
-"""ScoringContract: the one rule from a text to token ids, and what a score of them means.
+"""ScoringContract: how a sample becomes token ids, and what a model's reward for them means.
 
-It is written when a reward model is trained, saved in every checkpoint, and read by evaluation and
-by the server, so its rules are never entered again.
+Training writes the contract into every checkpoint; evaluation and the server read it from there,
+so these rules are never configured a second time.
 
-Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
-It gets the messages in their normal form (``messages.py``), tools and documents, and the contract's
-``chat_template_kwargs``; what it does not write is refused (``template_check.py``).
-(A newline that a template writes after its last end-of-turn token is part of the text: the last
-token scored is whatever the template ends with.) A message that holds what the template writes
-around messages is refused (``turns.py``): the model would read several messages.
+Conversations are rendered by the chat template, which writes everything, BOS and end-of-turn
+included; nothing is added. Its input are the messages in their normal form (``messages.py``), tools
+and documents, and the contract's ``chat_template_kwargs``. A conversation with a part that the
+template does not render is rejected (``template_check.py``), and so is a message that contains the
+template's own turn markers (``turns.py``). The last token scored is whatever the template ends
+with, such as a newline behind the end-of-turn token.
 
-Raw texts (``str``) are scored as they stand: ``add_bos`` puts BOS in front unless the text already
-begins with it, ``add_eos`` puts EOS at the end unless it already ends with it. When the settings
-``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's own habit with a bare text
-decides.
+Raw texts (``str``) are scored verbatim. ``add_bos`` puts BOS in front of a text that does not
+begin with it, and ``add_eos`` puts EOS behind a text that does not end with it. If the settings
+``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's default for raw texts decides.
 
-A model that reads its reward at a token of its own (``reward_token_id``) gets it behind every text
-that does not end with it.
+A model with a reward token (``reward_token_id``) gets it appended to every text that does not end
+with it.
 
-A model with a reward for each turn or step reads it by the rule of ``steps.py``; the reward of a
-text is that of its last one, or what ``aggregate`` makes of all of them.
+A model with a reward for each turn or step reads them by the rules of ``steps.py``. The reward of
+a sample is the last of them, or what ``aggregate`` makes of all.
 
-Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens,
-and a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training
-turns into a counted drop or an error.
+A sequence of more than ``seq_length`` tokens is too long. ``overlong=truncate_left`` keeps its last
+tokens, and its BOS if it begins with one; ``drop`` and ``error`` raise OverlongError, which
+training turns into a counted drop or an error.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RecordKind, RewardModelType
+from nemo_aligner.contract.bulk_encoding import TextIds, WrittenText, encode_records
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY, SCORE, Readout
@@ -53,14 +53,14 @@ from nemo_aligner.contract.steps import (
 )
 from nemo_aligner.contract.template_check import check_it_ends
 from nemo_aligner.contract.templates import after_reply
-from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 
 VERSION = 1
-# For people, and for trainers that normalize rewards; no score depends on them.
+# Information for people and for trainers that normalize rewards; no score depends on these fields.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
-# Left out where None, so that contracts from before these fields keep their hash.
+# Fields of later versions: they are omitted if None, so that earlier contracts keep their hash.
 _LATER = (
     "shaping",
     "readout",
@@ -73,20 +73,24 @@ _LATER = (
 
 
 class OverlongError(DataError):
-    """A text of more tokens than the contract's ``seq_length``."""
+    """A sample has more tokens than the contract's ``seq_length``."""
 
 
 class NoTemplateError(DataError):
-    """A conversation, where the contract has no chat template to write any with."""
+    """A conversation cannot be rendered, because the contract has no chat template."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """The token ids of one text, and whether ``truncate_left`` cut it.
+    """The token ids of one sample, ready for the model.
 
-    Where a contract has steps, ``reads`` are the places of the S ids that are read, the last one
-    among them, ``spans`` what they are the rewards of, and ``lost`` counts steps that were cut off
-    before them.
+    Attributes:
+        token_ids: at most ``seq_length`` ids.
+        truncated: True if ``truncate_left`` cut the beginning.
+        reads: for a contract with steps, the S indices in ``token_ids`` where rewards are read, in
+            ascending order, the last token's among them; else None.
+        spans: the S turns or steps that these rewards are for.
+        lost: number of turns or steps that were cut off.
     """
 
     token_ids: list[int]
@@ -98,17 +102,29 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class ScoringContract:
-    """The meaning of a score: from a text to token ids, and from outputs to rewards.
+    """The meaning of a score: from a sample to token ids, and from head outputs to rewards.
 
-    ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
-    the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
-    ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
-    ``readout`` says as JSON how a head is read whose outputs are no rewards;
-    ``reply_marker`` are the ids that come before a reply, where its mean is scored;
-    ``chat_template_kwargs`` says as JSON what else the template is given;
-    ``reward_token_id`` is a token that is appended to every text, conversations included;
-    ``step_separator`` stands between the steps of a reply, where these are scored (``steps.py``);
-    ``aggregate`` makes one reward of a text out of theirs, None takes the last.
+    Attributes:
+        template: source of the chat template; empty if there is none.
+        add_bos, add_eos: whether raw texts get BOS in front and EOS behind.
+        bos_id, eos_id: the tokenizer's ids; None if it has no such token.
+        overlong: an ``Overlong`` value, the rule for sequences of more than ``seq_length`` tokens.
+        attributes: names of the A rewards of a sample.
+        attribute_weights: A weights that combine them into one reward.
+        label_means: A offsets that are added to the head's outputs; zeros for a ranking model.
+        dtype: a ``Precision`` value, in which the model is run.
+        tokenizer_fingerprint: ``Tokenizer.fingerprint``.
+        scored_position: a ``ScoredPosition`` value, where rewards are read.
+        reward_mean, reward_std: A statistics of the rewards; None until measured.
+        measured_on: the data that they were measured on.
+        shaping: JSON of the reward shaping that a server applies; None in a model's archive.
+        readout: JSON of a ``Readout``, for a head whose outputs are not the rewards themselves.
+        reply_marker: token ids in front of a reply, for a head that averages over the reply.
+        chat_template_kwargs: JSON of further variables of the template.
+        reward_token_id: token that is appended to every sample, conversations included.
+        step_separator: string between the steps of a reply, for a model that scores steps.
+        aggregate: an ``Aggregate`` value that combines the rewards of a sample's turns or steps;
+            None takes the last one.
     """
 
     template: str
@@ -141,40 +157,42 @@ class ScoringContract:
         # 0 and 0.0 are the same rule and must have the same hash.
         for name in ("attribute_weights", "label_means"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
-        wanted = len(self.attributes)
-        if not len(self.attribute_weights) == len(self.label_means) == wanted > 0:
+        num_attributes = len(self.attributes)
+        if not len(self.attribute_weights) == len(self.label_means) == num_attributes > 0:
             raise DataError(
-                f"scoring contract: got {wanted} attributes, {len(self.attribute_weights)} weights "
-                f"and {len(self.label_means)} label means; wanted the same number, at least 1"
+                f"scoring contract: got {num_attributes} attributes, "
+                f"{len(self.attribute_weights)} weights and {len(self.label_means)} label means; "
+                "wanted the same number, at least 1"
             )
         readout = self.output_readout
-        if readout is not None and len(readout.numbers) != wanted:
+        if readout is not None and len(readout.numbers) != num_attributes:
             raise DataError(
-                f"scoring contract: readout: got {len(readout.numbers)} attributes, wanted {wanted}"
+                f"scoring contract: readout: got {len(readout.numbers)} attributes, "
+                f"wanted {num_attributes}"
             )
 
     @property
     def output_readout(self) -> Readout | None:
-        """Readout from outputs to rewards; None if the head has one output per attribute."""
+        """The rule from outputs to rewards; None if the head has one output per attribute."""
         return None if self.readout is None else Readout.from_json(self.readout)
 
     def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
-        """``[N, A]`` float32 of the head's ``outputs [N, A * K]`` float32."""
+        """Turn the head's ``outputs [N, A * K]`` float32 into rewards ``[N, A]`` float32."""
         readout = self.output_readout
-        read = outputs if readout is None else readout.rewards(outputs)
-        return read + np.array(self.label_means, dtype=np.float32)
+        rewards = outputs if readout is None else readout.rewards(outputs)
+        return rewards + np.array(self.label_means, dtype=np.float32)
 
     def spreads_of(self, outputs: np.ndarray) -> np.ndarray | None:
-        """``[N, A]`` float32 uncertainty of these rewards; None where no output tells it."""
+        """Return the uncertainty ``[N, A]`` float32 of these rewards; None if outputs lack it."""
         readout = self.output_readout
         return None if readout is None else readout.spreads(outputs)
 
     @property
     def reward_scale(self) -> str:
-        """What a reward is a number of: ``probability``, ``log_odds`` or ``score``.
+        """Unit of a reward: ``probability``, ``log_odds`` or ``score``.
 
-        Models of versions that trained steps with cross-entropy and had no readout for it say by
-        the absence of any that they give log-odds.
+        Earlier versions trained steps with cross-entropy without writing a readout. A rated step
+        model without a readout and without label means therefore gives log-odds.
         """
         if self.shaping is not None:
             return SCORE
@@ -186,13 +204,13 @@ class ScoringContract:
 
     @property
     def outputs_per_attribute(self) -> int:
-        """Outputs of the head per attribute."""
+        """K, the number of head outputs per attribute."""
         readout = self.output_readout
         return 1 if readout is None else readout.width
 
     @property
     def output_names(self) -> list[str]:
-        """Names of the head's outputs, such as ``helpfulness=0.5`` of a bin."""
+        """Names of the A * K head outputs, such as ``helpfulness=0.5`` for a bin."""
         readout = self.output_readout
         if readout is None or readout.width == 1:
             return list(self.attributes)
@@ -201,27 +219,27 @@ class ScoringContract:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs of the head for a text, turn or step."""
+        """A * K, the number of head outputs for a scored token."""
         return len(self.attributes) * self.outputs_per_attribute
 
     @property
     def has_steps(self) -> bool:
-        """True if a text has a reward for each of its turns or steps."""
+        """True if a sample has a reward for each of its turns or steps."""
         return self.scored_position in STEPPED
 
     @property
     def aggregation(self) -> Aggregate:
-        """Rule by which the rewards of a text's turns or steps become one."""
+        """The rule that combines the rewards of a sample's turns or steps into one."""
         return Aggregate(self.aggregate or Aggregate.last.value)
 
     @property
     def template_kwargs(self) -> str:
-        """``chat_template_kwargs``, empty where there are none."""
+        """``chat_template_kwargs`` as a string: JSON, or empty if there are none."""
         return self.chat_template_kwargs or ""
 
     @property
     def record_kind(self) -> RecordKind:
-        """Kind of records that the model learned from."""
+        """The kind of records that the model was trained on."""
         return RewardModelType(self.reward_model_type).record_kind
 
     @property
@@ -238,12 +256,12 @@ class ScoringContract:
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     def differences(self, other: ScoringContract) -> dict[str, tuple[Any, Any]]:
-        """Field -> (value here, value there), for every field by which the two score otherwise."""
-        mine, theirs = self._fields(), other._fields()
+        """Return every hashed field that differs: name -> (value here, value in ``other``)."""
+        fields, other_fields = self._fields(), other._fields()
         return {
-            name: (mine.get(name), theirs.get(name))
-            for name in {**mine, **theirs}
-            if name not in _NOT_HASHED and mine.get(name) != theirs.get(name)
+            name: (fields.get(name), other_fields.get(name))
+            for name in {**fields, **other_fields}
+            if name not in _NOT_HASHED and fields.get(name) != other_fields.get(name)
         }
 
     def _fields(self) -> dict[str, Any]:
@@ -255,30 +273,30 @@ class ScoringContract:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with the version and the hash."""
+        """Return the fields as JSON values, with the version and the hash."""
         return {"version": VERSION, **self._fields(), "hash": self.hash}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ScoringContract:
-        """The inverse of ``to_dict``.
+        """Read the output of ``to_dict``.
 
         Raises:
             CheckpointError: another version, unknown or missing fields, or a wrong hash.
         """
         content = dict(values)
-        version, wanted_hash = content.pop("version", None), content.pop("hash", None)
+        version, stated_hash = content.pop("version", None), content.pop("hash", None)
         if version != VERSION:
             raise CheckpointError(
                 f"scoring contract: got version {shown(version)}, wanted {VERSION}"
             )
-        # An archive from before one of these fields had it at None.
+        # Archives of earlier versions lack these fields.
         for name in _LATER:
             content.setdefault(name, None)
-        known = {field.name for field in dataclasses.fields(cls)}
-        if set(content) != known:
+        field_names = {field.name for field in dataclasses.fields(cls)}
+        if set(content) != field_names:
             raise CheckpointError(
                 "scoring contract: unknown or missing fields: "
-                + short(", ".join(sorted(set(content) ^ known)))
+                + short(", ".join(sorted(set(content) ^ field_names)))
             )
         for name, value in content.items():
             content[name] = tuple(value) if isinstance(value, list) else value
@@ -286,40 +304,45 @@ class ScoringContract:
             contract = cls(**content)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"scoring contract: {error}") from error
-        if contract.hash != wanted_hash:
+        if contract.hash != stated_hash:
             raise CheckpointError(
                 f"scoring contract: its fields hash to {contract.hash}, but it states "
-                f"{shown(wanted_hash)}: it was changed after it was written"
+                f"{shown(stated_hash)}: it was changed after it was written"
             )
         return contract
 
     def check_template_ends(self, tokenizer: Tokenizer) -> None:
-        """Try the template in a process of its own: an untrusted one may not end.
+        """Render a trial conversation in a subprocess: an untrusted template may never end.
 
         Raises:
-            DataError: it cannot write a question and its answer, or takes much too long for it.
+            DataError: the template cannot render a question and its answer, or exceeds the limits
+                of time and memory (``check_it_ends``).
         """
         if self.template:
             bos, eos = tokenizer.bos_token, tokenizer.eos_token
             check_it_ends(self.template, bos, eos, self.template_kwargs)
 
     def with_dtype(self, precision: Precision | None) -> ScoringContract:
-        """The contract of the same model run in another precision; None changes nothing."""
+        """Return a copy for the same model run in another precision; None changes nothing."""
         return self if precision is None else dataclasses.replace(self, dtype=precision.value)
 
     def with_label_means(self, means: Sequence[float]) -> ScoringContract:
-        """The same contract with the offsets of a regression head."""
+        """Return a copy with the A offsets that are added to a regression head's outputs."""
         return dataclasses.replace(self, label_means=tuple(float(mean) for mean in means))
 
     def with_readout(self, readout: Readout | None) -> ScoringContract:
-        """The same contract with a head that is read so."""
-        text = None if readout is None else readout.to_json()
-        return dataclasses.replace(self, readout=text)
+        """Return a copy with this rule from head outputs to rewards."""
+        readout_json = None if readout is None else readout.to_json()
+        return dataclasses.replace(self, readout=readout_json)
 
     def with_statistics(
         self, mean: Sequence[float], std: Sequence[float], measured_on: str
     ) -> ScoringContract:
-        """The same contract with the rewards' mean and spread per attribute, and on what data."""
+        """Return a copy with the rewards' mean and standard deviation per attribute.
+
+        Args:
+            measured_on: the data that they were measured on.
+        """
         return dataclasses.replace(
             self,
             reward_mean=tuple(mean),
@@ -328,81 +351,87 @@ class ScoringContract:
         )
 
     def encode(self, tokenizer: Tokenizer, text: Text) -> EncodedText:
-        """Token ids of one text by the rules above.
+        """Turn one sample into token ids by the rules above.
 
         Raises:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
-            TurnMarkError: a message of it holds what the template writes around messages.
-            DataError: it is empty, malformed, or a conversation and there is no chat template.
+            TurnMarkError: a message contains the template's own turn markers.
+            DataError: the sample is empty or malformed, or it is a conversation and the contract
+                has no chat template.
         """
         text = read_text(text)
         if self.has_steps:
             stepped, ids, reads = self._encode_steps(tokenizer, [text])[0]
             return self.fit(ids, reads, stepped.spans)
-        written = self._write(tokenizer, text)
-        end = self._encode_end(tokenizer, text, written)
-        if end is not None:
-            return end
-        ids = tokenizer.encode_batch([written])[0]
+        rendered = self._render(tokenizer, text)
+        truncated = self._encode_end(tokenizer, text, rendered)
+        if truncated is not None:
+            return truncated
+        ids = tokenizer.encode_batch([rendered])[0]
         return self.fit(self._complete(ids, text))
 
-    def _encode_end(self, tokenizer: Tokenizer, text: Text, written: str) -> EncodedText | None:
-        """Fit a text that is much too long by its end alone; None if that cannot be told.
+    def _encode_end(self, tokenizer: Tokenizer, text: Text, rendered: str) -> EncodedText | None:
+        """Encode a text that is far too long without tokenizing all of it.
+
+        None if the tokenizer has no such bounds, or the text is not far too long.
 
         Raises:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
         """
-        # No text of so few letters is too long for every tokenizer.
-        if len(written) <= self.seq_length:
+        # A text of at most seq_length characters can hardly be too long.
+        if len(rendered) <= self.seq_length:
             return None
         bounds = tokenizer.bounds
         if self.overlong != Overlong.truncate_left.value:
-            most, got = bounds.most_bytes(self.seq_length), len(written.encode())
-            if most is not None and got > most:
+            max_bytes, num_bytes = bounds.most_bytes(self.seq_length), len(rendered.encode())
+            if max_bytes is not None and num_bytes > max_bytes:
                 raise OverlongError(
-                    f"got a text of {got} bytes, wanted at most {self.seq_length} tokens, "
-                    f"which have {most} bytes at most"
+                    f"got a text of {num_bytes} bytes, wanted at most {self.seq_length} tokens, "
+                    f"which have {max_bytes} bytes at most"
                 )
             return None
-        ids = bounds.encode_end(tokenizer.encode, written, self.seq_length + 1)
+        ids = bounds.encode_end(tokenizer.encode, rendered, self.seq_length + 1)
         if ids is None:
             return None
-        # The rules for BOS look at the first two tokens.
-        bos, begins = tokenizer.bos_token, 0
+        # The rules for BOS in ``_complete`` and ``fit`` look at the first two tokens.
+        bos, bos_count = tokenizer.bos_token, 0
         if bos and tokenizer.encode(bos) == [self.bos_id]:
-            begins = written.startswith(bos) + written.startswith(2 * bos)
-        return self.fit(self._complete(tokenizer.encode(bos * begins) + ids, text))
+            bos_count = rendered.startswith(bos) + rendered.startswith(2 * bos)
+        return self.fit(self._complete(tokenizer.encode(bos * bos_count) + ids, text))
 
     def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
-        """Token ids of many texts at their full lengths; ``fit`` is the rule for long ones."""
+        """Turn many samples into token ids of any length; ``fit`` applies the length rule."""
         texts = [*map(read_text, texts)]
         if self.has_steps:
             return [ids for _, ids, _ in self._encode_steps(tokenizer, texts)]
-        written = [self._write(tokenizer, text) for text in texts]
-        ids = tokenizer.encode_batch(written)
+        rendered = [self._render(tokenizer, text) for text in texts]
+        ids = tokenizer.encode_batch(rendered)
         return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
 
     def tokenize_records(
         self, tokenizer: Tokenizer, records: Sequence[Sequence[Text]]
     ) -> list[list[TextIds]]:
-        """``tokenize`` and ``count_reply_tokens`` of the texts of many records at once."""
+        """Run ``tokenize`` and ``count_reply_tokens`` on the samples of many records at once."""
         records = [[*map(read_text, texts)] for texts in records]
         if self.has_steps:
             return self._tokenize_steps(tokenizer, records)
-        written = [[self._write_apart(tokenizer, text) for text in texts] for texts in records]
-        encoded = encode_records(tokenizer, written)
+        rendered = [
+            [self._render_with_reply(tokenizer, text) for text in texts] for texts in records
+        ]
+        encoded_records = encode_records(tokenizer, rendered)
         return [
             [
-                TextIds(self._complete(each.token_ids, text), each.reply_tokens)
-                for each, text in zip(own, texts, strict=True)
+                TextIds(self._complete(encoded.token_ids, text), encoded.reply_tokens)
+                for encoded, text in zip(encoded_record, texts, strict=True)
             ]
-            for own, texts in zip(encoded, records, strict=True)
+            for encoded_record, texts in zip(encoded_records, records, strict=True)
         ]
 
     def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
-        """Count the tokens of every text's reply alone: the length of a reply everywhere.
+        """Count the tokens of each sample's reply, tokenized by itself and before truncation.
 
-        It is what ``reply_of`` returns, at its full length, without the chat template's words.
+        The whole package defines the length of a reply so. The reply is what ``reply_of`` returns,
+        without the strings that the chat template adds.
         """
         replies = [reply_of(read_text(text)) for text in texts]
         return [len(ids) for ids in tokenizer.encode_batch(replies)]
@@ -410,10 +439,10 @@ class ScoringContract:
     def count_step_tokens(
         self, tokenizer: Tokenizer, texts: Sequence[Text], spans: Sequence[Sequence[StepSpan]]
     ) -> list[tuple[int, ...]]:
-        """Count the tokens of every step alone, as ``count_reply_tokens`` does those of a reply.
+        """Count the tokens of each step, tokenized by itself, as for ``count_reply_tokens``.
 
         Args:
-            spans: the steps of each text.
+            spans: the steps of each sample.
         """
         steps = [
             step_texts(read_text(text), text_spans, self.step_separator)
@@ -428,44 +457,56 @@ class ScoringContract:
         texts = [text for record in records for text in record]
         encoded = self._encode_steps(tokenizer, texts)
         lengths = self.count_reply_tokens(tokenizer, texts)
-        steps = self.count_step_tokens(tokenizer, texts, [each.spans for each, _, _ in encoded])
-        found = iter(
+        spans = [stepped.spans for stepped, _, _ in encoded]
+        steps = self.count_step_tokens(tokenizer, texts, spans)
+        text_ids = iter(
             TextIds(ids, length, reads, step_lengths)
             for (_, ids, reads), length, step_lengths in zip(encoded, lengths, steps, strict=True)
         )
-        return [[next(found) for _ in record] for record in records]
+        return [[next(text_ids) for _ in record] for record in records]
 
     def _encode_steps(
         self, tokenizer: Tokenizer, texts: Sequence[Text]
     ) -> list[tuple[SteppedText, list[int], tuple[int, ...]]]:
-        """Each text cut at its steps; its ids at their full length, and the places read."""
+        """Cut each sample into steps and tokenize them.
+
+        Returns:
+            For each sample its pieces, its token ids before truncation, and the indices in these
+            ids where rewards are read.
+        """
         if not self.template:
             tail = ""
         else:
             bos, eos = tokenizer.bos_token, tokenizer.eos_token
             tail = after_reply(self.template, bos, eos, self.template_kwargs)
-        write = partial(self._write, tokenizer)
+        render = partial(self._render, tokenizer)
         position, separator = self.scored_position, self.step_separator
-        stepped = [split_steps(text, position, separator, write, tail) for text in texts]
-        ids = iter(tokenizer.encode_batch([piece for each in stepped for piece in each.pieces]))
+        stepped_texts = [split_steps(text, position, separator, render, tail) for text in texts]
+        pieces = [piece for stepped in stepped_texts for piece in stepped.pieces]
+        piece_ids = iter(tokenizer.encode_batch(pieces))
         return [
-            (each, *self._join([next(ids) for _ in each.pieces], each.read, text))
-            for each, text in zip(stepped, texts, strict=True)
+            (
+                stepped,
+                *self._join_pieces([next(piece_ids) for _ in stepped.pieces], stepped.read, text),
+            )
+            for stepped, text in zip(stepped_texts, texts, strict=True)
         ]
 
-    def _join(
+    def _join_pieces(
         self, pieces: Sequence[list[int]], read: Sequence[int], text: Text
     ) -> tuple[list[int], tuple[int, ...]]:
+        """Join the ids of a sample's pieces; ``read`` are the pieces whose last token is read."""
         ids = [token for piece in pieces for token in piece]
         ends = [*accumulate(map(len, pieces))]
-        # Of a separator that ends the sequence: nothing stands behind it, not even EOS.
-        whole = self._complete(ids, text, ends=self.scored_position not in OPEN_ENDED)
-        begun = len(self._complete(ids, text, ends=False)) - len(ids)
-        reads = [ends[piece] - 1 + begun for piece in read]
-        reads[-1] = len(whole) - 1
+        # In an open-ended sequence the last reward is read at its separator or answer: nothing may
+        # follow, not even EOS.
+        sequence = self._complete(ids, text, ends=self.scored_position not in OPEN_ENDED)
+        prefix_length = len(self._complete(ids, text, ends=False)) - len(ids)
+        reads = [ends[piece] - 1 + prefix_length for piece in read]
+        reads[-1] = len(sequence) - 1
         if any(low >= high for low, high in pairwise([-1, *reads])):
-            raise DataError("got a step that has no tokens, wanted some in each")
-        return whole, tuple(reads)
+            raise DataError("got a step without tokens, wanted at least one token in each step")
+        return sequence, tuple(reads)
 
     def fit(
         self,
@@ -475,7 +516,9 @@ class ScoringContract:
     ) -> EncodedText:
         """Apply the rule for sequences of more than ``seq_length`` tokens.
 
-        ``reads`` and ``spans`` are those of its steps, where the contract has any.
+        Args:
+            reads: for a contract with steps, the indices where rewards are read.
+            spans: the steps that these rewards are for.
 
         Raises:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
@@ -484,83 +527,50 @@ class ScoringContract:
             return EncodedText(token_ids, False, reads, spans)
         if self.overlong != Overlong.truncate_left.value:
             raise OverlongError(f"got {len(token_ids)} tokens, wanted at most {self.seq_length}")
-        # Models trained with a BOS score badly without; it takes the place of one token.
+        # A model trained with BOS scores badly without it, so BOS replaces the first kept token.
         keeps_bos = self.bos_id is not None and token_ids[0] == self.bos_id
-        head = token_ids[:1] if keeps_bos and self.seq_length > 1 else []
-        first = len(token_ids) - self.seq_length + len(head)
-        kept = head + token_ids[first:]
+        bos = token_ids[:1] if keeps_bos and self.seq_length > 1 else []
+        first = len(token_ids) - self.seq_length + len(bos)
+        truncated_ids = bos + token_ids[first:]
         if reads is None:
-            return EncodedText(kept, True)
-        lost = sum(place < first for place in reads)
-        places = tuple(place - first + len(head) for place in reads[lost:])
-        return EncodedText(kept, True, places, spans[lost:], lost)
+            return EncodedText(truncated_ids, True)
+        lost = sum(index < first for index in reads)
+        truncated_reads = tuple(index - first + len(bos) for index in reads[lost:])
+        return EncodedText(truncated_ids, True, truncated_reads, spans[lost:], lost)
 
-    def _write(self, tokenizer: Tokenizer, text: Text) -> str:
-        """``text`` is in the normal form."""
+    def _render(self, tokenizer: Tokenizer, text: Text) -> str:
+        """Render a sample that is in the normal form."""
         if isinstance(text, str):
             return text
         if not self.template:
             raise NoTemplateError(
-                "this text is a conversation, and there is no chat template to write it with; "
+                "the text is a conversation, and the model has no chat template to render it; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
         return write_conversation(self.template, text, tokenizer, self.template_kwargs)
 
-    def _write_apart(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
-        written = self._write(tokenizer, text)
-        return WrittenText(written, None if isinstance(text, str) else reply_of(text))
+    def _render_with_reply(self, tokenizer: Tokenizer, text: Text) -> WrittenText:
+        rendered = self._render(tokenizer, text)
+        return WrittenText(rendered, None if isinstance(text, str) else reply_of(text))
 
     def _complete(self, ids: list[int], text: Text, ends: bool = True) -> list[int]:
-        """``ids`` with BOS, EOS and the like; without what stands behind them unless ``ends``."""
+        """Add BOS, EOS and the reward token to ``ids`` where the contract says so.
+
+        Args:
+            ends: False adds nothing at the end.
+
+        Raises:
+            DataError: the sample is empty, or begins with BOS twice.
+        """
         if isinstance(text, str):
             if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
                 ids = [self.bos_id, *ids]
             if ends and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
                 ids = [*ids, self.eos_id]
         if not ids:
-            raise DataError("the text has no tokens: it is empty")
+            raise DataError("the text is empty: it has no tokens")
         if ends and self.reward_token_id is not None and ids[-1] != self.reward_token_id:
             ids = [*ids, self.reward_token_id]
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             raise DataError("the text begins with BOS twice; write it once, or not at all")
         return ids
-
-
-# Texts to token ids by one contract, and a check of ids that come from outside.
-
-
-class TextEncoder:
-    """The ids that a model with ``contract`` and ``tokenizer`` reads."""
-
-    def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
-        self.contract = contract
-        self.tokenizer = tokenizer
-
-    def encode(self, text: Text) -> EncodedText:
-        """The token ids of one text; DataError where the contract refuses it."""
-        encoded = self.contract.encode(self.tokenizer, text)
-        self._check_ids(encoded.token_ids)
-        return encoded
-
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, what the model would fail on or take for something else."""
-        if self.contract.aggregate is not None:
-            raise DataError(
-                f"got token ids, but the reward of a sample is the {self.contract.aggregate} over "
-                "its steps, which cannot be found in token ids. Send the text or the conversation"
-            )
-        self._check_ids(token_ids)
-
-    def _check_ids(self, token_ids: Sequence[int]) -> None:
-        if not 1 <= len(token_ids) <= self.contract.seq_length:
-            raise DataError(
-                f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"
-            )
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self.tokenizer.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise DataError(f"got token id {wrong}, wanted 0 to {self.tokenizer.vocab_size - 1}")
-
-    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone, at its full length."""
-        return self.contract.count_reply_tokens(self.tokenizer, texts)

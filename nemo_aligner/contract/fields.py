@@ -1,4 +1,4 @@
-"""Checks of a scoring contract's fields, as an archive is untrusted."""
+"""Checks of a scoring contract's fields: a contract comes from an archive, which is untrusted."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
-# Far more than any has; as JSON in an archive it takes at most 12 bytes a character.
+# Characters. No real template is near this size; in JSON one takes at most 12 bytes a character.
 MAX_TEMPLATE = 2**16
-_MOST = 2**31
-_LONGEST_SEPARATOR = 100
+_MAX_INT = 2**31
+_MAX_SEPARATOR = 100
 
 
 def check_fields(contract: Any) -> None:
-    """Refuse a ``ScoringContract`` that no text could be scored by.
+    """Check the type and range of every field of a ``ScoringContract``, and their combinations.
 
     Raises:
-        DataError: it names the field, its value, and what was wanted.
+        DataError: a field is invalid; the message names the field and its value.
     """
-    for name, (fits, wanted) in _FIELDS.items():
+    for name, (is_valid, expected) in _FIELDS.items():
         value = getattr(contract, name)
-        if not fits(value):
-            raise DataError(f"scoring contract: {name}: got {shown(value)}, wanted {wanted}")
+        if not is_valid(value):
+            raise DataError(f"scoring contract: {name}: got {shown(value)}, wanted {expected}")
     is_mean = contract.scored_position == ScoredPosition.reply_mean.value
     if is_mean == (contract.reply_marker is None):
         raise DataError(
             f"scoring contract: reply_marker: got {shown(contract.reply_marker)} where "
-            f"{contract.scored_position} is scored, wanted it for reply_mean, and for nothing else"
+            f"{contract.scored_position} is scored, wanted a marker for reply_mean, else null"
         )
     has_steps = contract.scored_position in SEPARATED
     if has_steps == (contract.step_separator is None):
         raise DataError(
             f"scoring contract: step_separator: got {shown(contract.step_separator)} where "
-            f"{contract.scored_position} is scored, wanted it for {' and '.join(SEPARATED)}, and "
-            "for nothing else"
+            f"{contract.scored_position} is scored, wanted a separator for "
+            f"{', '.join(SEPARATED)}, else null"
         )
     has_one_output = contract.scored_position in STEPPED and contract.readout is None
     if contract.aggregate is not None and not has_one_output:
         raise DataError(
             f"scoring contract: aggregate: got {shown(contract.aggregate)} where "
-            f"{contract.scored_position} is scored, wanted it for {', '.join(STEPPED)} of a head "
-            "with one output for each attribute, and for nothing else"
+            f"{contract.scored_position} is scored, wanted null unless the model scores "
+            f"{', '.join(STEPPED)} by a head with one output for each attribute"
         )
 
 
 def is_text(value: Any) -> bool:
-    """True if ``value`` is a text of whole characters."""
+    """Tell if ``value`` is a string of valid Unicode."""
     if not isinstance(value, str):
         return False
     try:
@@ -65,31 +65,31 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value < _MOST
+def _is_count(value: Any, minimum: int) -> bool:
+    return type(value) is int and minimum <= value < _MAX_INT
 
 
-def _is_id(value: Any) -> bool:
-    return value is None or _is_whole(value, 0)
+def _is_token_id_or_none(value: Any) -> bool:
+    return value is None or _is_count(value, 0)
 
 
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(_is_whole(each, 0) for each in value)
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_count(token_id, 0) for token_id in value)
 
 
 def _is_json_object(value: Any) -> bool:
     if not is_text(value) or len(value) > MAX_TEMPLATE:
         return False
     try:
-        found = json.loads(value)
+        content = json.loads(value)
     except (ValueError, RecursionError):
         return False
-    # Names that are none would be code where a template is written with them inside.
-    return isinstance(found, dict) and bool(found) and all(map(str.isidentifier, found))
+    # ``with_kwargs_inside`` writes the names into template code, so they must be identifiers.
+    return isinstance(content, dict) and bool(content) and all(map(str.isidentifier, content))
 
 
 def are_numbers(value: Any) -> bool:
-    """True if ``value`` is a list of finite numbers."""
+    """Tell if ``value`` is a list or tuple of finite numbers."""
     return isinstance(value, list | tuple) and all(
         isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < 1e300
         for number in value
@@ -106,11 +106,12 @@ def _one_of(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 
 
 _FLAG = (_is_flag, "true or false")
-_ID = (_is_id, "a token's id or null")
+_ID = (_is_token_id_or_none, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
-# The rule of a contract that names none is the last one's.
-_AGGREGATES = tuple(how.value for how in Aggregate if how is not Aggregate.last)
+# Not ``last``: a contract says that by null.
+_AGGREGATES = tuple(rule.value for rule in Aggregate if rule is not Aggregate.last)
 _TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
+# The check of each field, and what it should be, for the error message.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "template": (
         lambda value: is_text(value) and len(value) <= MAX_TEMPLATE,
@@ -121,7 +122,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bos_id": _ID,
     "eos_id": _ID,
     "overlong": _one_of(Overlong),
-    "seq_length": (lambda value: _is_whole(value, 1), "a number of tokens"),
+    "seq_length": (lambda value: _is_count(value, 1), "a number of tokens"),
     "attributes": (
         lambda value: isinstance(value, list | tuple) and all(map(is_text, value)),
         "names",
@@ -143,15 +144,15 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "reward_token_id": _ID,
     "step_separator": (
-        lambda value: value is None or (is_text(value) and 0 < len(value) <= _LONGEST_SEPARATOR),
-        f"a text of 1 to {_LONGEST_SEPARATOR} characters, or null",
+        lambda value: value is None or (is_text(value) and 0 < len(value) <= _MAX_SEPARATOR),
+        f"a text of 1 to {_MAX_SEPARATOR} characters, or null",
     ),
     "aggregate": (
         lambda value: value is None or value in _AGGREGATES,
         f"{', '.join(_AGGREGATES)} or null",
     ),
     "reply_marker": (
-        lambda value: value is None or (_are_ids(value) and len(value) > 0),
+        lambda value: value is None or (_are_token_ids(value) and len(value) > 0),
         "ids of tokens, or null",
     ),
 }

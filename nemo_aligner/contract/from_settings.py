@@ -1,4 +1,8 @@
-"""The scoring contract that training settings ask for, and how two contracts differ."""
+"""The scoring contract that training settings define, and comparisons of two contracts.
+
+``build_contract`` makes the contract of a model about to be trained, and ``continue_contract``
+compares it with that of the reward model that training starts from.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +27,19 @@ def build_contract(
     tokenizer: Tokenizer,
     precision: Precision,
     start: ScoringContract | None = None,
-    before: ScoringContract | None = None,
+    previous: ScoringContract | None = None,
 ) -> ScoringContract:
-    """The contract of a model about to be trained; ``label_means`` are still zero.
+    """Build the contract of a model about to be trained; ``label_means`` are still zero.
 
-    ``start`` is the contract of the reward model that training starts from, if it starts from one:
-    it decides what the settings leave open. ``before`` is that of the run that goes on. Where one
-    of the two has an earlier text of the built-in template that is asked for, it stays.
+    Args:
+        start: contract of the reward model that training starts from, or None. Settings that are
+            null take its values.
+        previous: contract of the run that is resumed, or None. If ``start`` or ``previous`` has an
+            earlier version of the chosen built-in template, that version stays.
 
     Raises:
-        ConfigError: the template is not found, or fails its checks (see ``check_template``), or a
-            BOS or EOS is asked for that the tokenizer does not have.
+        ConfigError: the template is not found or fails its checks (``check_template``), or the
+            settings add a BOS or EOS that the tokenizer does not have.
     """
     data = config.data
     ranking = config.reward_model_type is RewardModelType.binary_ranking
@@ -43,17 +49,21 @@ def build_contract(
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
     eos = eos or data.format == TRL_FORMAT
-    known = [each.template for each in (start, before) if each is not None]
-    template = _template(data.template, tokenizer, start, known)
+    earlier_templates = [
+        contract.template for contract in (start, previous) if contract is not None
+    ]
+    template = _choose_template(data.template, tokenizer, start, earlier_templates)
     bos_token, eos_token = tokenizer.bos_token, tokenizer.eos_token
-    template = freeze_date(template, bos_token, eos_token, _kwargs(data, template, start))
-    # Once more: the variables of `start` are for its template, and not for a frozen one.
-    kwargs, reads = _kwargs(data, template, start), config.head.reads
+    template = freeze_date(
+        template, bos_token, eos_token, _choose_template_kwargs(data, template, start)
+    )
+    # Again, because the variables of ``start`` apply to its own template but not to a frozen one.
+    kwargs, reads = _choose_template_kwargs(data, template, start), config.head.reads
     is_mean = reads is ScoredPosition.reply_mean
     contract = ScoringContract(
         template=template,
-        add_bos=_resolve(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
-        add_eos=_resolve(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
+        add_bos=_resolve_flag(data.add_bos, bos, tokenizer.bos_id, "add_bos"),
+        add_eos=_resolve_flag(data.add_eos, eos, tokenizer.eos_id, "add_eos"),
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         overlong=data.overlong.value,
@@ -68,22 +78,24 @@ def build_contract(
         reply_marker=make_reply_marker(template, tokenizer, kwargs) if is_mean else None,
         chat_template_kwargs=kwargs or None,
         reward_token_id=None if start is None else start.reward_token_id,
-        step_separator=_separator(data, reads, start),
+        step_separator=_choose_step_separator(data, reads, start),
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
     elif kwargs:
         raise ConfigError(
-            "model.data.chat_template_kwargs: got some, wanted none: there is no chat template"
+            "model.data.chat_template_kwargs: got template variables, but there is no chat "
+            "template. Set model.data.template, or omit them"
         )
     return contract
 
 
 def with_aggregate(contract: ScoringContract, rule: str | None) -> ScoringContract:
-    """Return the contract of a model whose samples have one reward by ``rule``, an ``Aggregate``'s.
+    """Return a copy of the contract that combines the rewards of steps by ``rule``.
 
-    Without turns or steps a sample has only one reward, and the contract has no rule. It does not
-    name the rule ``last``, which is that of a contract without one, as is None.
+    Args:
+        rule: an ``Aggregate`` value or None. ``last`` is stored as None, and so is any rule of a
+            model without turns or steps.
 
     Raises:
         DataError: there is no such rule.
@@ -92,41 +104,45 @@ def with_aggregate(contract: ScoringContract, rule: str | None) -> ScoringContra
     return dataclasses.replace(contract, aggregate=rule if is_named else None)
 
 
-def _template(
-    setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None, known: Sequence[str]
+def _choose_template(
+    setting: str | None,
+    tokenizer: Tokenizer,
+    start: ScoringContract | None,
+    earlier_templates: Sequence[str],
 ) -> str:
     if setting is None and start is not None:
         return start.template
-    return resolve_template(setting or "tokenizer", tokenizer, known)
+    return resolve_template(setting or "tokenizer", tokenizer, earlier_templates)
 
 
-def _kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:
-    """Template variables of the settings, or else of ``start``, if its template stays."""
+def _choose_template_kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:
+    """Return the template variables of the settings or, if its template stays, of ``start``."""
     if data.chat_template_kwargs is not None:
         return canonical_kwargs(data.chat_template_kwargs)
     return start.template_kwargs if start is not None and start.template == template else ""
 
 
-def _separator(
+def _choose_step_separator(
     data: DataConfig, reads: ScoredPosition, start: ScoringContract | None
 ) -> str | None:
-    """What stands between steps: of the settings, or else of ``start``, or a blank line."""
-    given = data.step_separator
+    """Return the separator of the settings or else of ``start``; the default is a blank line."""
+    separator = data.step_separator
     if reads.value not in SEPARATED:
-        if given is not None:
+        if separator is not None:
             raise ConfigError(
-                f"model.data.step_separator: got {given!r}, wanted null: model.head.reads is "
-                f"{reads.value}, and only {' and '.join(SEPARATED)} cut replies into steps"
+                f"model.data.step_separator: got {separator!r}, wanted null: model.head.reads is "
+                f"{reads.value}, and only {', '.join(SEPARATED)} cut replies into steps"
             )
         return None
-    if given == "":
+    if separator == "":
         raise ConfigError("model.data.step_separator: got an empty text, wanted a separator")
-    known = None if start is None else start.step_separator
-    return given or known or "\n\n"
+    start_separator = None if start is None else start.step_separator
+    return separator or start_separator or "\n\n"
 
 
-def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str) -> bool:
-    is_added = habit if setting is None else setting
+def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, name: str) -> bool:
+    """Return whether BOS or EOS is added; ``name`` is ``add_bos`` or ``add_eos``."""
+    is_added = default if setting is None else setting
     if is_added and token_id is None:
         token = name.removeprefix("add_").upper()
         cause = f"{name}: got true" if setting else f"format: got {TRL_FORMAT}"
@@ -134,8 +150,9 @@ def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str)
     return is_added
 
 
-# Differences between two scoring contracts, and those that training may make.
+# Differences between two scoring contracts, and which of them training may make.
 
+# The setting behind each field of a contract.
 _SETTINGS = {
     "template": "model.data.template",
     "chat_template_kwargs": "model.data.chat_template_kwargs",
@@ -151,11 +168,12 @@ _SETTINGS = {
     "reward_model_type": "model.reward_model_type",
 }
 _SHOWN_CHARACTERS = 40
-# Fields of a head, from the settings, and fields that start anew with a new head.
-_OF_HEAD = ("reward_model_type", "attributes", "aggregate")
-_OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means", "readout")
-_KEEPS_HEAD = (
-    " on its body; pretrained_checkpoint.allow_contract_change=true keeps the head for them instead"
+# Fields that describe the head: those set in the settings, and all that a new head resets.
+_HEAD_SETTINGS = ("reward_model_type", "attributes", "aggregate")
+_HEAD_FIELDS = (*_HEAD_SETTINGS, "attribute_weights", "label_means", "readout")
+_KEEP_HEAD_HINT = (
+    " with a new head on its body; to keep the head instead, set "
+    "pretrained_checkpoint.allow_contract_change=true"
 )
 
 
@@ -167,13 +185,19 @@ def continue_contract(
     new_head: bool = False,
     new_weights: bool = False,
 ) -> ScoringContract:
-    """The contract for training on from a reward model, with that model's label means.
+    """Return the contract for training that starts from a reward model.
 
-    With ``new_head`` all that belongs to a head is that of the settings; a head that is kept has
-    as many attributes as it had. With ``new_weights`` their weights are those of the settings.
+    Label means, readout and attribute weights of ``start`` are kept with its head.
+
+    Args:
+        contract: the contract of the settings.
+        start: the contract of the reward model that training starts from.
+        allow_change: accept other differences; a head that is kept must have as many attributes.
+        new_head: take all fields of the head from ``contract``.
+        new_weights: take the attribute weights from ``contract``.
 
     Raises:
-        ConfigError: the settings ask for another contract, and nobody allowed that.
+        ConfigError: the two contracts differ in a way that is not allowed.
     """
     if not new_head:
         contract = dataclasses.replace(contract, readout=start.readout)
@@ -183,32 +207,40 @@ def continue_contract(
             contract, label_means=start.label_means, attribute_weights=weights
         )
     differences = start.differences(contract)
-    of_head = {name: values for name, values in differences.items() if name in _OF_HEAD}
-    of_texts = {name: each for name, each in differences.items() if name not in _OF_ANY_HEAD}
-    fits = len(start.attributes) == len(contract.attributes)
+    head_differences = {
+        name: values for name, values in differences.items() if name in _HEAD_SETTINGS
+    }
+    other_differences = {
+        name: values for name, values in differences.items() if name not in _HEAD_FIELDS
+    }
+    head_fits = len(start.attributes) == len(contract.attributes)
     is_allowed = {
-        "new_head": not of_head or new_head or (allow_change and fits),
-        "allow_contract_change": not of_texts or allow_change,
+        "new_head": not head_differences or new_head or (allow_change and head_fits),
+        "allow_contract_change": not other_differences or allow_change,
     }
     if not all(is_allowed.values()):
-        shown = describe_differences({**of_head, **of_texts})
-        wanted = [
+        description = describe_differences({**head_differences, **other_differences})
+        switches = [
             f"pretrained_checkpoint.{name}=true" for name in is_allowed if not is_allowed[name]
         ]
-        keeps = "" if is_allowed["new_head"] or not fits or of_texts else _KEEPS_HEAD
+        can_keep_head = not is_allowed["new_head"] and head_fits and not other_differences
+        hint = _KEEP_HEAD_HINT if can_keep_head else ""
         raise ConfigError(
             f"the reward model to start from has another scoring contract ({start.hash[:12]}) than "
-            f"these settings ({contract.hash[:12]}): {shown}"
-            f". Set them alike, or set {' and '.join(wanted)} to train another model{keeps}"
+            f"these settings ({contract.hash[:12]}): {description}"
+            f". Set them alike, or set {' and '.join(switches)} to train another model{hint}"
         )
     return contract
 
 
 def check_expected(contract: ScoringContract, expected: str | None, key: str) -> None:
-    """Refuse a contract that does not have the hash ``expected``; None takes any.
+    """Check that a contract has the hash ``expected``; None accepts any.
+
+    Args:
+        key: the setting with the expected hash, for the error message.
 
     Raises:
-        ConfigError: it names both hashes; ``key`` is the setting that held the expected one.
+        ConfigError: the hashes differ; the message names both.
     """
     if expected is not None and expected != contract.hash:
         raise ConfigError(
@@ -218,57 +250,62 @@ def check_expected(contract: ScoringContract, expected: str | None, key: str) ->
 
 
 def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:
-    """``setting: mine -> other`` for people, long texts from where they part."""
+    """Format differences as ``setting: first -> second``; long values begin where they differ."""
     return "; ".join(
-        f"{_SETTINGS.get(name, name)}: {' -> '.join(_parting(*values))}"
+        f"{_SETTINGS.get(name, name)}: {' -> '.join(_show_difference(*values))}"
         for name, values in differences.items()
     )
 
 
-def _parting(first: Any, second: Any) -> tuple[str, str]:
-    shown = (repr(first), repr(second))
-    if max(map(len, shown)) <= _SHOWN_CHARACTERS:
-        return shown
-    same = next(index for index, (a, b) in enumerate(zip(*shown, strict=False)) if a != b)
-    start = max(0, same - _SHOWN_CHARACTERS // 2)
-    cut = [text[start : start + _SHOWN_CHARACTERS] for text in shown]
-    return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."
+def _show_difference(first: Any, second: Any) -> tuple[str, str]:
+    texts = (repr(first), repr(second))
+    if max(map(len, texts)) <= _SHOWN_CHARACTERS:
+        return texts
+    differs_at = next(index for index, (a, b) in enumerate(zip(*texts, strict=False)) if a != b)
+    start = max(0, differs_at - _SHOWN_CHARACTERS // 2)
+    excerpts = [text[start : start + _SHOWN_CHARACTERS] for text in texts]
+    return f"{'...' * (start > 0)}{excerpts[0]}...", f"{'...' * (start > 0)}{excerpts[1]}..."
 
 
-# Models whose head others can read: a critic, a value head, another program.
+# Checks for code that can only read a plain head: a critic, a value head, another program.
 
 
-def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:
-    """Refuse a model that reads more than the last token, or has several outputs an attribute.
+def check_plain_reading(contract: ScoringContract, location: str, reader: str) -> None:
+    """Check that a model reads only the last token, by one output per attribute.
+
+    Args:
+        location: the model's file, for the error message.
+        reader: what cannot read other heads, such as "a critic", for the error message.
 
     Raises:
-        CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
+        CheckpointError: the model has another head.
     """
-    check_last_token(contract, where, who)
+    check_last_token(contract, location, reader)
     readout = contract.output_readout
     if readout is not None and readout.kind == SIGMOID:
         raise CheckpointError(
-            f"{where}: its rewards are probabilities, the sigmoid of the head's output; wanted a "
-            f"head whose output is the reward: {who} takes no sigmoid "
+            f"{location}: its rewards are probabilities, the sigmoid of the head's output; wanted "
+            f"a head whose output is the reward: {reader} applies no sigmoid "
             "(model.objective_kwargs.scale=log_odds trains one)"
         )
     if readout is not None:
         raise CheckpointError(
-            f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
-            f"wanted one that is the reward: {who} cannot turn them into a reward"
+            f"{location}: its head has {readout.width} outputs for each attribute "
+            f"({readout.kind}), wanted one that is the reward: {reader} cannot turn them into a "
+            "reward"
         )
 
 
-def check_last_token(contract: ScoringContract, where: str, who: str) -> None:
-    """Refuse a model that reads more than the last token; see ``check_plain_reading``."""
+def check_last_token(contract: ScoringContract, location: str, reader: str) -> None:
+    """Check that a model reads only the last token; see ``check_plain_reading``."""
     if contract.reply_marker is not None:
         raise CheckpointError(
-            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {who} cannot average"
+            f"{location}: its head reads the mean of the reply (model.head.reads), wanted one that "
+            f"reads the last token: {reader} cannot average"
         )
     if contract.has_steps:
         raise CheckpointError(
-            f"{where}: its head reads every turn or step (model.head.reads is "
-            f"{contract.scored_position}), wanted one that reads the last token: {who} has one "
+            f"{location}: its head reads every turn or step (model.head.reads is "
+            f"{contract.scored_position}), wanted one that reads the last token: {reader} has one "
             "reward for each text"
         )

@@ -1,16 +1,17 @@
-"""Texts and conversations: what is scored, what of it is the reply, and the one normal form.
+"""Samples: raw texts and conversations, their normal form, and which part of one is the reply.
 
-Messages are those of OpenAI's chat API and of Hugging Face transformers. Whoever takes them from
-outside calls ``read_text``, which gives every writing of the same conversation one form:
+Messages have the form of OpenAI's chat API and of Hugging Face transformers. Code that takes a
+sample from outside calls ``read_text``, which maps every spelling of the same conversation to one
+normal form:
 
-- a key whose value is null, and an empty ``tool_calls`` or ``annotations``, is left out;
-- ``content`` is always there: a text, parts of type ``text``, or null, beside tool calls or
-  reasoning alone;
-- ``arguments`` of a call are an object, also where they came as its JSON text;
-- ``reasoning`` and ``thinking`` are called ``reasoning_content``;
-- empty ``tools`` and ``documents`` are none, and tools may come as JSON text.
+- keys whose value is null are dropped, and so are an empty ``tool_calls`` or ``annotations``;
+- ``content`` is always present: a string, a list of parts of type ``text``, or null if the message
+  has tool calls or reasoning instead;
+- ``arguments`` of a tool call are an object, even where they arrive as a JSON string;
+- ``reasoning`` and ``thinking`` are renamed to ``reasoning_content``;
+- empty ``tools`` and ``documents`` are dropped, and ``tools`` may arrive as a JSON string.
 
-What a chat template can write of it is decided elsewhere (``template_check.py``).
+Whether a chat template can render all of a conversation is checked in ``template_check.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, TypeAlias
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.utils.errors import DataError, shown
 
-# Roles that any template may be tried with; few templates write developer and function.
+# Roles used in the trials of a template; few templates render developer and function.
 ROLES = ("system", "user", "assistant", "tool")
 ALL_ROLES = (*ROLES, "developer", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -35,9 +36,9 @@ Messages: TypeAlias = list[Message]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and what was given beside them: tools, and documents to answer from.
+    """Messages together with the tools and documents that the model was given.
 
-    Without any of the two, a bare list of messages is the same.
+    A conversation without tools and documents is the same as its bare list of messages.
     """
 
     messages: Messages
@@ -45,78 +46,81 @@ class Conversation:
     documents: list[dict[str, Any]] | None = None
 
 
-# A str is raw text, scored as it stands; a conversation goes through the contract's chat template.
 Text: TypeAlias = str | Messages | Conversation
+"""A sample to score. A str is raw text and is scored verbatim; a conversation is rendered by the
+contract's chat template."""
 
 _PLAIN = {"role", "content"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_KEYS = {"id", "type", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-_BESIDE = ("tools", "documents")
-_WITH_STRUCTS = ("tools", "tool_calls")
-_SHOWN = 60
-_DEEPEST = 64
+_CONTEXT_KEYS = ("tools", "documents")
+_STRUCT_KEYS = ("tools", "tool_calls")
+_MAX_SHOWN = 60
+_MAX_DEPTH = 64
 # Python reads and writes integers of up to 4,300 digits (``sys.set_int_max_str_digits``).
 _TOO_LARGE = 10**4300
 
 
 def messages_of(text: Text) -> Messages:
-    """The messages of a conversation; none for raw text."""
+    """Return the messages of a sample; an empty list for raw text."""
     if isinstance(text, str):
         return []
     return text.messages if isinstance(text, Conversation) else text
 
 
 def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
-    """A row of Arrow without the nulls that it puts below ``tools`` and ``tool_calls``.
+    """Remove the nulls that Arrow inserts below ``tools`` and ``tool_calls`` of a row.
 
-    Its structs have every key in every row: an argument that only another call has would be null in
-    this one. Elsewhere null is a value, as that of a missing label.
+    Every Arrow struct of a column has the same keys, so an argument that occurs in one call is null
+    in all others. Outside these two keys null is a real value, such as a missing label.
     """
     if isinstance(value, list):
-        return [without_struct_nulls(each, is_inside) for each in value]
+        return [without_struct_nulls(item, is_inside) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: without_struct_nulls(each, is_inside or key in _WITH_STRUCTS)
-        for key, each in value.items()
-        if each is not None or not is_inside
+        key: without_struct_nulls(item, is_inside or key in _STRUCT_KEYS)
+        for key, item in value.items()
+        if item is not None or not is_inside
     }
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:
-    """Replace the messages, and keep tools and documents."""
+    """Replace the messages of a conversation; its tools and documents stay."""
     return replace(text, messages=messages) if isinstance(text, Conversation) else messages
 
 
 def prompt_of(text: Text) -> Messages:
-    """Everything before the last turn of a conversation; nothing for raw text."""
+    """Return all messages before the last one; an empty list for raw text."""
     return messages_of(text)[:-1]
 
 
 def question_of(text: Text) -> Messages:
-    """``prompt_of`` without the calls of tools, and their results, after the last user's turn."""
+    """Return ``prompt_of`` without the tool calls and tool results after the last user turn."""
     prompt = prompt_of(text)
-    asked = next((n for n in range(len(prompt), 0, -1) if prompt[n - 1]["role"] == "user"), 0)
-    after = prompt[asked:]
-    uses_tools = any(turn["role"] == "tool" or "tool_calls" in turn for turn in after)
-    return prompt[:asked] if uses_tools and asked else prompt
+    question_length = next(
+        (number for number in range(len(prompt), 0, -1) if prompt[number - 1]["role"] == "user"), 0
+    )
+    after_question = prompt[question_length:]
+    uses_tools = any(turn["role"] == "tool" or "tool_calls" in turn for turn in after_question)
+    return prompt[:question_length] if uses_tools and question_length else prompt
 
 
 def reply_of(text: Text) -> str:
-    """The reply that is judged: the last turn of a conversation, as ``said``; all of a raw text."""
+    """Return the reply that is scored: ``said`` of the last message, or the whole raw text."""
     return text if isinstance(text, str) else said(messages_of(text)[-1])
 
 
 def first_prompt(text: Text) -> str:
-    """The first user turn of a conversation; empty for raw text."""
+    """Return the first user turn of a conversation; empty for raw text."""
     return next((said(turn) for turn in messages_of(text) if turn["role"] == "user"), "")
 
 
 def said(message: Message) -> str:
-    """Everything that a message says, for people and for its length.
+    """Flatten a message to one string, to show it or to measure its length.
 
-    Reasoning, content and every call of a tool, as JSON, on lines of their own.
+    Reasoning, content and each tool call (as JSON) are joined by newlines.
     """
     if message.keys() == _PLAIN and isinstance(message["content"], str):
         return message["content"]
@@ -130,98 +134,119 @@ def said(message: Message) -> str:
 
 
 def joined_content(content: Any) -> str:
-    """Content as one text: parts are joined by a newline, as vLLM joins them; null is empty."""
+    """Join the parts of a content by newlines, as vLLM does; null becomes an empty string."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
 
 
 def as_json(text: Messages | Conversation) -> Any:
-    """A conversation as JSON has it: a list of messages, or an object with them and the rest."""
+    """Return a conversation as JSON values.
+
+    That is a list of messages or, with tools or documents, an object with ``messages`` and these.
+    """
     if not isinstance(text, Conversation):
         return text
-    beside = {name: getattr(text, name) for name in _BESIDE}
-    return {"messages": text.messages, **{name: each for name, each in beside.items() if each}}
+    context = {name: getattr(text, name) for name in _CONTEXT_KEYS}
+    return {
+        "messages": text.messages,
+        **{name: objects for name, objects in context.items() if objects},
+    }
 
 
 def with_tools(text: Text, tools: Any, documents: Any = None) -> Text:
-    """A text with the tools and documents that it was asked with, in the normal form.
+    """Attach tools and documents to a sample, in the normal form.
 
     Raises:
-        DataError: they are no lists of objects, or come beside a raw text.
+        DataError: tools or documents are not lists of objects, or the sample is raw text.
     """
-    found = {
+    context = {
         name: _read_objects(value, name)
         for name, value in (("tools", tools), ("documents", documents))
     }
-    if not any(found.values()):
+    if not any(context.values()):
         return text
     if isinstance(text, str):
-        name = next(name for name in found if found[name])
-        raise DataError(f"{name}: got some beside a raw text, wanted a conversation")
-    return Conversation(messages_of(text), **found)
+        name = next(name for name in context if context[name])
+        raise DataError(
+            f"{name}: got {name} with a raw text, which no chat template renders; "
+            "wanted a conversation"
+        )
+    return Conversation(messages_of(text), **context)
 
 
-def read_text(given: Any) -> Text:
-    """The normal form of a raw text, or of a conversation that ends with the assistant's reply.
+def read_text(value: Any) -> Text:
+    """Validate a sample from outside, and return it in the normal form.
 
-    A conversation is a list of messages, a ``Conversation``, or the JSON object of one, with
-    ``messages``, ``tools`` and ``documents``.
+    Args:
+        value: a raw text, or a conversation that ends with the assistant's reply: a list of
+            messages, a ``Conversation``, or a JSON object with ``messages`` and optionally
+            ``tools`` and ``documents``.
 
     Raises:
-        DataError: it says what was got and what was wanted, but not where; the caller knows that.
+        DataError: the message names the key and the value. The caller adds the file and line.
     """
-    if isinstance(given, str):
-        _check_unicode(given)
-        return given
-    if isinstance(given, list):
-        return _with_reply(read_messages(given))
-    if isinstance(given, Conversation):
-        given = as_json(given) if given.tools or given.documents else {"messages": given.messages}
-    if not isinstance(given, Mapping) or "messages" not in given:
-        raise DataError(f"got {_shown(given)}, wanted a text or a list of messages")
-    unknown = [key for key in given if key != "messages" and key not in _BESIDE]
-    if unknown:
+    if isinstance(value, str):
+        _check_unicode(value)
+        return value
+    if isinstance(value, list):
+        return _check_reply(read_messages(value))
+    if isinstance(value, Conversation):
+        value = as_json(value) if value.tools or value.documents else {"messages": value.messages}
+    if not isinstance(value, Mapping) or "messages" not in value:
+        raise DataError(f"got {_show_value(value)}, wanted a text or a list of messages")
+    unknown_keys = [key for key in value if key != "messages" and key not in _CONTEXT_KEYS]
+    if unknown_keys:
         raise DataError(
-            f"got the key {unknown[0]!r:.60}, wanted messages, {' and '.join(_BESIDE)} alone"
+            f"got the key {unknown_keys[0]!r:.60}, wanted only messages, "
+            f"{' and '.join(_CONTEXT_KEYS)}"
         )
-    if not isinstance(given["messages"], list):
-        raise DataError(f"messages: got {_shown(given['messages'])}, wanted a list of messages")
-    messages = _with_reply(read_messages(given["messages"]))
-    return with_tools(messages, given.get("tools"), given.get("documents"))
+    if not isinstance(value["messages"], list):
+        raise DataError(
+            f"messages: got {_show_value(value['messages'])}, wanted a list of messages"
+        )
+    messages = _check_reply(read_messages(value["messages"]))
+    return with_tools(messages, value.get("tools"), value.get("documents"))
 
 
 def check_texts(texts: Iterable[Any]) -> list[Any]:
-    """A list of texts, in any form that ``read_text`` takes; their contents are not looked at.
+    """Return the samples as a list, without looking into them.
 
     Raises:
-        TypeError: it is one text, a string or a conversation, and no list of them.
+        TypeError: the argument is one sample (a string or a conversation) instead of a list.
     """
-    wanted = "wanted a list of texts"
+    expected = "wanted a list of texts"
     if isinstance(texts, str | Mapping | Conversation):
-        raise TypeError(f"texts: got one text ({shown(texts)}), {wanted}")
-    rows = list(texts)
-    if rows and isinstance(rows[0], Mapping) and "role" in rows[0] and "messages" not in rows[0]:
-        raise TypeError(f"texts: got the messages of one text ({shown(rows[0])}), {wanted}")
-    return rows
+        raise TypeError(f"texts: got one text ({shown(texts)}), {expected}")
+    samples = list(texts)
+    if (
+        samples
+        and isinstance(samples[0], Mapping)
+        and "role" in samples[0]
+        and "messages" not in samples[0]
+    ):
+        raise TypeError(f"texts: got the messages of one text ({shown(samples[0])}), {expected}")
+    return samples
 
 
-def read_messages(given: Sequence[Any]) -> Messages:
-    """The normal form of messages, whoever speaks last; a list that has it is given back.
+def read_messages(values: Sequence[Any]) -> Messages:
+    """Validate messages, and return them in the normal form; the last one may have any role.
+
+    A list that is in the normal form already is returned itself, not a copy.
 
     Raises:
         DataError: see ``read_text``.
     """
-    if all(map(_is_plain, given)):
-        return given if isinstance(given, list) else [*given]
+    if all(map(_is_plain_message, values)):
+        return values if isinstance(values, list) else [*values]
     return [
-        message if _is_plain(message) else _read_message(message, f"messages[{number}]")
-        for number, message in enumerate(given)
+        message if _is_plain_message(message) else _read_message(message, f"messages[{number}]")
+        for number, message in enumerate(values)
     ]
 
 
 def is_plain(messages: Messages) -> bool:
-    """True if every message has a role of ``ROLES`` and a text, and nothing more."""
+    """Tell if every message has a role of ``ROLES``, a string as content, and no other key."""
     return all(
         message.keys() == _PLAIN
         and isinstance(message["content"], str)
@@ -230,21 +255,21 @@ def is_plain(messages: Messages) -> bool:
     )
 
 
-def strings_of(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every string of a JSON value, keys included, and where it stands."""
+def walk_strings(value: Any, location: str = "") -> Iterator[tuple[str, str]]:
+    """Yield ``(location, string)`` for every string in a JSON value, the keys included."""
     if isinstance(value, str):
-        yield where, value
+        yield location, value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield f"{where}, the key {key!r:.40}", key
-            yield from strings_of(each, f"{where}.{key:.40}" if where else key)
+        for key, item in value.items():
+            yield f"{location}, the key {key!r:.40}", key
+            yield from walk_strings(item, f"{location}.{key:.40}" if location else key)
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from strings_of(each, f"{where}[{number}]")
+        for number, item in enumerate(value):
+            yield from walk_strings(item, f"{location}[{number}]")
 
 
-def _is_plain(message: Any) -> bool:
-    """True for a message in the normal form with nothing but role and content: the quick path."""
+def _is_plain_message(message: Any) -> bool:
+    """Fast path: tell if a message has only role and content, and is in the normal form."""
     if not isinstance(message, dict) or message.keys() != _PLAIN:
         return False
     role, content = message["role"], message["content"]
@@ -253,7 +278,7 @@ def _is_plain(message: Any) -> bool:
     return content.isascii() or _is_unicode(content)
 
 
-def _with_reply(messages: Messages) -> Messages:
+def _check_reply(messages: Messages) -> Messages:
     if not messages:
         raise DataError("got an empty conversation, wanted at least the reply that is scored")
     if messages[-1]["role"] != "assistant":
@@ -264,179 +289,204 @@ def _with_reply(messages: Messages) -> Messages:
     return messages
 
 
-def _read_message(given: Any, where: str) -> Message:
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-        raise DataError(f"{where}: got {_shown(given)}, wanted an object with role and content")
-    role = given["role"]
+def _read_message(value: Any, location: str) -> Message:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        raise DataError(
+            f"{location}: got {_show_value(value)}, wanted an object with role and content"
+        )
+    role = value["role"]
     if role not in ALL_ROLES:
         raise DataError(
-            f"{where}: got role {role!r:.{_SHOWN}}, wanted one of {', '.join(ALL_ROLES)}"
+            f"{location}: got role {role!r:.{_MAX_SHOWN}}, wanted one of {', '.join(ALL_ROLES)}"
         )
-    message: Message = {"role": role, "content": _read_content(given.get("content"), where)}
-    rest = {key: value for key, value in given.items() if key not in _PLAIN and value is not None}
-    for key, value in rest.items():
-        if key == "annotations" and value == []:
+    message: Message = {"role": role, "content": _read_content(value.get("content"), location)}
+    extra_fields = {
+        key: field for key, field in value.items() if key not in _PLAIN and field is not None
+    }
+    for key, field in extra_fields.items():
+        if key == "annotations" and field == []:
             continue
         if key == "tool_calls":
-            calls = _read_calls(value, f"{where}.tool_calls", role)
+            calls = _read_calls(field, f"{location}.tool_calls", role)
             message |= {"tool_calls": calls} if calls else {}
         elif key in REASONING:
-            _add_reasoning(message, key, value, where)
+            _add_reasoning(message, key, field, location)
         else:
-            message[key] = _read_other(key, value, where)
+            message[key] = _read_other_key(key, field, location)
     if message["content"] is None and not ("tool_calls" in message or REASONING[0] in message):
-        raise DataError(_no_content(given, where))
+        raise DataError(_describe_missing_content(value, location))
     return message
 
 
-def _no_content(given: Mapping[Any, Any], where: str) -> str:
-    if "content" in given:
-        return f"{where}.content: got null, wanted a text, as there are no tool calls"
-    near = suggestion("content", [key for key in given if isinstance(key, str) and key != "role"])
-    meant = f"; did you mean 'content' for {near!r:.60}?" if near else ""
-    return f"{where}: got {_shown(given)}, wanted content, as there are no tool calls{meant}"
+def _describe_missing_content(value: Mapping[Any, Any], location: str) -> str:
+    if "content" in value:
+        return f"{location}.content: got null, wanted a text, as there are no tool calls"
+    near = suggestion("content", [key for key in value if isinstance(key, str) and key != "role"])
+    hint = f"; did you mean 'content' for {near!r:.60}?" if near else ""
+    return f"{location}: got {_show_value(value)}, wanted content, as there are no tool calls{hint}"
 
 
-def _read_content(content: Any, where: str) -> Any:
+def _read_content(content: Any, location: str) -> Any:
     if content is None:
         return None
     if isinstance(content, str):
-        _check_unicode(content, f"{where}.content: ")
+        _check_unicode(content, f"{location}.content: ")
         return content
     if not isinstance(content, list):
-        raise DataError(f"{where}.content: got {_shown(content)}, wanted text, or parts of text")
+        raise DataError(
+            f"{location}.content: got {_show_value(content)}, wanted text, or parts of text"
+        )
     parts = []
     for number, part in enumerate(content):
-        place = f"{where}.content[{number}]"
+        part_location = f"{location}.content[{number}]"
         if not isinstance(part, Mapping) or part.get("type", "text") not in _TEXT_PARTS:
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise DataError(f"{place}: got a part of type {_shown(kind)}, wanted text alone")
+            raise DataError(
+                f"{part_location}: got a part of type {_show_value(kind)}, wanted only text parts"
+            )
         if not isinstance(part.get("text"), str):
-            raise DataError(f"{place}: got {_shown(part)}, wanted a part with text")
-        _check_unicode(part["text"], f"{place}: ")
+            raise DataError(f"{part_location}: got {_show_value(part)}, wanted a part with text")
+        _check_unicode(part["text"], f"{part_location}: ")
         parts.append({"type": "text", "text": part["text"]})
     return parts
 
 
-def _add_reasoning(message: Message, key: str, value: Any, where: str) -> None:
+def _add_reasoning(message: Message, key: str, value: Any, location: str) -> None:
     if not isinstance(value, str):
-        raise DataError(f"{where}.{key}: got {_shown(value)}, wanted a text")
-    _check_unicode(value, f"{where}.{key}: ")
+        raise DataError(f"{location}.{key}: got {_show_value(value)}, wanted a text")
+    _check_unicode(value, f"{location}.{key}: ")
     if message["role"] != "assistant":
-        raise DataError(f"{where}.{key}: got it of role {message['role']!r}, wanted 'assistant'")
-    if message.setdefault(REASONING[0], value) != value:
-        raise DataError(f"{where}: got two different reasonings, wanted one of {REASONING}")
-
-
-def _read_other(key: Any, value: Any, where: str) -> Any:
-    if not isinstance(key, str):
-        raise DataError(f"{where}: got the key {key!r:.60}, wanted a text")
-    if key in ("name", "tool_call_id") and not isinstance(value, str):
-        raise DataError(f"{where}.{key}: got {_shown(value)}, wanted a text")
-    _check_json(value, f"{where}.{key}")
-    return value
-
-
-def _read_calls(given: Any, where: str, role: str) -> list[dict[str, Any]]:
-    if not isinstance(given, list):
-        raise DataError(f"{where}: got {_shown(given)}, wanted a list of calls")
-    if given and role != "assistant":
-        raise DataError(f"{where}: got them of role {role!r}, wanted 'assistant'")
-    return [_read_call(call, f"{where}[{number}]") for number, call in enumerate(given)]
-
-
-def _read_call(given: Any, where: str) -> dict[str, Any]:
-    """A call, or a bare function of one, as the templates of transformers take both."""
-    if not isinstance(given, Mapping):
-        raise DataError(f"{where}: got {_shown(given)}, wanted an object with function")
-    call = {key: value for key, value in given.items() if value is not None}
-    if "function" not in call:
-        return _read_function(call, where, {*_FUNCTION_KEYS, "id", "type"})
-    _check_keys(call, _CALL_KEYS, where)
-    if call.get("type", "function") != "function":
-        raise DataError(f"{where}.type: got {_shown(call['type'])}, wanted 'function'")
-    if not isinstance(call.get("id", ""), str):
-        raise DataError(f"{where}.id: got {_shown(call['id'])}, wanted a text")
-    _check_unicode(call.get("id", ""), f"{where}.id: ")
-    place = f"{where}.function"
-    return {**call, "function": _read_function(call["function"], place, _FUNCTION_KEYS)}
-
-
-def _read_function(given: Any, where: str, known: set[str]) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
-        raise DataError(f"{where}: got {_shown(given)}, wanted an object with name and arguments")
-    _check_keys(given, known, where)
-    arguments = _read_arguments(given.get("arguments"), f"{where}.arguments")
-    function = {**given, "arguments": arguments}
-    _check_json(function, where)
-    return function
-
-
-def _read_arguments(given: Any, where: str) -> dict[str, Any]:
-    """vLLM parses them before it renders, too, and takes an empty text for none."""
-    found = _parsed(given, where, "a JSON object")
-    if found is None or found == "" or (isinstance(found, str) and not found.strip()):
-        return {}
-    if not isinstance(found, Mapping):
-        raise DataError(f"{where}: got {_shown(given)}, wanted a JSON object")
-    return dict(found)
-
-
-def _read_objects(given: Any, name: str) -> list[dict[str, Any]] | None:
-    """Tools or documents: a list of objects, or its JSON text."""
-    found = _parsed(given, name, "a JSON list")
-    if not found:
-        return None
-    if not isinstance(found, list):
-        raise DataError(f"{name}: got {_shown(given)}, wanted a list of objects")
-    for number, each in enumerate(found):
-        if not isinstance(each, dict):
-            raise DataError(f"{name}[{number}]: got {_shown(each)}, wanted an object")
-        _check_json(each, f"{name}[{number}]")
-    return found
-
-
-def _parsed(given: Any, where: str, wanted: str) -> Any:
-    """The value of a JSON text; anything else, and a blank text, as it is."""
-    if not isinstance(given, str) or not given.strip():
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: got {_shown(given)}, wanted {wanted}") from error
-
-
-def _check_keys(given: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = [key for key in given if key not in known]
-    if unknown:
         raise DataError(
-            f"{where}: got the key {unknown[0]!r:.60}, wanted {', '.join(sorted(known))} alone"
+            f"{location}.{key}: got it in a message of role {message['role']!r}, "
+            "wanted it only in messages of role 'assistant'"
+        )
+    if message.setdefault(REASONING[0], value) != value:
+        raise DataError(
+            f"{location}: got two different reasoning texts, wanted only one of the keys "
+            f"{', '.join(REASONING)}"
         )
 
 
-def _check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse what JSON cannot hold, at any depth."""
-    if depth > _DEEPEST:
-        raise DataError(f"{where}: got objects nested more than {_DEEPEST} deep")
+def _read_other_key(key: Any, value: Any, location: str) -> Any:
+    if not isinstance(key, str):
+        raise DataError(f"{location}: got the key {key!r:.60}, wanted a text")
+    if key in ("name", "tool_call_id") and not isinstance(value, str):
+        raise DataError(f"{location}.{key}: got {_show_value(value)}, wanted a text")
+    _check_json(value, f"{location}.{key}")
+    return value
+
+
+def _read_calls(values: Any, location: str, role: str) -> list[dict[str, Any]]:
+    if not isinstance(values, list):
+        raise DataError(f"{location}: got {_show_value(values)}, wanted a list of calls")
+    if values and role != "assistant":
+        raise DataError(
+            f"{location}: got tool calls in a message of role {role!r}, "
+            "wanted them only in messages of role 'assistant'"
+        )
+    return [_read_call(call, f"{location}[{number}]") for number, call in enumerate(values)]
+
+
+def _read_call(value: Any, location: str) -> dict[str, Any]:
+    """Read a tool call, or the bare function of one; templates of transformers accept both."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"{location}: got {_show_value(value)}, wanted an object with function")
+    call = {key: field for key, field in value.items() if field is not None}
+    if "function" not in call:
+        return _read_function(call, location, {*_FUNCTION_KEYS, "id", "type"})
+    _check_keys(call, _CALL_KEYS, location)
+    if call.get("type", "function") != "function":
+        raise DataError(f"{location}.type: got {_show_value(call['type'])}, wanted 'function'")
+    if not isinstance(call.get("id", ""), str):
+        raise DataError(f"{location}.id: got {_show_value(call['id'])}, wanted a text")
+    _check_unicode(call.get("id", ""), f"{location}.id: ")
+    function_location = f"{location}.function"
+    return {**call, "function": _read_function(call["function"], function_location, _FUNCTION_KEYS)}
+
+
+def _read_function(value: Any, location: str, allowed_keys: set[str]) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise DataError(
+            f"{location}: got {_show_value(value)}, wanted an object with name and arguments"
+        )
+    _check_keys(value, allowed_keys, location)
+    arguments = _read_arguments(value.get("arguments"), f"{location}.arguments")
+    function = {**value, "arguments": arguments}
+    _check_json(function, location)
+    return function
+
+
+def _read_arguments(value: Any, location: str) -> dict[str, Any]:
+    """Parse the arguments of a call; an empty or blank string means no arguments.
+
+    vLLM also parses them before it renders the template.
+    """
+    arguments = _parse_json(value, location, "a JSON object")
+    is_blank = isinstance(arguments, str) and not arguments.strip()
+    if arguments is None or is_blank:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{location}: got {_show_value(value)}, wanted a JSON object")
+    return dict(arguments)
+
+
+def _read_objects(value: Any, name: str) -> list[dict[str, Any]] | None:
+    """Read tools or documents: a list of objects, or its JSON string; None if there are none."""
+    objects = _parse_json(value, name, "a JSON list")
+    if not objects:
+        return None
+    if not isinstance(objects, list):
+        raise DataError(f"{name}: got {_show_value(value)}, wanted a list of objects")
+    for number, item in enumerate(objects):
+        if not isinstance(item, dict):
+            raise DataError(f"{name}[{number}]: got {_show_value(item)}, wanted an object")
+        _check_json(item, f"{name}[{number}]")
+    return objects
+
+
+def _parse_json(value: Any, location: str, expected: str) -> Any:
+    """Parse a JSON string; a value that is no string, or blank, is returned unchanged."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{location}: got {_show_value(value)}, wanted {expected}") from error
+
+
+def _check_keys(value: Mapping[str, Any], allowed_keys: set[str], location: str) -> None:
+    unknown_keys = [key for key in value if key not in allowed_keys]
+    if unknown_keys:
+        raise DataError(
+            f"{location}: got the key {unknown_keys[0]!r:.60}, wanted only "
+            f"{', '.join(sorted(allowed_keys))}"
+        )
+
+
+def _check_json(value: Any, location: str, depth: int = 0) -> None:
+    """Raise DataError for a value that JSON cannot hold, at any depth."""
+    if depth > _MAX_DEPTH:
+        raise DataError(f"{location}: got objects nested more than {_MAX_DEPTH} deep")
     if isinstance(value, str):
-        _check_unicode(value, f"{where}: ")
+        _check_unicode(value, f"{location}: ")
     elif isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
-                raise DataError(f"{where}: got the key {key!r:.60}, wanted a text")
-            _check_unicode(key, f"{where}: ")
-            _check_json(each, f"{where}.{key:.40}", depth + 1)
+                raise DataError(f"{location}: got the key {key!r:.60}, wanted a text")
+            _check_unicode(key, f"{location}: ")
+            _check_json(item, f"{location}.{key:.40}", depth + 1)
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            _check_json(each, f"{where}[{number}]", depth + 1)
+        for number, item in enumerate(value):
+            _check_json(item, f"{location}[{number}]", depth + 1)
     elif not _is_json_number(value) and value is not None:
-        raise DataError(f"{where}: got {_shown(value)}, wanted a JSON value")
+        raise DataError(f"{location}: got {_show_value(value)}, wanted a JSON value")
 
 
 def _is_json_number(value: object) -> bool:
-    """True for a number, or a bool, that JSON can hold and Python can write."""
+    """Tell if a value is a number or bool that JSON can hold and Python can write."""
     if isinstance(value, int):
-        return abs(value) < _TOO_LARGE  # math.isfinite fails on integers that no float holds
+        # math.isfinite raises on integers that are too large for a float.
+        return abs(value) < _TOO_LARGE
     return isinstance(value, float) and math.isfinite(value)
 
 
@@ -448,21 +498,23 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _check_unicode(text: str, where: str = "") -> None:
+def _check_unicode(text: str, prefix: str = "") -> None:
+    """Raise DataError, whose message begins with ``prefix``, for half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}got half of a surrogate pair at character {error.start + 1}, "
+            f"{prefix}got half of a surrogate pair at character {error.start + 1}, "
             "wanted valid Unicode"
         ) from error
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
+    """Format a value for an error message; only the keys of an object are shown."""
     if isinstance(value, Mapping):
         keys = ", ".join(map(repr, value)) or "none"
         return f"an object with keys {keys if len(keys) <= 200 else keys[:197] + '...'}"
     if value is None:
         return "null"
     text = shown(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

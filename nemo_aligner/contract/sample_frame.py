@@ -1,8 +1,9 @@
-"""The frame of a sample: what the scoring contract's chat template writes around its contents.
+"""SampleFrame: a check that a raw text was rendered by the reward model's chat template.
 
-A trainer that sends whole texts (OpenRLHF, slime, verl) has written them in the policy's chat
-template. A text in another template than the reward model's gets a reward all the same, of tokens
-that the model was never trained on. The frame tells such texts from those of the model's template.
+RL trainers that send raw texts (OpenRLHF, slime, verl) render them with the policy's chat template.
+If the reward model has another template, the text still gets a reward, but for tokens the model was
+never trained on. The frame is what the model's template writes around contents: at the beginning of
+a sample, before a reply, and at the end. Texts without that frame are reported by ``find_fault``.
 """
 
 from __future__ import annotations
@@ -13,33 +14,36 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
+from nemo_aligner.contract.bulk_encoding import common_prefix_length
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages
 from nemo_aligner.contract.templates import TRIAL_TOOLS, Write, after_reply, render
-from nemo_aligner.contract.tokenizer import Tokenizer, common_start
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError, short
 
-Row = TypeVar("Row", str, tuple[int, ...])
+Beginning = TypeVar("Beginning", str, tuple[int, ...])
 _FIRST_ROLES = ("user", "system", "developer", "assistant")
-# Two dialogues whose contents differ from the first letter on.
+# Contents of two trial dialogues, which differ from their first character on.
 _CONTENTS = ("0 first", "1 second")
 _QUESTION, _THOUGHTS = "a question", "some thoughts"
-_SHOWN_LETTERS = 40
+_MAX_SHOWN = 40
 
 
 @dataclass(frozen=True)
 class SampleFrame:
-    """The text of a chat template at the beginning of a sample, before a reply and at the end.
+    """The strings that a chat template writes around the contents of a sample.
 
     Attributes:
-        begins: a sample begins with one of these; empty if the template writes contents first.
-        begin_ids: a sample of token ids begins with one of these, which end before the ids that
-            may depend on the first content; empty if that leaves none.
-        before_reply: text between a question and its reply, without white space around it.
-        end: text after the last reply.
-        bos: BOS, where the template writes it first and the contract puts it before no raw text.
-        eos: EOS, where the template does not end a sample with it.
-        adds_eos: the contract puts EOS behind raw texts.
+        begins: possible beginnings of a sample, by the role and tools of the first message; empty
+            if the template begins with a content.
+        begin_ids: possible beginnings in token ids, without the last token, which may depend on the
+            first content; empty if none is left.
+        before_reply: string between a question and its reply, stripped.
+        end: string after the last reply.
+        bos: BOS if the template writes it first and the contract adds none to raw texts; else
+            empty.
+        eos: EOS if the template does not write it after a reply; else empty.
+        adds_eos: True if the contract adds EOS to raw texts.
     """
 
     begins: tuple[str, ...]
@@ -52,7 +56,7 @@ class SampleFrame:
 
     @classmethod
     def of(cls, contract: ScoringContract, tokenizer: Tokenizer) -> SampleFrame | None:
-        """Find the frame by rendering short dialogues; None if the contract has no template."""
+        """Find the frame by rendering trial dialogues; None if the contract has no template."""
         template, kwargs = contract.template, contract.template_kwargs
         bos, eos = tokenizer.bos_token, tokenizer.eos_token
         if not template:
@@ -62,8 +66,8 @@ class SampleFrame:
             return render(template, conversation, bos, eos, kwargs)
 
         end = after_reply(template, bos, eos, kwargs)
-        begins = _shortest(_beginnings(write))
-        # The last token may be another one in front of a content.
+        begins = _shortest(_find_beginnings(write))
+        # The last token may merge with the content behind it.
         ids = _shortest(tuple(tokenizer.encode(begin)[:-1]) for begin in begins)
         writes_bos = bool(bos) and any(begin.startswith(bos) for begin in begins)
         if writes_bos and contract.add_bos:
@@ -71,7 +75,7 @@ class SampleFrame:
         return cls(
             begins,
             ids,
-            _before_reply(write),
+            _find_before_reply(write),
             end,
             bos if writes_bos and not contract.add_bos else "",
             "" if eos in end else eos,
@@ -80,25 +84,25 @@ class SampleFrame:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SampleFrame:
-        """The inverse of ``to_dict``; raises KeyError, TypeError or ValueError where it is none."""
+        """Read the output of ``to_dict``; KeyError, TypeError or ValueError for anything else."""
         begins = tuple(map(str, values["begins"]))
-        ids = tuple(tuple(map(int, row)) for row in values["begin_ids"])
+        ids = tuple(tuple(map(int, begin)) for begin in values["begin_ids"])
         names = ("before_reply", "end", "bos", "eos")
         before_reply, end, bos, eos = (str(values[name]) for name in names)
         return cls(begins, ids, before_reply, end, bos, eos, bool(values["adds_eos"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the fields as JSON values."""
         return {
             **vars(self),
             "begins": list(self.begins),
-            "begin_ids": [list(row) for row in self.begin_ids],
+            "begin_ids": [list(begin) for begin in self.begin_ids],
         }
 
     def find_fault(self, text: str) -> str | None:
-        """Say how a raw text differs from a sample of the template; None if it does not.
+        """Describe how a raw text differs from a sample of the template; None if it does not.
 
-        A text that was cut off before its end of turn is no fault: policies write such replies.
+        A reply that was cut off before its end of turn is no fault: policies generate such replies.
         """
         if self.begins and not text.startswith(self.begins):
             return self._describe_begin(text)
@@ -108,26 +112,29 @@ class SampleFrame:
                 "before a reply"
             )
         reply = text.rpartition(self.before_reply)[2] if self.before_reply else text
-        if self._ends_otherwise(reply):
+        if self._has_foreign_end(reply):
             return (
-                f"it ends with {text[-_SHOWN_LETTERS:]!r}, and the model's chat template ends with "
-                f"{_shown(self.end)}"
+                f"it ends with {text[-_MAX_SHOWN:]!r}, and the model's chat template ends with "
+                f"{_show_start(self.end)}"
             )
         return None
 
-    def _ends_otherwise(self, reply: str) -> bool:
-        """Tell whether more or something else stands behind a reply than the template writes."""
+    def _has_foreign_end(self, reply: str) -> bool:
+        """Tell if a reply is followed by something that the template does not write."""
         if self.eos and not self.adds_eos and reply.endswith(self.eos):
             return True
         end = self.end.strip()
         if not end or end not in reply:  # it was cut off
             return False
-        before, _, after = reply.rpartition(end)
-        rest = self.end.rpartition(end)[2] + (self.eos if self.adds_eos else "")
-        return not rest.startswith(after) or before.rstrip().endswith(end)
+        content, _, suffix = reply.rpartition(end)
+        expected_suffix = self.end.rpartition(end)[2] + (self.eos if self.adds_eos else "")
+        return not expected_suffix.startswith(suffix) or content.rstrip().endswith(end)
 
     def find_fault_of_ids(self, token_ids: Sequence[int]) -> str | None:
-        """``find_fault`` of token ids, by their beginning alone."""
+        """Describe how token ids differ from a sample of the template; only their beginning counts.
+
+        None if they do not differ.
+        """
         if not self.begin_ids or any(
             tuple(token_ids[: len(begin)]) == begin for begin in self.begin_ids
         ):
@@ -143,64 +150,67 @@ class SampleFrame:
                 f"it lacks the BOS token {self.bos!r}, which the model's chat template writes "
                 "first (a client may have cut it off, as verl's reward loop does)"
             )
-        begins = " or ".join(_shown(begin) for begin in self.begins[:3])
+        begins = " or ".join(_show_start(begin) for begin in self.begins[:3])
         return (
-            f"it begins with {_shown(text[:_SHOWN_LETTERS])}, and the model's chat template begins "
-            f"with {begins}"
+            f"it begins with {_show_start(text[:_MAX_SHOWN])}, and the model's chat template "
+            f"begins with {begins}"
         )
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}...")
+def _show_start(text: str) -> str:
+    return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
 
 
-def _shortest(beginnings: Iterable[Row]) -> tuple[Row, ...]:
-    """Each beginning once, without those that begin with another one; none if one is empty."""
-    rows: list[Any] = [*dict.fromkeys(beginnings)]
-    if not all(rows):
+def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
+    """Drop duplicates, and beginnings that begin with another one; () if one is empty."""
+    unique: list[Any] = [*dict.fromkeys(beginnings)]
+    if not all(unique):
         return ()
     return tuple(
-        row
-        for row in rows
-        if not any(other != row and row[: len(other)] == other for other in rows)
+        beginning
+        for beginning in unique
+        if not any(other != beginning and beginning[: len(other)] == other for other in unique)
     )
 
 
-def _beginnings(write: Write) -> Iterator[str]:
-    """Text that ``write`` puts before the first content of dialogues of several shapes."""
+def _find_beginnings(write: Write) -> Iterator[str]:
+    """Yield what the template writes before the first content, for dialogues of several shapes."""
     for role in _FIRST_ROLES:
         roles = (role, "assistant") if role == "user" else (role, "user", "assistant")
         for tools in (None, TRIAL_TOOLS):
             dialogues = [
-                [{"role": each, "content": content} for each in roles] for content in _CONTENTS
+                [{"role": turn_role, "content": content} for turn_role in roles]
+                for content in _CONTENTS
             ]
             try:
                 written = [
                     write(turns if tools is None else Conversation(turns, tools=tools))
                     for turns in dialogues
                 ]
-            except DataError:  # a template need not take every shape
+            except DataError:  # the template rejects this shape
                 continue
-            begin = _shared_start(written)
-            # Up to the first of the tools, which a trainer may write with other keys.
+            begin = _shared_prefix(written)
+            # Only up to the first tool, because a trainer may render tools with other keys.
             yield begin if tools is None else begin.partition("{")[0]
 
 
-def _before_reply(write: Write) -> str:
-    """Text that ``write`` puts between a question and any reply, with thoughts or without."""
+def _find_before_reply(write: Write) -> str:
+    """Return what the template writes between a question and any reply, also with reasoning."""
     question = {"role": "user", "content": _QUESTION}
     replies = [{"role": "assistant", "content": content} for content in _CONTENTS]
     thoughtful = [{**reply, "reasoning_content": _THOUGHTS} for reply in replies]
     between = []
     for reply in (*replies, *thoughtful):
         for turns in ([question, reply], [question, reply, question, replies[0]]):
-            with suppress(DataError):  # a template need not take every shape
+            with suppress(DataError):  # the template rejects this shape
                 between.append(write(turns).partition(_QUESTION)[2])
-    return _shared_start(between).strip()
+    return _shared_prefix(between).strip()
 
 
-def _shared_start(texts: Sequence[str]) -> str:
-    """The beginning that all texts share."""
+def _shared_prefix(texts: Sequence[str]) -> str:
+    """Return the prefix that all texts share; empty without texts."""
     return (
-        reduce(lambda first, second: first[: common_start(first, second)], texts) if texts else ""
+        reduce(lambda first, second: first[: common_prefix_length(first, second)], texts)
+        if texts
+        else ""
     )

@@ -1,9 +1,9 @@
-"""The one entry point for scores: the ``Scorer`` protocol, its result, and what derives from it.
+"""The entry point for scores: the ``Scorer`` protocol, its result ``ScoredRows``, and helpers.
 
 A scorer is a model in this process or a client of a server. It takes samples: raw texts or
-conversations. Evaluation, benchmarks, the Python API and the integrations take any scorer; other
-rules for steps, and the lengths of responses, are derived here for all of them. The client imports
-this module, so it needs neither torch nor pydantic.
+conversations. Evaluation, benchmarks, the Python API and the integrations accept any scorer. The
+helpers here work with all of them: other rules to aggregate steps, and the lengths of replies. The
+client imports this module, so it must import neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -30,85 +30,92 @@ class Scorer(Protocol):
 
     @property
     def contract(self) -> ScoringContract | None:
-        """The scoring contract; None where it is unknown."""
+        """The scoring contract; None if it is unknown."""
 
     @property
     def attributes(self) -> tuple[str, ...]:
         """Names of the A columns of the rewards."""
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score N samples; a rejected one gets NaN and its reason in ``errors``.
+        """Score N samples; a rejected sample gets NaN, and its reason goes to ``errors``.
 
-        A reward may be infinite or NaN where the model overflows; ``check_finite`` finds that.
+        A reward may also be infinite or NaN because the model overflows; ``check_finite`` detects
+        that.
 
         Raises:
-            AlignerError: with ``on_error="raise"``, for the first sample that is rejected.
-            ServingError: no server answers, or it failed.
+            AlignerError: with ``on_error="raise"``, for the first rejected sample.
+            ServingError: no server answers, or the server failed.
         """
 
 
 @runtime_checkable
 class SampleEncoder(Protocol):
-    """The tokenizer of a scorer that has one at hand."""
+    """A scorer with a tokenizer in this process."""
 
     def encode(self, text: Text, /) -> EncodedText:
-        """Tokenize one sample; DataError where the contract rejects it."""
+        """Tokenize one sample; DataError if the contract rejects it."""
 
     def count_reply_tokens(self, texts: Sequence[Text], /) -> list[int]:
-        """Count the tokens of every response alone, at its full length."""
+        """Count the tokens of each sample's reply, by itself and before truncation."""
 
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Rewards ``[S, A]`` float32 of a text's turns or steps, and where each stands in it.
+    """Rewards ``[S, A]`` float32 of a sample's S turns or steps, and the S spans they are for.
 
-    ``spans`` are empty for token ids, of which the last one alone is read.
+    ``spans`` is empty for a sample of token ids, where only the last token is read.
     """
 
     rewards: np.ndarray
     spans: tuple[StepSpan, ...] = ()
 
     def to_json(self) -> str:
-        """JSON of which ``from_json`` makes the same bits."""
+        """Return JSON from which ``from_json`` restores bit-identical rewards."""
         spans = [[span.message, span.start, span.end] for span in self.spans]
         return json.dumps({"rewards": self.rewards.tolist(), "spans": spans})
 
     @classmethod
     def from_json(cls, text: str) -> StepRewards:
-        """The inverse of ``to_json``; KeyError, TypeError or ValueError where it is none."""
+        """Read the output of ``to_json``; KeyError, TypeError or ValueError for anything else."""
         content = json.loads(text)
         spans = tuple(StepSpan(*span) for span in content["spans"])
         return cls(np.array(content["rewards"], dtype=np.float32), spans)
 
     def after(self, prompt_size: int) -> np.ndarray:
-        """Rewards behind a prompt of so many messages (characters of a raw text), at least one."""
-        places = [s.end - 1 if s.message is None else s.message for s in self.spans]
-        first = next((n for n, place in enumerate(places) if place >= prompt_size), -1)
+        """Return the rewards of the steps behind the prompt, at least the last one.
+
+        Args:
+            prompt_size: number of messages of the prompt; for raw text, of characters.
+        """
+        positions = [span.end - 1 if span.message is None else span.message for span in self.spans]
+        first = next(
+            (step for step, position in enumerate(positions) if position >= prompt_size), -1
+        )
         return self.rewards[first:]
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rewards of N samples, the same from every scorer.
+    """Rewards of N samples, in the same form from every scorer.
 
-    ``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
-    ``exceeded`` ``[N]`` bool says which samples were cut to the model's ``seq_length``;
-    ``contract_hash`` by what contract they were scored, None where no row was, or it is unknown;
-    ``model_fingerprint`` by what weights, None also where the rows are of several models.
-
-    From a server that shapes its rewards also those of each model before, ``raw_rewards``
-    ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
-    threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
-
-    From a model with K outputs for each attribute (``ordinal_bins``, ``quantiles``) also ``spread``
-    ``[N, A]``, the uncertainty of the rewards, and the head's ``outputs`` ``[N, M * A * K]``.
-
-    From a model with a reward for each turn or step also ``steps`` ``[N]``, a ``StepRewards`` or
-    None for each row; the reward of a row is that of its last one, or what the contract's
-    ``aggregate`` makes of all.
-
-    From the gateway also ``foreign_template`` ``[N]`` bool: rows that are not written in the
-    model's chat template.
+    Attributes:
+        rewards: ``[N, A]`` float32; NaN for each row in ``errors``.
+        errors: why a row was rejected, by row number.
+        exceeded: ``[N]`` bool, which samples were truncated to the model's ``seq_length``.
+        contract_hash: hash of the scoring contract; None if it is unknown or no row was scored.
+        model_fingerprint: fingerprint of the weights; None also if rows are of different models.
+        raw_rewards: ``[N, M * A]``, rewards of the M models before shaping; from a server that
+            shapes rewards, else None.
+        deviation: ``[N, A]``, standard deviation between the models of an ensemble, or None.
+        passed: ``[N]`` 1, 0 or NaN, whether the reward reaches the server's threshold, or None.
+        spread: ``[N, A]``, uncertainty of the rewards, from a head with K outputs for each
+            attribute (``ordinal_bins``, ``quantiles``); else None.
+        outputs: ``[N, M * A * K]``, outputs of that head; else None.
+        steps: ``[N]`` of ``StepRewards`` or None, from a model with a reward for each turn or step.
+            The reward of a row is that of its last step, or what the contract's ``aggregate``
+            makes of all.
+        foreign_template: ``[N]`` bool, from the gateway: rows that were not rendered by the model's
+            chat template.
     """
 
     rewards: np.ndarray
@@ -125,40 +132,43 @@ class ScoredRows:
     foreign_template: np.ndarray | None = None
 
     def take(self, rows: Sequence[int]) -> ScoredRows:
-        """Select rows by their numbers, in the order of ``rows``."""
-        places = np.asarray(rows, dtype=np.int64)
+        """Return the rows with these numbers, in this order."""
+        indices = np.asarray(rows, dtype=np.int64)
         arrays: dict[str, Any] = {
-            name: values[places]
+            name: values[indices]
             for name, values in vars(self).items()
             if isinstance(values, np.ndarray)
         }
-        errors = {n: self.errors[row] for n, row in enumerate(rows) if row in self.errors}
+        errors = {number: self.errors[row] for number, row in enumerate(rows) if row in self.errors}
         return replace(self, errors=errors, **arrays)
 
     def check_finite(self) -> ScoredRows:
-        """Return the rows unchanged.
+        """Check that all rewards are finite numbers, and return the rows unchanged.
+
+        Rows in ``errors`` are not checked.
 
         Raises:
-            ServingError: a reward of a row without an error, or of one of its steps, is not finite.
+            ServingError: the reward of a row, or of one of its steps, is not finite.
         """
-        is_wrong = ~np.isfinite(self.rewards).all(axis=1)
+        is_infinite = ~np.isfinite(self.rewards).all(axis=1)
         for row, steps in enumerate(() if self.steps is None else self.steps):
-            is_wrong[row] |= steps is not None and not np.isfinite(steps.rewards).all()
-        is_wrong[[*self.errors]] = False
-        if is_wrong.any():
-            row = int(is_wrong.argmax())
+            is_infinite[row] |= steps is not None and not np.isfinite(steps.rewards).all()
+        is_infinite[[*self.errors]] = False
+        if is_infinite.any():
+            row = int(is_infinite.argmax())
             raise ServingError(f"row {row}: the model's reward is not a finite number")
         return self
 
     def aggregated(
         self, rule: Aggregate, scale: str = SCORE, prompt_sizes: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Make one reward of each sample's turns or steps by a rule other than the contract's.
+        """Combine each sample's step rewards by another rule than the contract's.
 
         Args:
+            rule: how to combine the rewards of a sample's turns or steps.
             scale: the contract's ``reward_scale``.
-            prompt_sizes: ``[N]`` messages (characters of raw texts) of the prompts, whose own turns
-                and steps do not count; None counts all.
+            prompt_sizes: N lengths of the prompts, in messages (in characters for raw text), whose
+                turns and steps are left out; None includes all.
 
         Returns:
             ``[N, A]`` float32.
@@ -170,31 +180,35 @@ class ScoredRows:
         for row in range(len(rewards)):
             row_steps = None if self.steps is None else self.steps[row]
             if row_steps is not None:
-                counted = row_steps.rewards
+                step_rewards = row_steps.rewards
                 if prompt_sizes is not None:
-                    counted = row_steps.after(prompt_sizes[row])
-                rewards[row] = aggregate_steps(counted, rule, scale)
+                    step_rewards = row_steps.after(prompt_sizes[row])
+                rewards[row] = aggregate_steps(step_rewards, rule, scale)
             elif row not in self.errors:
                 raise ConfigError(
-                    f"aggregate: got {rule.value}, but the server answers no rewards of turns or "
-                    "steps: its model reads none, or it shapes whole replies. Leave it out"
+                    f"aggregate: got {rule.value}, but the scores contain no rewards of turns or "
+                    "steps: the model has none, or the server shapes the rewards of whole replies. "
+                    "Omit aggregate"
                 )
         return rewards
 
 
 def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
-    """Put ``values`` at their ``rows`` of ``total``; the other rows are NaN, False or None."""
-    nothing: Any = {"b": False, "O": None}.get(values.dtype.kind, np.nan)
-    placed = np.full((total, *values.shape[1:]), nothing, dtype=values.dtype)
+    """Return an array of ``total`` rows with ``values`` at ``rows``.
+
+    All other rows are NaN, False or None, by the dtype.
+    """
+    fill: Any = {"b": False, "O": None}.get(values.dtype.kind, np.nan)
+    placed = np.full((total, *values.shape[1:]), fill, dtype=values.dtype)
     placed[rows] = values
     return placed
 
 
-# What scorers are made of.
+# Building blocks of scorers.
 
 
 class RowValues(NamedTuple):
-    """Rewards ``[N, A]`` of N encoded samples, and what else the model tells; see ScoredRows."""
+    """Rewards ``[N, A]`` of N encoded samples, and the optional arrays of ``ScoredRows``."""
 
     rewards: np.ndarray
     spread: np.ndarray | None = None
@@ -203,7 +217,7 @@ class RowValues(NamedTuple):
 
 
 def check_on_error(on_error: str) -> None:
-    """Raise ConfigError for any other way."""
+    """Raise ConfigError unless ``on_error`` is an ``OnError``."""
     if on_error not in ("raise", "nan"):
         raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
 
@@ -215,10 +229,16 @@ def score_encodable(
     contract_hash: str | None = None,
     on_error: OnError = "nan",
 ) -> ScoredRows:
-    """Score by ``measure`` the samples that ``encode`` accepts; the others get NaN and the reason.
+    """Encode all samples, and score those that are accepted.
+
+    A rejected sample gets NaN, and its reason goes to ``errors``.
+
+    Args:
+        encode: tokenizes one sample; DataError rejects it.
+        measure: scores encoded samples.
 
     Raises:
-        DataError: with ``on_error="raise"``, for the first sample that is rejected, before any is
+        DataError: with ``on_error="raise"``, for the first rejected sample, before any sample is
             scored.
     """
     encoded: dict[int, EncodedText] = {}
@@ -239,11 +259,11 @@ def score_encodable(
     return ScoredRows(errors=errors, exceeded=exceeded, contract_hash=contract_hash, **arrays)
 
 
-# What derives from any scorer.
+# Functions that work with any scorer.
 
 
 def score_all(scorer: Scorer, samples: Sequence[Text]) -> np.ndarray:
-    """Rewards ``[N, A]`` of samples, none of which may be rejected.
+    """Return the rewards ``[N, A]`` float32 of samples, none of which may be rejected.
 
     Raises:
         AlignerError: a sample is rejected; the message has its number.
@@ -252,7 +272,7 @@ def score_all(scorer: Scorer, samples: Sequence[Text]) -> np.ndarray:
 
 
 def response_lengths(scorer: Scorer, samples: Sequence[Text]) -> list[int]:
-    """Lengths of responses alone, in tokens; in characters without a tokenizer at hand."""
+    """Return the lengths of the replies: in tokens, or in characters if there is no tokenizer."""
     if isinstance(scorer, SampleEncoder):
         return scorer.count_reply_tokens(samples)
     return [len(reply_of(sample)) for sample in samples]

@@ -1,22 +1,23 @@
-"""Steps of a text: where a model reads a reward that has several of them in one text.
+"""Steps of a sample: where a model with several rewards per sample reads each of them.
 
-Which they are is a rule of the scoring contract (``scored_position``, ``model.head.reads``):
+The rule is part of the scoring contract (``scored_position``, setting ``model.head.reads``):
 
 ================  ==================================================================================
-``turns``         every assistant turn is a step, read where the text would end without what follows
-``step_ends``     the reply is cut at the separator; each step is read at its own last token, the
-                  last one at the text's
-``step_marks``    the same, read at the last token of the separator behind each step; it is put
-                  behind the last step if it is not there, and what follows it is not read at all
-``step_answers``  the same steps, each a turn of the user that is answered ``+``, the first one
-                  behind the question and a space; read where the answer begins, as in RLHFlow's
-                  ``math-rm/prm_evaluate.py``
+``turns``         Every assistant turn is a step. Its reward is read at the last token that the
+                  conversation would have without the later turns.
+``step_ends``     The reply is cut into steps at the separator. A reward is read at the last token
+                  of each step; that of the last step at the last token of the sample.
+``step_marks``    The same steps. A reward is read at the last token of the separator behind each
+                  step. A missing last separator is added; everything behind it is dropped.
+``step_answers``  The same steps. Each becomes a user turn that the assistant answers with ``+``;
+                  the first one is appended to the question. A reward is read where the answer
+                  begins, as in RLHFlow's ``math-rm/prm_evaluate.py``.
 ================  ==================================================================================
 
-Pieces of a text are tokenized one by one, so that the ids of a step do not depend on what follows:
-a reward is that of the text cut behind its step, and a text of one step has the ids that it has
-without steps. In a raw text all of it is the reply. A last message whose content is a list of text
-parts says its steps itself. White space between two separators is no step.
+The pieces of a sample are tokenized one by one, so the token ids of a step do not depend on later
+steps: its reward equals that of the sample cut behind it. In raw text the whole text is the reply.
+If the content of the last message is a list of text parts, each part is a step. White space between
+two separators is no step.
 """
 
 from __future__ import annotations
@@ -46,25 +47,28 @@ ANSWERS = ScoredPosition.step_answers.value
 STEPPED = (TURNS, ScoredPosition.step_ends.value, MARKS, ANSWERS)
 # Rules that need a separator.
 SEPARATED = STEPPED[1:]
-# Rules by which the text stops where the last reward is read.
+# Rules by which the sequence ends at the token where the last reward is read.
 OPEN_ENDED = (MARKS, ANSWERS)
-# What a right step is answered by.
+# The answer to a correct step.
 _ANSWER = "+"
-# A reply of a character that no template writes.
+# A trial reply: a private-use character, which no template writes.
 _PLACEHOLDER = "\ue000"
 
 Write = Callable[[Messages | Conversation], str]
 
 
 class StepTextError(DataError):
-    """A step that is blank, or holds the separator."""
+    """A step is blank, or contains the separator."""
 
 
 @dataclass(frozen=True)
 class StepSpan:
-    """Characters ``start`` to ``end`` of what ``message`` says, None in a raw text.
+    """The position of a step in a sample.
 
-    Parts of a message's content count as joined by the separator.
+    Attributes:
+        message: index of the message; None in raw text.
+        start, end: range of characters in the raw text or in the message as ``said`` flattens it.
+            Content that is a list of parts counts as joined by the separator.
     """
 
     message: int | None
@@ -74,54 +78,62 @@ class StepSpan:
 
 @dataclass(frozen=True)
 class SteppedText:
-    """A text as pieces to tokenize, and the S of them at whose last token a reward is read."""
+    """A sample cut into pieces, which are tokenized one by one.
+
+    Attributes:
+        pieces: the rendered sample is their concatenation.
+        read: indices of the S pieces at whose last token a reward is read.
+        spans: the S turns or steps that these rewards are for.
+    """
 
     pieces: tuple[str, ...]
     read: tuple[int, ...]
     spans: tuple[StepSpan, ...]
 
 
-def aggregate_steps(rewards: np.ndarray, how: Aggregate, scale: str = SCORE) -> np.ndarray:
-    """One reward of a text, ``[A]`` float32, of the rewards ``[S, A]`` of its turns or steps.
+def aggregate_steps(rewards: np.ndarray, rule: Aggregate, scale: str = SCORE) -> np.ndarray:
+    """Combine the rewards ``[S, A]`` of a sample's steps into one reward ``[A]`` float32.
 
-    ``product`` is ``sum log sigmoid(r)``, as training has it (``losses/pairwise.py``); of rewards
-    whose ``scale`` (the contract's) is that of probabilities ``sum log r``, which is the same of
-    the log-odds.
+    Args:
+        rule: ``product`` is ``sum log sigmoid(r)``, as in training (``losses/pairwise.py``). For
+            probabilities it is ``sum log r``, the same function of the log-odds.
+        scale: the contract's ``reward_scale``.
     """
-    if how is Aggregate.last:
+    if rule is Aggregate.last:
         return rewards[-1]
-    if how is Aggregate.min:
+    if rule is Aggregate.min:
         return rewards.min(axis=0)
-    exact = rewards.astype(np.float64)
-    if how is Aggregate.mean:
-        return exact.mean(axis=0).astype(np.float32)
+    rewards64 = rewards.astype(np.float64)
+    if rule is Aggregate.mean:
+        return rewards64.mean(axis=0).astype(np.float32)
     if scale == PROBABILITY:
-        # A probability that fp32 has rounded to 0 is as small as the smallest.
-        logarithms = np.log(np.maximum(exact, np.finfo(np.float32).tiny))
+        # fp32 may have rounded a probability to 0, whose logarithm would be -inf.
+        logarithms = np.log(np.maximum(rewards64, np.finfo(np.float32).tiny))
     else:
-        logarithms = -np.logaddexp(0, -exact)
+        logarithms = -np.logaddexp(0, -rewards64)
     return logarithms.sum(axis=0).astype(np.float32)
 
 
-def aggregate_texts(rewards: np.ndarray, bounds: Sequence[int], how: Aggregate) -> np.ndarray:
-    """One reward of each of N texts, ``[N, A]`` float32, of rewards ``[S, A]`` of all their steps.
+def aggregate_texts(rewards: np.ndarray, bounds: Sequence[int], rule: Aggregate) -> np.ndarray:
+    """Combine the step rewards ``[S, A]`` of N samples into ``[N, A]`` float32.
 
-    Text n has those from ``bounds[n]`` up to ``bounds[n + 1]``, of N + 1 bounds.
+    Args:
+        bounds: N + 1 bounds; sample n has the steps ``bounds[n]`` to ``bounds[n + 1]``.
     """
-    merged = [aggregate_steps(rewards[start:end], how) for start, end in pairwise(bounds)]
-    return np.array(merged, dtype=np.float32).reshape(-1, rewards.shape[1])
+    aggregated = [aggregate_steps(rewards[start:end], rule) for start, end in pairwise(bounds)]
+    return np.array(aggregated, dtype=np.float32).reshape(-1, rewards.shape[1])
 
 
 def step_texts(text: Text, spans: Sequence[StepSpan], separator: str | None) -> list[str]:
-    """What each step of a text says, without separators and without the chat template's words.
+    """Return the text of each step, without separators and without the chat template's strings.
 
     Args:
-        separator: the contract's; None for ``turns``.
+        separator: the contract's ``step_separator``; None for ``turns``.
     """
     if isinstance(text, str):
         return [text[span.start : span.end] for span in spans]
     if separator is not None:
-        reply = _reply(text, separator)
+        reply = _join_reply(text, separator)
         return [reply[span.start : span.end] for span in spans]
     messages = messages_of(text)
     return [said(messages[span.message or 0])[span.start : span.end] for span in spans]
@@ -130,111 +142,123 @@ def step_texts(text: Text, spans: Sequence[StepSpan], separator: str | None) -> 
 def split_steps(
     text: Text, position: str, separator: str | None, write: Write, tail: str
 ) -> SteppedText:
-    """Write a text in the normal form, cut at its steps by the rule ``position``.
+    """Render a sample in the normal form, and cut it into steps by the rule ``position``.
 
     Args:
-        separator: None for ``turns``.
-        write: writes a conversation by the contract's template.
+        position: one of ``STEPPED``.
+        separator: the contract's ``step_separator``; None for ``turns``.
+        write: renders a conversation by the contract's template.
         tail: what the template writes after a reply.
 
     Raises:
-        DataError: its steps cannot be told apart in what the template writes.
+        DataError: the steps cannot be found in the rendered sample.
     """
     if position == TURNS:
-        return _at_turns(text, write)
+        return _cut_at_turns(text, write)
     assert separator is not None
-    reply = _reply(text, separator)
-    steps = _find(reply, separator)
+    reply = _join_reply(text, separator)
+    steps = _find_steps(reply, separator)
     if position == ANSWERS:
-        return _at_answers(text, reply, steps, write, tail)
+        return _cut_at_answers(text, reply, steps, write, tail)
     if position == MARKS and not reply[steps[-1].end :].startswith(separator):
         reply = reply[: steps[-1].end] + separator
-    written = reply if isinstance(text, str) else write(_with_reply(text, reply))
+    rendered = reply if isinstance(text, str) else write(_replace_reply(text, reply))
     calls = not isinstance(text, str) and messages_of(text)[-1].get("tool_calls")
     if calls and not isinstance(text, str) and reply.strip():
-        start = _place_before_calls(written, text, reply, write)
+        start = _locate_before_calls(rendered, text, reply, write)
     else:
-        start = _place(written, reply, tail)
+        start = _locate_reply(rendered, reply, tail)
     number = None if isinstance(text, str) else len(messages_of(text)) - 1
     spans = tuple(StepSpan(number, step.start, step.end) for step in steps)
     ends = [start + step.end for step in steps]
     if position == MARKS:
-        return _at_marks(written, ends, separator, spans)
-    pieces = _cut(written, [*ends[:-1], len(written)])
+        return _cut_at_marks(rendered, ends, separator, spans)
+    pieces = _cut(rendered, [*ends[:-1], len(rendered)])
     return SteppedText(pieces, tuple(range(len(pieces))), spans)
 
 
-def _at_turns(text: Text, write: Write) -> SteppedText:
+def _cut_at_turns(text: Text, write: Write) -> SteppedText:
     messages = messages_of(text)
     if isinstance(text, str):
         return SteppedText((text,), (0,), (StepSpan(None, 0, len(text)),))
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    written = _write_growing(text, messages, turns, write)
-    pieces = _cut(written[-1], [len(each) for each in written])
+    turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
+    prefixes = _render_prefixes(text, messages, turns, write)
+    pieces = _cut(prefixes[-1], [len(prefix) for prefix in prefixes])
     spans = tuple(StepSpan(number, 0, len(said(messages[number]))) for number in turns)
     return SteppedText(pieces, tuple(range(len(pieces))), spans)
 
 
-def _at_answers(
+def _cut_at_answers(
     text: Text, reply: str, steps: Sequence[StepSpan], write: Write, tail: str
 ) -> SteppedText:
     messages = messages_of(text)
     if isinstance(text, str) or len(messages) < 2 or messages[-2]["role"] != "user":
         raise DataError(
-            f"got a text without a question in front of its steps, wanted one: {ANSWERS} puts the "
-            "first step behind it"
+            f"got a text without a question in front of its steps, wanted one: {ANSWERS} appends "
+            "the first step to it"
         )
-    *before, question, _ = messages
-    asked = [reply[step.start : step.end].strip() for step in steps]
-    asked[0] = f"{said(question)} {asked[0]}"
+    *history, question, _ = messages
+    contents = [reply[step.start : step.end].strip() for step in steps]
+    contents[0] = f"{said(question)} {contents[0]}"
     answer = {"role": "assistant", "content": _ANSWER}
-    turns = [turn for step in asked for turn in ({"role": "user", "content": step}, answer)]
-    numbers = range(len(before) + 1, len(before) + len(turns), 2)
-    written = _write_growing(text, [*before, *turns], numbers, write)
+    turns = [
+        turn for content in contents for turn in ({"role": "user", "content": content}, answer)
+    ]
+    answer_numbers = range(len(history) + 1, len(history) + len(turns), 2)
+    prefixes = _render_prefixes(text, [*history, *turns], answer_numbers, write)
     end = _ANSWER + tail
-    if not all(each.endswith(end) for each in written):
+    if not all(prefix.endswith(end) for prefix in prefixes):
         raise DataError(f"the chat template does not end an answer {_ANSWER!r} with {end!r}")
-    pieces = _cut(written[-1], [len(each) - len(end) for each in written])
+    pieces = _cut(prefixes[-1], [len(prefix) - len(end) for prefix in prefixes])
     spans = tuple(StepSpan(len(messages) - 1, step.start, step.end) for step in steps)
     return SteppedText(pieces, tuple(range(len(pieces))), spans)
 
 
-def _write_growing(
+def _render_prefixes(
     text: Messages | Conversation, messages: Messages, turns: Sequence[int], write: Write
 ) -> list[str]:
-    """The text up to each of the ``turns``, by number; raises DataError unless each begins it."""
-    written = [write(with_messages(text, messages[: number + 1])) for number in turns]
-    whole = written[-1]
-    for number, begun, longer in zip(turns, written, written[1:], strict=False):
-        if not longer.startswith(begun) or not whole.startswith(longer):
+    """Render the conversation up to each of the turns with these numbers.
+
+    Raises:
+        DataError: one of the results is no prefix of the next one, or of the last.
+    """
+    prefixes = [write(with_messages(text, messages[: number + 1])) for number in turns]
+    full_text = prefixes[-1]
+    for number, prefix, longer in zip(turns, prefixes, prefixes[1:], strict=False):
+        if not longer.startswith(prefix) or not full_text.startswith(longer):
             raise DataError(
-                f"messages[{number}]: the chat template writes this turn in another way once more "
-                "turns follow, so it has no reward of its own; wanted a template that does not, or "
+                f"messages[{number}]: the chat template writes this turn differently when more "
+                "turns follow, so it cannot have a reward; wanted a template that does not, or "
                 "model.head.reads=last_token"
             )
-    return written
+    return prefixes
 
 
-def _at_marks(
-    written: str, ends: Sequence[int], separator: str, spans: tuple[StepSpan, ...]
+def _cut_at_marks(
+    rendered: str, ends: Sequence[int], separator: str, spans: tuple[StepSpan, ...]
 ) -> SteppedText:
-    # Cut on both sides, so that the separator is the same tokens behind every step.
-    pieces = _cut(written, [place for end in ends for place in (end, end + len(separator))])
+    # Cut on both sides of each separator, so that it has the same tokens behind every step.
+    cuts = [position for end in ends for position in (end, end + len(separator))]
+    pieces = _cut(rendered, cuts)
     if set(pieces[1::2]) != {separator}:
         raise DataError(
             f"the chat template does not write the separator {separator!r} behind the last step, "
-            "as it trims replies; wanted model.head.reads=step_ends, or another separator "
+            "because it strips replies; wanted model.head.reads=step_ends, or another separator "
             "(model.data.step_separator)"
         )
     return SteppedText(pieces, tuple(range(1, len(pieces), 2)), spans)
 
 
-def _cut(written: str, ends: Sequence[int]) -> tuple[str, ...]:
-    return tuple(written[a:b] for a, b in zip([0, *ends], ends, strict=False))
+def _cut(rendered: str, ends: Sequence[int]) -> tuple[str, ...]:
+    return tuple(rendered[start:end] for start, end in zip([0, *ends], ends, strict=False))
 
 
-def _reply(text: Text, separator: str) -> str:
-    """What is cut into steps: all of a raw text, or the content of the last message."""
+def _join_reply(text: Text, separator: str) -> str:
+    """Return the reply: all of a raw text, or the last content with its parts joined.
+
+    Raises:
+        StepTextError: a part is blank, or contains the separator.
+    """
     if isinstance(text, str):
         return text
     content = messages_of(text)[-1]["content"]
@@ -245,60 +269,70 @@ def _reply(text: Text, separator: str) -> str:
         if separator in step or not step.strip():
             raise StepTextError(
                 f"step {number + 1} of {len(steps)}: got {short(step)!r}, wanted one that is not "
-                f"blank and does not hold the separator {separator!r} (model.data.step_separator)"
+                "blank and does not contain the separator "
+                f"{separator!r} (model.data.step_separator)"
             )
     return separator.join(steps)
 
 
-def _with_reply(text: Messages | Conversation, reply: str) -> Messages | Conversation:
-    *before, last = messages_of(text)
+def _replace_reply(text: Messages | Conversation, reply: str) -> Messages | Conversation:
+    *history, last = messages_of(text)
     if last["content"] is None and not reply:
         return text
-    return with_messages(text, [*before, {**last, "content": reply}])
+    return with_messages(text, [*history, {**last, "content": reply}])
 
 
-def _find(reply: str, separator: str) -> list[StepSpan]:
-    """The steps of a reply, at least one; their message is not known here."""
-    found, start = [], 0
+def _find_steps(reply: str, separator: str) -> list[StepSpan]:
+    """Find the steps of a reply, at least one; ``message`` of the spans is not set."""
+    steps, start = [], 0
     while start <= len(reply):
         end = reply.find(separator, start)
         end = len(reply) if end < 0 else end
         if reply[start:end].strip():
-            found.append(StepSpan(None, start, end))
+            steps.append(StepSpan(None, start, end))
         start = end + len(separator)
-    return found or [StepSpan(None, 0, len(reply))]
+    return steps or [StepSpan(None, 0, len(reply))]
 
 
-def _place(written: str, reply: str, tail: str) -> int:
-    """Where the reply would begin in what the template has written, had it trimmed nothing."""
-    end = len(written) - len(tail) if tail and written.endswith(tail) else len(written)
-    for trimmed, shown in _as_shown(reply):
-        at = written.rfind(shown, 0, end)
-        if at >= 0:
-            return at - trimmed
-    raise _not_found()
+def _locate_reply(rendered: str, reply: str, tail: str) -> int:
+    """Return the position in ``rendered`` that corresponds to position 0 of the reply.
+
+    If the template strips leading white space, that is before the reply's visible beginning.
+    """
+    end = len(rendered) - len(tail) if tail and rendered.endswith(tail) else len(rendered)
+    for num_stripped, variant in _list_stripped_variants(reply):
+        position = rendered.rfind(variant, 0, end)
+        if position >= 0:
+            return position - num_stripped
+    raise _make_not_found_error()
 
 
-def _place_before_calls(
-    written: str, text: Messages | Conversation, reply: str, write: Write
+def _locate_before_calls(
+    rendered: str, text: Messages | Conversation, reply: str, write: Write
 ) -> int:
-    """``_place`` of a reply with calls of tools behind it, which may hold the same words again."""
-    at = write(_with_reply(text, _PLACEHOLDER)).find(_PLACEHOLDER)
-    for trimmed, shown in _as_shown(reply):
-        if at >= 0 and written.startswith(shown, at):
-            return at - trimmed
-    raise _not_found()
+    """Do the same as ``_locate_reply`` for a reply with tool calls behind it.
+
+    The calls may contain the reply's words again, so its position comes from a trial reply.
+    """
+    position = write(_replace_reply(text, _PLACEHOLDER)).find(_PLACEHOLDER)
+    for num_stripped, variant in _list_stripped_variants(reply):
+        if position >= 0 and rendered.startswith(variant, position):
+            return position - num_stripped
+    raise _make_not_found_error()
 
 
-def _as_shown(reply: str) -> Iterator[tuple[int, str]]:
-    """A reply as templates write it, and by how much its beginning is trimmed there."""
-    for trimmed in (0, len(reply) - len(reply.lstrip())):
-        yield trimmed, reply[trimmed:]
-        yield trimmed, reply[trimmed:].rstrip()
+def _list_stripped_variants(reply: str) -> Iterator[tuple[int, str]]:
+    """Yield the forms in which templates write a reply, with the number of leading characters cut.
+
+    Templates write a reply unchanged, or stripped at its beginning, its end, or both.
+    """
+    for num_stripped in (0, len(reply) - len(reply.lstrip())):
+        yield num_stripped, reply[num_stripped:]
+        yield num_stripped, reply[num_stripped:].rstrip()
 
 
-def _not_found() -> DataError:
+def _make_not_found_error() -> DataError:
     return DataError(
-        "the chat template does not write the reply as it is, so its steps are not found; wanted "
+        "the chat template changes the reply, so its steps are not found; wanted "
         "model.head.reads=last_token or turns, or another template"
     )

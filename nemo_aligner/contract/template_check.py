@@ -1,7 +1,13 @@
-"""Trials of a chat template before it is used: what it writes, whether it ends, and its date.
+"""Checks of a chat template: what it renders, whether it terminates, whether it writes the date.
 
-An untrusted template may not end: Jinja's sandbox keeps it from files and code, but not from loops,
-nor from asking for all memory. So it is first run in a process of its own.
+- ``check_template`` checks a template before training.
+- ``check_it_ends`` renders it in a subprocess with limits: Jinja's sandbox blocks files and code,
+  but not endless loops or the use of all memory.
+- ``freeze_date`` replaces today's date by a fixed one.
+- ``TemplateReading`` finds by trials which message fields a template renders, and rejects or adapts
+  conversations accordingly.
+
+Started as a program (``python -m``), the file is the subprocess of ``check_it_ends``.
 """
 
 from __future__ import annotations
@@ -46,8 +52,8 @@ from nemo_aligner.contract.templates import (
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 
-# Variables that the caller of a template sets, and no setting may replace.
-_GIVEN = (
+# Variables that ``render`` passes to a template, so no setting may replace them.
+_RESERVED_VARIABLES = (
     "messages",
     "tools",
     "documents",
@@ -62,75 +68,80 @@ _DATE = "strftime_now"
 _DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30, 13, 47, 59))
 _CPU_SECONDS = 5
 _BYTES = 2**30
-_TIMEOUT_SECONDS = 120  # of a machine that is busy; CPU time is what ends the trial
+# Wall time, for a busy machine; normally the limit of CPU time ends the trial.
+_TIMEOUT_SECONDS = 120
 
 
 def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
-    """Refuse a template whose text would be wrong, or another one tomorrow.
+    """Check a template before training.
 
-    ``kwargs`` are the contract's ``chat_template_kwargs``.
+    Args:
+        setting: value of ``model.data.template``, for error messages.
+        kwargs: the contract's ``chat_template_kwargs``, JSON or empty.
 
     Raises:
-        ConfigError: it depends on the date, does not write a question and its answer, writes BOS
-            twice, or writes nothing, or the same thing twice, after the reply; with what to set. Or
-            it does not read one of ``kwargs``.
+        ConfigError: the template depends on the date, omits parts of a conversation, writes BOS
+            twice, ends a reply with nothing or with the same string twice, or does not use one of
+            ``kwargs``. The message says what to set.
     """
-    where, built_in = f"{TEMPLATE_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
+    prefix, built_in = f"{TEMPLATE_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     try:
         _check_kwargs(template, kwargs)
         check_it_ends(template, bos, eos, kwargs)
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
-                f"{where}: its text depends on the date, so scores change from day to day; set "
-                f"it to one of {built_in}, or to a file of it with the date written out"
+                f"{prefix}: its text depends on the date, so scores change from day to day; set "
+                f"it to one of {built_in}, or to a copy of the template with a fixed date"
             )
         text = write_probe(template, bos, eos, kwargs)
     except DataError as error:
-        raise ConfigError(f"{where}: {error}; set it to one of {built_in}, or a file") from error
+        raise ConfigError(f"{prefix}: {error}; set it to one of {built_in}, or a file") from error
     for part in (message["content"] for message in PROBE):
         if part not in text:
             raise ConfigError(
-                f"{where}: it writes {shown(text)}, without the conversation's {part!r}; set it to "
-                f"one of {built_in}, or to a file of a chat template"
+                f"{prefix}: it writes {shown(text)}, without the conversation's {part!r}; set it "
+                f"to one of {built_in}, or to the file of another chat template"
             )
     if bos and tokenizer.encode(text)[:2] == [tokenizer.bos_id] * 2:
         raise ConfigError(
-            f"{where}: it writes BOS ({bos!r}) twice; set it to a file of it with one"
+            f"{prefix}: it writes BOS ({bos!r}) twice; set it to a copy of the template with one"
         )
     end = "".join(end_of_turn(template, bos, eos, kwargs).split())
     if not end:
         raise ConfigError(
-            f"{where}: it writes nothing after the reply, so a complete one looks like one that "
-            f"was cut off; set it to one of {built_in}, or to a file of it that ends a turn"
+            f"{prefix}: it writes nothing after the reply, so a complete reply looks like one that "
+            f"was cut off; set it to one of {built_in}, or to a copy of the template that ends "
+            "each turn"
             + ("" if eos else " (plain and zephyr end with EOS, which this tokenizer lacks)")
         )
     if end[: len(end) // 2] * 2 == end:
         raise ConfigError(
-            f"{where}: it ends the reply twice ({short(end)}); set it to a file that does once"
+            f"{prefix}: it ends the reply twice ({short(end)}); set it to a copy of the template "
+            "that ends it once"
         )
 
 
 def _check_kwargs(template: str, kwargs: str) -> None:
-    """Raises ConfigError: the template does not read one of them, or is given it anyway."""
-    known = sorted(variables_of(template).difference(_GIVEN))
+    """Raise ConfigError if the template does not use one of ``kwargs``, or it is reserved."""
+    usable = sorted(variables_of(template).difference(_RESERVED_VARIABLES))
     for name in json.loads(kwargs or "{}"):
-        if name not in known:
+        if name not in usable:
             raise ConfigError(
-                f"{KWARGS_KEY}: got {name!r:.60}, which the chat template ignores; wanted "
-                + (", ".join(known) or "none, as it reads none")
+                f"{KWARGS_KEY}: got {name!r:.60}, which the chat template does not use; wanted "
+                + (", ".join(usable) or "none, because this template has no variables")
             )
 
 
 def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
-    """True if a template writes the date, and so another text tomorrow."""
-    # Two days that differ in everything that strftime can say of one.
+    """Tell if a template writes today's date, so that its text changes from day to day."""
+    # The two days differ in every field of strftime.
     texts = {write_probe(template, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
 
 
-# 26 July 2024, 00:00, by each of strftime's letters, in English whatever the locale. It is the date
-# that Llama 3's templates write where they are not told the day. It is part of contracts.
+# 26 July 2024, 00:00, for each letter of strftime, in English independent of the locale. Llama 3's
+# templates write this date if none is passed. Never change it: it is part of stored contracts.
 _FROZEN_DAY = {
     **{"a": "Fri", "A": "Friday", "w": "5", "u": "5", "d": "26", "-d": "26", "e": "26", "j": "208"},
     **{"b": "Jul", "h": "Jul", "B": "July", "m": "07", "-m": "7", "y": "24", "Y": "2024"},
@@ -142,23 +153,28 @@ _FROZEN_DAY = {
 }
 
 
-def _frozen_function() -> str:
-    """A macro in place of the function; the line break behind it is none of the text."""
-    replaced = "".join(f".replace('%{form}','{said}')" for form, said in _FROZEN_DAY.items())
-    # Between two %% no letter is meant.
+def _write_frozen_macro() -> str:
+    """Return a Jinja macro that replaces the function ``strftime_now``.
+
+    Jinja drops the newline behind it, so the macro adds nothing to the rendered text.
+    """
+    replacements = "".join(
+        f".replace('%{letter}','{value}')" for letter, value in _FROZEN_DAY.items()
+    )
+    # ``%%`` is a percent sign, so the format is split there and only its parts are replaced.
     return (
         f"{{%- macro {_DATE}(format) -%}}{{%- for part in format.split('%%') -%}}"
-        f"{{{{ '' if loop.first else '%' }}}}{{{{ part{replaced} }}}}"
+        f"{{{{ '' if loop.first else '%' }}}}{{{{ part{replacements} }}}}"
         "{%- endfor -%}{%- endmacro %}\n"
     )
 
 
 @lru_cache(maxsize=8)
 def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
-    """A template that writes today's date, with 26 July 2024 for every day; others as they are.
+    """Make a template that writes today's date write 26 July 2024 instead.
 
-    A macro at its beginning takes the place of the function that says the day, for whoever renders
-    it. What is done is said in a line, once.
+    A macro at its beginning shadows ``strftime_now``, so any program that renders the template
+    writes the fixed date. A line reports the change. Other templates are returned unchanged.
     """
     from nemo_aligner.utils.console import say
 
@@ -168,65 +184,71 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
         check_it_ends(template, bos_token, eos_token, kwargs)
         if not is_dated(template, bos_token, eos_token, kwargs):
             return template
-    except DataError:  # which check_template says
+    except DataError:  # ``check_template`` reports it
         return template
-    say("the chat template writes today's date: it gets 26 July 2024, so that scores stay the same")
-    return _frozen_function() + template
+    say(
+        "the chat template writes today's date: it is fixed to 26 July 2024, so that scores do not "
+        "change from day to day"
+    )
+    return _write_frozen_macro() + template
 
 
 @lru_cache(maxsize=8)
 def check_it_ends(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> None:
-    """Render short conversations by ``template`` elsewhere, with calls of tools, too.
+    """Render short conversations, also with tool calls, in a subprocess with limits.
 
     Raises:
-        DataError: it cannot be, or not within 5 s and 1 GiB.
+        DataError: the template raises an error, or needs more than 5 s of CPU time or 1 GiB.
     """
-    where = os.pathsep.join(filter(None, sys.path))
+    python_path = os.pathsep.join(filter(None, sys.path))
     try:
         trial = subprocess.run(
             [sys.executable, "-m", __name__],
             input=json.dumps([template, bos_token, eos_token, kwargs]).encode(),
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,
-            env={**os.environ, "PYTHONPATH": where},
+            env={**os.environ, "PYTHONPATH": python_path},
         )
         problem, status = trial.stdout.decode("utf-8", "replace"), trial.returncode
     except subprocess.TimeoutExpired:
         problem, status = "", -1
     if status < 0:
         raise DataError(
-            "the chat template cannot write this conversation: it takes more than "
+            "the chat template cannot write this conversation: it needs more than "
             f"{_CPU_SECONDS} s or {_BYTES >> 20} MiB"
         )
     if problem:
         raise DataError(problem)
     if status:
-        raise DataError(f"the chat template cannot be tried: {trial.stderr[-1000:]!r}")
+        raise DataError(f"the trial of the chat template failed to start: {trial.stderr[-1000:]!r}")
 
 
-# Which message fields beyond role and content it writes.
+# Which message fields beyond role and content a template renders.
 #
-# A template that never writes tool calls would turn a conversation with one into another without:
-# such a conversation is refused, and the error names the key that is not written.
-# The reasoning of earlier turns, names and call ids are left to the template: it may drop them.
+# A template that drops tool calls would score another conversation than the one it was given. Such
+# a conversation is rejected, and the error names the key that is not rendered. The reasoning of
+# earlier turns, names and call ids may be dropped.
 
-# Words that no template writes itself, and that JSON and filters leave unchanged.
+# Words that no template writes itself, and that JSON and Jinja filters leave unchanged.
 _FIRST, _SECOND, _THIRD, _FOURTH = "Zqfirstv", "Zqsecondv", "Zqthirdv", "Zqfourthv"
 _KNOWN_KEYS = ("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id")
-# Every dialogue has these.
-_USUAL = ("system", "user", "assistant")
+# Roles that every template renders.
+_USUAL_ROLES = ("system", "user", "assistant")
+# Ways to write a message without content.
 _NULLS: tuple[Message, ...] = ({"content": None}, {}, {"content": ""})
 
 
-def _said(role: str, content: Any = _FIRST, **more: Any) -> Message:
-    return {"role": role, "content": content, **more}
+def _make_turn(role: str, content: Any = _FIRST, **fields: Any) -> Message:
+    return {"role": role, "content": content, **fields}
 
 
 class TemplateReading:
-    """The trials of one template, each made where it is first asked for.
+    """What one template renders, found by trials that run when they are first needed.
 
-    ``write`` raises DataError where the template refuses a conversation; ``names`` are those that
-    its code has; ``origin`` says in errors which template it is.
+    Args:
+        write: renders a conversation; DataError if the template rejects it.
+        names: attribute names and keys that occur in the template's code (``names_in``).
+        origin: which template it is, for error messages.
     """
 
     def __init__(self, write: Write, names: Collection[str], origin: str = "") -> None:
@@ -241,10 +263,10 @@ class TemplateReading:
         self._arguments_are_text = False
 
     def adapt(self, text: Messages | Conversation) -> Messages | Conversation:
-        """A conversation in the words that the template reads.
+        """Rewrite a conversation into the form that the template renders completely.
 
         Raises:
-            DataError: it has what the template does not write; the message names it.
+            DataError: the template does not render a part of it; the message names the key.
         """
         messages = messages_of(text)
         if isinstance(text, Conversation):
@@ -252,21 +274,21 @@ class TemplateReading:
             self._check(not text.documents or self.writes_documents, "documents")
         if self._needs_tools and not (isinstance(text, Conversation) and text.tools):
             raise DataError(
-                f"tools: got none, and the chat template{self._origin} writes no conversation "
-                "without; wanted tools beside the messages, or training with a template that "
+                f"tools: got none, and the chat template{self._origin} renders no conversation "
+                "without tools; add tools to the conversation, or train with a template that "
                 "needs none (model.data.template=chatml)"
             )
-        if is_plain(messages) and all(message["role"] in _USUAL for message in messages):
+        if is_plain(messages) and all(message["role"] in _USUAL_ROLES for message in messages):
             return text
         last = len(messages) - 1
         adapted = [
-            self._adapt(message, f"messages[{number}]", number == last)
+            self._adapt_message(message, f"messages[{number}]", number == last)
             for number, message in enumerate(messages)
         ]
         return with_messages(text, adapted)
 
     def try_all(self) -> None:
-        """Make every trial."""
+        """Run every trial; for the subprocess of ``check_it_ends``."""
         _ = self.writes_tools, self.writes_documents
         _ = self.reasoning(calls=True), self.reasoning(calls=False)
         _ = self._null_content(calls=True), self._null_content(calls=False)
@@ -277,39 +299,42 @@ class TemplateReading:
 
     @cached_property
     def writes_tools(self) -> bool | None:
-        """True if tools are written, None if no trial was possible."""
+        """True if the template renders tools; None if it rejects every trial."""
         functions = {"name": _FIRST, "description": "d", "parameters": _NO_PARAMETERS}
         tools = [{"type": "function", "function": functions}]
-        dialogues = [[_said(role, "a") for role in roles] for roles in (_USUAL[1:], _USUAL)]
-        return self._writes([_FIRST], [Conversation(each, tools=tools) for each in dialogues])
+        dialogues = [
+            [_make_turn(role, "a") for role in roles] for roles in (_USUAL_ROLES[1:], _USUAL_ROLES)
+        ]
+        trials = [Conversation(dialogue, tools=tools) for dialogue in dialogues]
+        return self._writes([_FIRST], trials)
 
     @cached_property
     def writes_documents(self) -> bool | None:
-        """True if documents are written, None if no trial was possible."""
+        """True if the template renders documents; None if it rejects every trial."""
         documents = [{"title": "t", "text": _FIRST, "contents": _FIRST, "doc_id": "1"}]
-        dialogue = [_said("user", "a"), _said("assistant", "b")]
+        dialogue = [_make_turn("user", "a"), _make_turn("assistant", "b")]
         return self._writes([_FIRST], [Conversation(dialogue, documents=documents)])
 
     @cached_property
     def writes_calls(self) -> bool | None:
-        """True if tool calls are written, None if no trial was possible."""
+        """True if the template renders tool calls; None if it rejects every trial."""
         call = tool_call_turn(_FIRST, _SECOND)
         trials = [
             trial
             for null in _NULLS
             for trial in _dialogues_with({**_without_content(call), **null})
         ]
-        found = self._writes([_FIRST, _SECOND], trials)
-        if not found:
-            texts = [[_with_arguments_as_text(turn) for turn in trial] for trial in trials]
-            self._arguments_are_text = bool(self._writes([_FIRST, _SECOND], texts))
-        return found or self._arguments_are_text or found
+        is_written = self._writes([_FIRST, _SECOND], trials)
+        if not is_written:
+            trials_with_json = [[_encode_arguments(turn) for turn in trial] for trial in trials]
+            self._arguments_are_text = bool(self._writes([_FIRST, _SECOND], trials_with_json))
+        return is_written or self._arguments_are_text or is_written
 
     def _null_content(self, calls: bool) -> Message:
-        """Substitute for content that is null, beside tool calls or with reasoning alone.
+        """Return the content for a message that has none, with tool calls or with reasoning only.
 
-        The first of null, nothing and an empty text that the template takes and does not write as a
-        word.
+        It is the first of null, a missing key and an empty string that the template accepts without
+        writing the word "None".
         """
         if calls not in self._nulls:
             turn: Message = {
@@ -317,7 +342,7 @@ class TemplateReading:
                 self.reasoning(calls=False) or REASONING[0]: _THIRD,
             }
             if calls and self.writes_calls is not None:
-                turn = self._with_arguments(_without_content(tool_call_turn(_FIRST, _SECOND)))
+                turn = self._adapt_arguments(_without_content(tool_call_turn(_FIRST, _SECOND)))
             empty = _dialogues_with({**turn, "content": ""})
             self._nulls[calls] = next(
                 null
@@ -327,52 +352,53 @@ class TemplateReading:
         return self._nulls[calls]
 
     def reasoning(self, calls: bool) -> str | None:
-        """Key under which the template reads a last reply's reasoning, with tool calls or without.
+        """Return the key under which the template renders the reasoning of a last reply, or None.
 
-        None if it writes none.
+        Args:
+            calls: whether the reply has tool calls.
         """
         if calls not in self._reasonings:
-            reply = tool_call_turn() if calls else _said("assistant")
-            found = [name for name in REASONING if name in self._names]
+            reply = tool_call_turn() if calls else _make_turn("assistant")
+            question = _make_turn("user", "a")
+            candidates = [name for name in REASONING if name in self._names]
             self._reasonings[calls] = next(
                 (
                     name
-                    for name in found
-                    if self._writes([_SECOND], [[_said("user", "a"), {**reply, name: _SECOND}]])
-                    is not False
+                    for name in candidates
+                    if self._writes([_SECOND], [[question, {**reply, name: _SECOND}]]) is not False
                 ),
                 None,
             )
         return self._reasonings[calls]
 
-    def _adapt(self, given: Message, where: str, is_last: bool) -> Message:
-        message = dict(given)
+    def _adapt_message(self, original: Message, location: str, is_last: bool) -> Message:
+        message = dict(original)
         role = message["role"]
-        if role not in _USUAL:
-            self._check(self._writes_role(role), f"{where}.role {role!r}")
+        if role not in _USUAL_ROLES:
+            self._check(self._writes_role(role), f"{location}.role {role!r}")
         if "tool_calls" in message:
-            self._check(self.writes_calls, f"{where}.tool_calls")
-            message = self._with_arguments(message)
+            self._check(self.writes_calls, f"{location}.tool_calls")
+            message = self._adapt_arguments(message)
         if REASONING[0] in message:
             name = self.reasoning("tool_calls" in message)
-            is_said = is_last and message[REASONING[0]].strip()
-            self._check(name is not None or not is_said, f"{where}.{REASONING[0]}")
-            # Of an earlier turn it may be written all the same.
+            is_scored = is_last and message[REASONING[0]].strip()
+            self._check(name is not None or not is_scored, f"{location}.{REASONING[0]}")
+            # The template may still render the reasoning of an earlier turn.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
                 message[name] = message.pop(REASONING[0])
         for key in message:
             if key not in (*_KNOWN_KEYS, *REASONING) and key not in self._names:
                 raise DataError(
-                    f"{where}: got the key {key!r:.60}, which the chat template ignores; "
-                    f"wanted {', '.join(_KNOWN_KEYS)} alone"
+                    f"{location}: got the key {key!r:.60}, which the chat template does not use; "
+                    f"wanted only {', '.join(_KNOWN_KEYS)}"
                 )
-        return self._with_content(message)
+        return self._adapt_content(message)
 
-    def _with_arguments(self, message: Message) -> Message:
-        return _with_arguments_as_text(message) if self._arguments_are_text else message
+    def _adapt_arguments(self, message: Message) -> Message:
+        return _encode_arguments(message) if self._arguments_are_text else message
 
-    def _with_content(self, message: Message) -> Message:
+    def _adapt_content(self, message: Message) -> Message:
         content = message["content"]
         if content is None:
             null = self._null_content(calls="tool_calls" in message)
@@ -382,45 +408,50 @@ class TemplateReading:
         return message
 
     def _writes_role(self, role: str) -> bool | None:
+        """Tell if the template renders messages of a role; None if it rejects every trial."""
         if role not in self._written_roles:
-            ends = [_said("user", "a"), _said("assistant", "b")]
+            question, answer = _make_turn("user", "a"), _make_turn("assistant", "b")
             if role == "developer":
-                trials = [[_said(role), *ends], [_said("system", "c"), _said(role), *ends]]
+                turns = [_make_turn(role), question, answer]
+                trials = [turns, [_make_turn("system", "c"), *turns]]
             else:
                 result = {**tool_result(_FIRST), "role": role}
                 calls = [tool_call_turn(content=content) for content in ("", "c")]
-                trials = [[ends[0], call, result, ends[1]] for call in calls]
-                trials.append([*ends, {"role": role, "content": _FIRST}, ends[1]])
+                trials = [[question, call, result, answer] for call in calls]
+                trials.append([question, answer, {"role": role, "content": _FIRST}, answer])
             self._written_roles[role] = self._writes([_FIRST], trials)
         return self._written_roles[role]
 
     def _reads_parts(self, role: str) -> bool:
-        """True if parts of text are written as one text is, and all of several."""
+        """Tell if content in parts is rendered like the same content as one string."""
         if role not in self._read_parts:
-            one, two = ([_part(each) for each in some] for some in ((_FIRST,), (_FIRST, _SECOND)))
-            whole, parted, several = (
-                self._try(_dialogue_of(role, content)) for content in (_FIRST, one, two)
+            one_part = [_make_part(_FIRST)]
+            two_parts = [_make_part(_FIRST), _make_part(_SECOND)]
+            from_string, from_one, from_two = (
+                self._try(_make_dialogue(role, content))
+                for content in (_FIRST, one_part, two_parts)
             )
             self._read_parts[role] = (
-                whole is not None
-                and whole == parted
-                and several is not None
-                and several.count(_FIRST) == several.count(_SECOND) == whole.count(_FIRST)
-                and "'type'" not in several
-                and '"type": "text"' not in several
+                from_string is not None
+                and from_string == from_one
+                and from_two is not None
+                and from_two.count(_FIRST) == from_two.count(_SECOND) == from_string.count(_FIRST)
+                and "'type'" not in from_two
+                and '"type": "text"' not in from_two
             )
         return self._read_parts[role]
 
     def _is_as_empty(self, trial: Messages, with_empty: Messages) -> bool:
-        wanted, got = self._try(with_empty), self._try(trial)
-        if wanted is None:
+        """Tell if a trial writes the word "None" no more often than one with empty content."""
+        expected, actual = self._try(with_empty), self._try(trial)
+        if expected is None:
             return True
-        return got is not None and got.count("None") <= wanted.count("None")
+        return actual is not None and actual.count("None") <= expected.count("None")
 
     def _writes(
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
-        """True if a trial is written with all words; None if none can be written."""
+        """Tell if one of the rendered trials contains all words; None if all are rejected."""
         texts = [text for text in map(self._try, trials) if text is not None]
         return any(all(word in text for word in words) for text in texts) if texts else None
 
@@ -430,13 +461,16 @@ class TemplateReading:
         except DataError:
             return None
 
-    def _check(self, is_written: object, what: str) -> None:
-        """Refuse what is not written; None, untried, passes: the template itself may refuse it."""
+    def _check(self, is_written: object, location: str) -> None:
+        """Raise DataError if ``is_written`` is False.
+
+        None passes: every trial was rejected, so ``render`` will report the template's own error.
+        """
         if is_written is False:
             raise DataError(
-                f"{what}: the chat template{self._origin} does not write that, so the score would "
-                "be of another conversation; wanted messages without, or training with a template "
-                "that writes it, as every built-in one does (model.data.template=chatml)"
+                f"{location}: the chat template{self._origin} does not render it, so the model "
+                "would never see it. Remove it, or train with a template that renders it, as every "
+                "built-in one does (model.data.template=chatml)"
             )
 
 
@@ -447,8 +481,11 @@ def _without_content(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "content"}
 
 
-def _with_arguments_as_text(message: Message) -> Message:
-    """Write arguments as JSON text, as the chat API has them; some templates expect that."""
+def _encode_arguments(message: Message) -> Message:
+    """Encode the arguments of tool calls as JSON strings, which some templates expect.
+
+    OpenAI's chat API has them in this form.
+    """
     if "tool_calls" not in message:
         return message
     calls = []
@@ -460,36 +497,37 @@ def _with_arguments_as_text(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _part(text: str) -> dict[str, str]:
+def _make_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
 def _dialogues_with(turn: Message) -> list[Messages]:
-    """A turn as the last one, and with the result of a tool and a reply behind it."""
-    asked = _said("user", "a")
-    return [[asked, turn], [asked, turn, tool_result(_FOURTH), _said("assistant", "b")]]
+    """Return a dialogue that ends with the turn, and one where a tool result and reply follow."""
+    question = _make_turn("user", "a")
+    return [[question, turn], [question, turn, tool_result(_FOURTH), _make_turn("assistant", "b")]]
 
 
-def _dialogue_of(role: str, content: Any) -> Messages:
+def _make_dialogue(role: str, content: Any) -> Messages:
+    """Return a dialogue that has a turn of this role and content."""
     turn = {"role": role, "content": content}
-    asked, answered = _said("user", "a"), _said("assistant", "b")
+    question, answer = _make_turn("user", "a"), _make_turn("assistant", "b")
     if role == "user":
-        return [turn, answered]
+        return [turn, answer]
     if role == "assistant":
-        return [asked, turn]
+        return [question, turn]
     if role in ("tool", "function"):
-        return [asked, tool_call_turn(), {**tool_result(), **turn}, answered]
-    return [turn, asked, answered]
+        return [question, tool_call_turn(), {**tool_result(), **turn}, answer]
+    return [turn, question, answer]
 
 
 @lru_cache(maxsize=8)
 def template_reading(
     template: str, bos_token: str, eos_token: str, kwargs: str = "", origin: str = ""
 ) -> TemplateReading:
-    """The trials of a template that ``render`` writes, kept for the templates used last.
+    """Return the ``TemplateReading`` of a template, cached for the templates used last.
 
     Raises:
-        DataError: it is no valid template.
+        DataError: the template is invalid.
     """
 
     def write(text: Messages | Conversation) -> str:
@@ -499,21 +537,25 @@ def template_reading(
 
 
 def _main() -> None:
+    """Run the trials of the template on stdin with limits, and print the problem if there is one.
+
+    stdin has a JSON list of the arguments of ``check_it_ends``.
+    """
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, _CPU_SECONDS),
         (resource.RLIMIT_DATA, _BYTES),
     ):
-        _, most = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit, most))
-    # The limits hold before anything of the template is looked at.
-    given = json.load(sys.stdin)
+        _, hard_limit = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit, hard_limit))
+    # Read the template only now that the limits are set.
+    arguments = json.load(sys.stdin)
     try:
-        if not is_dated(*given):  # or it is refused for that
-            template, *rest = given
-            find_frames(lambda turns: render(template, turns, *rest))
+        if not is_dated(*arguments):  # the caller rejects or freezes a dated template
+            template, *tokens_and_kwargs = arguments
+            find_frames(lambda turns: render(template, turns, *tokens_and_kwargs))
             reading = TemplateReading(
-                lambda text: render(template, text, *rest), names_in(template)
+                lambda text: render(template, text, *tokens_and_kwargs), names_in(template)
             )
             reading.try_all()
     except DataError as error:

@@ -1,19 +1,21 @@
-"""Chat templates: a conversation to text, and the checks that a template must pass before training.
+"""Chat templates: from a conversation to text, and what a template writes around messages.
 
-A template is Jinja, as Hugging Face tokenizers carry it. The built-in ones write no date, and every
-turn with its role:
+A template is Jinja source, as in Hugging Face tokenizers. There are four built-in ones, which write
+every turn with its role, and no date:
 
 ============  =====================================================================================
 ``chatml``    ``<|im_start|>user\\n...<|im_end|>\\n``
 ``llama3``    ``<|start_header_id|>user<|end_header_id|>\\n\\n...<|eot_id|>``, after BOS; Llama 3's
-              own, without the dates that later ones write into the system prompt
+              template, without the dates that Llama 3.1 and later write into the system prompt
 ``zephyr``    ``<|user|>\\n...`` EOS ``\\n``
-``plain``     ``User: ...\\n\\nAssistant: ...`` EOS; for models that know no chat tokens
+``plain``     ``User: ...\\n\\nAssistant: ...`` EOS; for models without chat tokens
 ============  =====================================================================================
 
-All write reasoning before a reply, between ``<think>`` and ``</think>``, every call of a tool
-behind it, as JSON between ``<tool_call>`` and ``</tool_call>``, its result as a turn of the tool,
-and what tools and documents there are at the end of the system prompt, as lines of JSON.
+All four write reasoning before the reply between ``<think>`` and ``</think>``, each tool call
+behind it as JSON between ``<tool_call>`` and ``</tool_call>``, a tool result as a turn of the tool,
+and tools and documents at the end of the system prompt as lines of JSON.
+
+``find_frames`` finds what a template writes around messages; ``turns.py`` derives marks from it.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short
 if TYPE_CHECKING:
     import jinja2
 
-# A template, or whatever else makes one text of a conversation; it raises DataError.
+# A function that renders a conversation by one template; it raises DataError.
 Write = Callable[[Messages | Conversation], str]
 
-# Templates of versions that wrote role and content alone; contracts that have one keep it.
+# The built-in templates of the first versions, which wrote only role and content. Contracts that
+# have one of them keep it.
 _EARLIER = {
     "chatml": (
         "{% for message in messages %}"
@@ -69,7 +72,8 @@ _EARLIER = {
         "{{ eos_token }}"
     ),
 }
-# Common beginning of all built-in templates, and the text of a turn.
+# Jinja code at the beginning of every built-in template, and code that builds the text of a turn.
+# The names in it are part of stored contracts: never change them.
 _BEFORE_TURNS = (
     "{% set beside = ["
     "('Tools:\\n' + tools | map('tojson') | join('\\n')) if tools else '',"
@@ -79,7 +83,7 @@ _BEFORE_TURNS = (
     "{% set messages = [{'role': 'system', 'content': ''}] + messages %}"
     "{% endif %}"
 )
-_OF_TURN = (
+_BUILD_TURN = (
     "{% set turn = namespace(said=message['content'] or '') %}"
     "{% if message['reasoning_content'] %}"
     "{% set turn.said = '<think>\\n' + message['reasoning_content']"
@@ -99,20 +103,20 @@ _TURNS = "{% for message in messages %}"
 
 
 def _with_tools(earlier: str) -> str:
-    """An earlier built-in template, whose turns say more than their content."""
-    turns = earlier.replace("message['content']", "turn.said").replace(_TURNS, _TURNS + _OF_TURN)
+    """Extend an earlier built-in template: reasoning, tool calls, tools and documents."""
+    turns = earlier.replace("message['content']", "turn.said").replace(_TURNS, _TURNS + _BUILD_TURN)
     return _BEFORE_TURNS + turns
 
 
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
-# They write plain conversations as the earlier ones do, which are quicker.
+# For plain conversations an earlier template renders the same text faster.
 _QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
 KWARGS_KEY = "model.data.chat_template_kwargs"
 TEMPLATE_KEY = "model.data.template"
 _QUESTION, _REPLY = "a question", "the reply"
 _CALL_ID = "call00001"
 PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
-# Templates read every field of a tool, so that none may be missing.
+# Templates read every field of a tool, so none may be missing.
 TRIAL_TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -127,9 +131,9 @@ TRIAL_TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-# Placeholder for the content of each turn of a trial, of a character that no template writes.
+# The content of each turn of a trial: private-use characters, which no template writes.
 _CONTENT = re.compile("\ue000[0-9]\ue000")
-# Some templates take no system prompt, and some no second question.
+# Roles of the trial dialogues: some templates reject a system prompt or a second question.
 _TRIALS = (
     ("system", "user", "assistant", "user", "assistant"),
     ("user", "assistant", "user", "assistant"),
@@ -137,11 +141,15 @@ _TRIALS = (
 )
 
 
-def resolve_template(setting: str, tokenizer: Tokenizer, known: Sequence[str] = ()) -> str:
-    """The template text that ``model.data.template`` asks for; empty when the tokenizer has none.
+def resolve_template(
+    setting: str, tokenizer: Tokenizer, contract_templates: Sequence[str] = ()
+) -> str:
+    """Return the template that ``model.data.template`` names; empty if the tokenizer has none.
 
-    ``tokenizer`` is the tokenizer's own, others are built in, or files. A built-in one whose
-    earlier text is among those that are ``known``, from contracts to go on by, is that.
+    Args:
+        setting: ``tokenizer`` for the tokenizer's own template, a built-in name, or a file.
+        contract_templates: templates of the contracts that training continues. If one of them is
+            the earlier version of the built-in template, that version is returned.
 
     Raises:
         ConfigError: there is no such template or file.
@@ -149,7 +157,7 @@ def resolve_template(setting: str, tokenizer: Tokenizer, known: Sequence[str] = 
     if setting == "tokenizer":
         return tokenizer.chat_template or ""
     if setting in BUILT_IN_TEMPLATES:
-        is_earlier = _EARLIER[setting] in known
+        is_earlier = _EARLIER[setting] in contract_templates
         return _EARLIER[setting] if is_earlier else BUILT_IN_TEMPLATES[setting]
     path = Path(setting)
     if path.is_file():
@@ -161,58 +169,69 @@ def resolve_template(setting: str, tokenizer: Tokenizer, known: Sequence[str] = 
 
 
 def name_of(template: str) -> str:
-    """Name a built-in template by its text, also by an earlier one; empty for others."""
-    known = [(BUILT_IN_TEMPLATES, ""), (_EARLIER, " of an earlier version")]
+    """Return the name of a built-in template, also of an earlier version; empty for others."""
+    versions = [(BUILT_IN_TEMPLATES, ""), (_EARLIER, " of an earlier version")]
     return next(
-        (f"{name}{of}" for texts, of in known for name, text in texts.items() if text == template),
+        (
+            f"{name}{suffix}"
+            for templates, suffix in versions
+            for name, source in templates.items()
+            if source == template
+        ),
         "",
     )
 
 
-def canonical_kwargs(given: Mapping[str, Any]) -> str:
-    """Keyword arguments of a template as a contract has them: JSON, by name; empty for none.
+def canonical_kwargs(kwargs: Mapping[str, Any]) -> str:
+    """Encode template variables as in a contract: JSON sorted by name; empty if there are none.
 
     Raises:
-        ConfigError: a value is none that JSON has.
+        ConfigError: a value cannot be written as JSON.
     """
-    if not given:
+    if not kwargs:
         return ""
     try:
-        ordered = {str(name): given[name] for name in sorted(given)}
+        ordered = {str(name): kwargs[name] for name in sorted(kwargs)}
         return json.dumps(ordered, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{KWARGS_KEY}: wanted JSON values: {error}") from error
 
 
 def with_kwargs_inside(template: str, kwargs: str) -> str:
-    """A template that has its keyword arguments in itself, for whoever renders it without."""
+    """Prefix a template with ``set`` statements for its variables.
+
+    For exports: other programs render the template without passing variables.
+    """
     values = json.loads(kwargs or "{}")
-    return "".join(f"{{% set {name} = {_literal(values[name])} +%}}" for name in values) + template
+    statements = (f"{{% set {name} = {_to_jinja_literal(values[name])} +%}}" for name in values)
+    return "".join(statements) + template
 
 
-def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
+def _to_jinja_literal(value: Any) -> str:
+    """Write a JSON value as a Jinja literal."""
     if isinstance(value, Mapping):
-        items = (f"{_literal(key)}: {_literal(each)}" for key, each in value.items())
+        items = (
+            f"{_to_jinja_literal(key)}: {_to_jinja_literal(item)}" for key, item in value.items()
+        )
         return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
+        return f"[{', '.join(map(_to_jinja_literal, value))}]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 @lru_cache(maxsize=8)
 def end_of_turn(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
-    """Text that a template writes after the last reply, stripped."""
+    """Return what a template writes after the last reply, without white space around it."""
     return after_reply(template, bos_token, eos_token, kwargs).strip()
 
 
 def after_reply(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
-    """Text that a template writes after the last reply."""
-    return _behind_reply(write_probe(template, bos_token, eos_token, kwargs))
+    """Return what a template writes after the last reply."""
+    return _cut_after_reply(write_probe(template, bos_token, eos_token, kwargs))
 
 
-def _behind_reply(probe: str) -> str:
-    return probe.rpartition(_REPLY)[2]
+def _cut_after_reply(rendered_probe: str) -> str:
+    return rendered_probe.rpartition(_REPLY)[2]
 
 
 def write_probe(
@@ -223,7 +242,7 @@ def write_probe(
     strftime_now: Callable[[str], str] | None = None,
     messages: Messages = PROBE,
 ) -> str:
-    """Render a question and its answer, with a tool where a template writes none without.
+    """Render a trial: a question and its answer, with a tool if the template requires one.
 
     Raises:
         DataError: see ``render``.
@@ -236,9 +255,9 @@ def write_probe(
 
 
 def needs_tools(write: Write) -> bool:
-    """True for a template that writes a conversation with a tool, and none without.
+    """Tell if a template renders conversations with tools, but rejects those without.
 
-    The templates of Hermes and Command R+ for the use of tools loop over them, given or not.
+    The tool-use templates of Hermes and Command R+ loop over the tools even if there are none.
     """
     try:
         write(PROBE)
@@ -252,7 +271,7 @@ def needs_tools(write: Write) -> bool:
 
 
 def for_trials(write: Write) -> Write:
-    """``write``, or the same with a tool beside conversations without, if it ``needs_tools``."""
+    """Return ``write``; if the template ``needs_tools``, one that adds a tool where none is."""
 
     def write_with_tool(text: Messages | Conversation) -> str:
         documents = text.documents if isinstance(text, Conversation) else None
@@ -263,11 +282,13 @@ def for_trials(write: Write) -> Write:
 
 
 class CallFrames(NamedTuple):
-    """Text that an argument would have to hold to be read as more than one argument of one call.
+    """What a template writes inside tool calls whose arguments it does not escape.
+
+    An argument with such a string would be read as several arguments or calls.
 
     Attributes:
-        values: what stands between an argument and the next one's name, or the next call's.
-        names: what stands behind the name of a function, and behind that of an argument.
+        values: strings between an argument and the name of the next argument or call.
+        names: strings behind the name of a function or of an argument.
     """
 
     values: tuple[str, ...] = ()
@@ -275,14 +296,14 @@ class CallFrames(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """Text that a template writes around the contents of messages.
+    """What a template writes around the contents of messages.
 
     Attributes:
-        around: all of it, in a dialogue.
-        between: of it what stands between two messages, whatever the role of the second.
-        end: what it writes after the last reply, without white space around it.
-        results: what stands between two results of tools, and between the last and a reply.
-        calls: what stands in calls of tools whose arguments are written as they are, not as JSON.
+        around: all strings around the contents of a dialogue, in order.
+        between: strings between two messages, for every role of the second one.
+        end: what it writes after the last reply, stripped.
+        results: strings between two tool results, and between the last result and a reply.
+        calls: strings inside tool calls, if arguments are not written as JSON.
     """
 
     around: tuple[str, ...]
@@ -293,44 +314,46 @@ class Frames(NamedTuple):
 
 
 def find_frames(write: Write) -> Frames:
-    """The frames of what ``write`` makes of conversations.
+    """Find what a template writes around contents, by rendering trial dialogues.
 
-    What stands before the last reply is left out where an earlier one tells the same: some
-    templates write more there, as tags for thoughts, which a content may have.
+    The string before the last reply is skipped if there is an earlier reply: some templates add
+    tags for reasoning there, which a content may legitimately contain.
 
     Raises:
-        DataError: it cannot write a question and its answer.
+        DataError: the template cannot render a question and its answer.
     """
     write = for_trials(write)
-    end = _behind_reply(write(PROBE)).strip()
-    around = next(filter(None, (_around(write, roles) for roles in _TRIALS)), ())
-    others = (_around(write, ("user", "assistant", role, "assistant")) for role in ROLES)
-    between = [*around[1:-1], *(piece for found in others for piece in found[1:-1])]
+    end = _cut_after_reply(write(PROBE)).strip()
+    around = next(filter(None, (_find_around(write, roles) for roles in _TRIALS)), ())
+    by_role = (_find_around(write, ("user", "assistant", role, "assistant")) for role in ROLES)
+    between = [*around[1:-1], *(piece for pieces in by_role for piece in pieces[1:-1])]
     between = [*dict.fromkeys(between)]
-    return Frames(around, tuple(between), end, _around_results(write), _find_call_frames(write))
+    return Frames(
+        around, tuple(between), end, _find_around_results(write), _find_call_frames(write)
+    )
 
 
-def _around_results(write: Write) -> tuple[str, ...]:
-    """Nothing where a template writes no results of tools, or not as they are."""
-    asked, answered, *more = _turns_of(("user", "assistant", "user", "assistant"))
+def _find_around_results(write: Write) -> tuple[str, ...]:
+    """Return the ``results`` of ``Frames``; empty if tool results are not rendered verbatim."""
+    question, answer, *second_round = _make_turns(("user", "assistant", "user", "assistant"))
     results = [{**tool_result(), "content": f"\ue000{number}\ue000"} for number in (4, 5)]
-    # Before the last reply some templates write more, as tags for thoughts: see ``find_frames``.
-    for after in (more, []):
+    # With a second round the reply behind the results is not the last one; see ``find_frames``.
+    for following in (second_round, []):
         try:
-            text = write([asked, tool_call_turn(), *results, answered, *after])
+            text = write([question, tool_call_turn(), *results, answer, *following])
         except DataError:
             continue
-        # Without what stands before the first of them, which is the call's.
-        _, *found = _CONTENT.split(text)
-        return tuple(found[1:3]) if len(found) == len(results) + 2 + len(after) else ()
+        # The first piece is dropped: it belongs to the call.
+        _, *pieces = _CONTENT.split(text)
+        return tuple(pieces[1:3]) if len(pieces) == len(results) + 2 + len(following) else ()
     return ()
 
 
 def _find_call_frames(write: Write) -> CallFrames:
-    """Nothing where a template writes no calls, or escapes their arguments, as JSON does.
+    """Return the ``calls`` of ``Frames``; empty if calls are not rendered, or as escaped JSON.
 
-    It does not escape them if a call with two arguments, or two calls, can be written as one
-    argument that holds what stands between the two.
+    Arguments are not escaped if one argument can contain the string between two arguments (or two
+    calls) such that the rendered text is the same as for two.
     """
     function, key, value, second, last = ("zqnamev", "zqkeyv", "zqvaluev", "zqotherv", "zqlastv")
 
@@ -361,7 +384,7 @@ def _find_call_frames(write: Write) -> CallFrames:
 
 
 def _split_at(text: str, words: Sequence[str]) -> list[str]:
-    """The parts before, between and behind the words; raises ValueError unless in that order."""
+    """Split a text at words that occur in this order; ValueError if they do not."""
     parts = []
     for word in words:
         part, match, text = text.partition(word)
@@ -372,30 +395,39 @@ def _split_at(text: str, words: Sequence[str]) -> list[str]:
 
 
 def tool_call_turn(name: str = "look_up", argument: str = "a word", content: str = "") -> Message:
-    """A turn that calls a tool, for trials; its id is one that Mistral's templates take."""
+    """Return a trial turn with a tool call; Mistral's templates accept its id."""
     function = {"name": name, "arguments": {"query": argument}}
     calls = [{"id": _CALL_ID, "type": "function", "function": function}]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def tool_result(content: str = "found") -> Message:
-    """Answer of the tool that ``tool_call_turn`` calls."""
+    """Return the result of the tool that ``tool_call_turn`` calls."""
     return {"role": "tool", "content": content, "name": "look_up", "tool_call_id": _CALL_ID}
 
 
-def _turns_of(roles: Sequence[str]) -> Messages:
+def _make_turns(roles: Sequence[str]) -> Messages:
     return [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
 
 
-def _around(write: Write, roles: Sequence[str]) -> tuple[str, ...]:
-    """Nothing where such a conversation cannot be written."""
+def _find_around(write: Write, roles: Sequence[str]) -> tuple[str, ...]:
+    """Return the strings around the contents of such a dialogue; empty if it is rejected.
+
+    The string before the last reply is skipped; see ``find_frames``.
+    """
     try:
-        before, *found = _CONTENT.split(write(_turns_of(roles)))
+        prefix, *pieces = _CONTENT.split(write(_make_turns(roles)))
     except DataError:
         return ()
-    last_reply = len(found) - 2
-    kept = [piece for number, piece in enumerate(found) if number != last_reply or number == 0]
-    return (before, *kept)
+    before_last_reply = len(pieces) - 2
+    return (
+        prefix,
+        *(
+            piece
+            for number, piece in enumerate(pieces)
+            if number != before_last_reply or number == 0
+        ),
+    )
 
 
 def render(
@@ -406,15 +438,18 @@ def render(
     kwargs: str = "",
     strftime_now: Callable[[str], str] | None = None,
 ) -> str:
-    """The text that a chat template makes of a conversation, reply included.
+    """Render a conversation, reply included, by a chat template in Jinja's sandbox.
 
-    It is what ``apply_chat_template(messages, tools=..., documents=..., **kwargs, tokenize=False,
-    add_generation_prompt=False)`` of Hugging Face transformers gives, in a sandbox and without
-    today's date: ``check_template`` has seen to it that the text does not depend on it. ``kwargs``
-    are JSON.
+    The result is that of ``apply_chat_template(messages, tools=..., documents=..., **kwargs,
+    tokenize=False, add_generation_prompt=False)`` of Hugging Face transformers, but without today's
+    date (``check_template`` makes sure that templates do not depend on it).
+
+    Args:
+        kwargs: further variables as JSON; empty for none.
+        strftime_now: the function that tells the date; only for trials.
 
     Raises:
-        DataError: the template refuses the conversation, or is no valid template.
+        DataError: the template rejects the conversation, or is invalid.
     """
     tools = documents = None
     if isinstance(conversation, Conversation):
@@ -429,7 +464,7 @@ def render(
             add_generation_prompt=False,
             bos_token=bos_token,
             eos_token=eos_token,
-            **_parsed(kwargs),
+            **_parse_kwargs(kwargs),
             **({} if strftime_now is None else {"strftime_now": strftime_now}),
         )
     except Exception as error:  # a template may raise anything, and so may its compilation
@@ -437,21 +472,21 @@ def render(
         if "'strftime_now' is undefined" in reason:
             reason = (
                 "it writes today's date (strftime_now), so scores would change from day to day; "
-                "wanted a template without it (model.data.template)"
+                "choose a template without a date (model.data.template)"
             )
         raise DataError(f"the chat template cannot write this conversation: {reason}") from error
 
 
-def _parsed(kwargs: str) -> dict[str, Any]:
+def _parse_kwargs(kwargs: str) -> dict[str, Any]:
     return json.loads(kwargs) if kwargs else {}
 
 
 @lru_cache(maxsize=8)
 def names_in(template: str) -> frozenset[str]:
-    """The attributes, keys and other short texts that a template's code names.
+    """Return all attribute names and string constants in a template's code, keys among them.
 
     Raises:
-        DataError: it is no valid template.
+        DataError: the template is invalid.
     """
     from jinja2 import nodes
 
@@ -463,16 +498,16 @@ def names_in(template: str) -> frozenset[str]:
 
 @lru_cache(maxsize=8)
 def variables_of(template: str) -> frozenset[str]:
-    """The variables that a template reads from whoever renders it.
+    """Return the variables that a template expects from its caller.
 
     Raises:
-        DataError: it is no valid template.
+        DataError: the template is invalid.
     """
     from jinja2 import pass_context
     from jinja2.meta import TrackingCodeGenerator
 
-    # As find_undeclared_variables, but nothing is computed that is constant: 9 ** 9 ** 9 would
-    # never end.
+    # Like jinja2.meta.find_undeclared_variables, but without evaluating constants: an untrusted
+    # 9 ** 9 ** 9 would never end.
     environment = _environment().overlay(finalize=pass_context(lambda context, value: value))
     generator = TrackingCodeGenerator(environment)
     generator.optimizer = None
@@ -499,7 +534,7 @@ def _compile(template: str) -> jinja2.Template:
 def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # As transformers compiles them: other blocks of white space would be other tokens.
+    # The same options as in transformers: other white space would give other tokens.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -514,7 +549,7 @@ def _generation_tag() -> Any:
     from jinja2 import ext, nodes, parser
 
     class GenerationTag(ext.Extension):
-        """``{% generation %}`` marks replies for other trainers; its body is written as it is."""
+        """``{% generation %}`` marks replies for other trainers; its body is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
 

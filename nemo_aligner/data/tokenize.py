@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from nemo_aligner.config.common import Overlong
+from nemo_aligner.contract.bulk_encoding import TextIds
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
-from nemo_aligner.contract.tokenizer import TextIds, Tokenizer
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import EncodedRecord, encode_record, usable_encoded
 from nemo_aligner.data.files import Block
 from nemo_aligner.data.readers import FileRules

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.serving import ServeCriticConfig, WhileTraining
-from nemo_aligner.contract.contract import ScoringContract, TextEncoder
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.cpu.products import resident_bytes
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.contract.contract import EncodedText, TextEncoder
+from nemo_aligner.contract.contract import EncodedText
 from nemo_aligner.contract.messages import Text, is_plain
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.contract.templates import name_of
+from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.serving.engine.batcher import Meter
 from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.engine.rows import Row

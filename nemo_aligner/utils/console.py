@@ -1,6 +1,6 @@
-"""Terminal output of long work: lines that fit, time left, and a progress bar.
+"""Output to terminal and log: lines that fit, formatted numbers, progress bars, time left.
 
-The same lines appear on a terminal and in a log file. Everything is told by rank 0 alone.
+A terminal and a log file get the same lines. Only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -19,44 +19,45 @@ from tqdm import tqdm
 from nemo_aligner.utils.processes import is_main
 
 Watch: TypeAlias = Callable[[int, int], None]
-"""Called on every rank now and then, with how many items are done, and of how many; may raise."""
+"""A callback for progress, called on every rank with (items done, all items); it may raise."""
 
 LINE_SECONDS = 10.0
 _FALLBACK = (80, 24)
-_LEAST_WIDTH = 40
+_MIN_WIDTH = 40
 _SEPARATOR = "  "
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
 def unwatched(done: int, total: int) -> None:
-    """A ``Watch`` for where nobody looks."""
+    """Ignore progress; the ``Watch`` that does nothing."""
 
 
 def width() -> int:
-    """Columns of the terminal; 80 in a log file."""
-    return max(_LEAST_WIDTH, shutil.get_terminal_size(_FALLBACK).columns)
+    """Return the number of columns of the terminal; 80 in a log file."""
+    return max(_MIN_WIDTH, shutil.get_terminal_size(_FALLBACK).columns)
 
 
 def say(text: str) -> None:
-    """Print on rank 0; on a terminal long lines break between words."""
+    """Print on rank 0; on a terminal long lines are wrapped between words."""
     if is_main():
         print(fit(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def fit(text: str) -> str:
-    """The lines of a text, broken between words where they are longer than ``width``."""
-    return "\n".join(_break(line, "") for line in text.split("\n"))
+    """Wrap the lines of a text between words to ``width``."""
+    return "\n".join(_wrap_line(line, "") for line in text.split("\n"))
 
 
 def fit_row(name: str, text: object, column: int) -> str:
-    """A row of a table of two columns, whose text begins, in all of its lines, at ``column``."""
-    # A break of the line between a name's words would move its text.
+    """Format a row of a two-column table; all lines of ``text`` begin at ``column``."""
+    # NULs stand for the name, because textwrap might break the line between its words.
     start = name.ljust(column)
-    row = _break("\0" * len(start) + str(text), " " * column)
+    row = _wrap_line("\0" * len(start) + str(text), " " * column)
     return start + row[len(start) :]
 
 
-def _break(line: str, hang: str) -> str:
+def _wrap_line(line: str, hang: str) -> str:
+    """Wrap a line; further lines begin with ``hang``, or else with its indent and two spaces."""
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(
         line,
@@ -67,22 +68,27 @@ def _break(line: str, hang: str) -> str:
     )
 
 
-def join_fields(fields: Iterable[str], first: str = "", rest: str = "  ") -> str:
-    """The fields side by side, in as many lines of ``width`` as it takes; none is broken.
+def join_fields(fields: Iterable[str], first: str = "", indent: str = "  ") -> str:
+    """Put fields side by side in lines of ``width``, without breaking a field.
 
-    The first line begins with ``first``, the others with ``rest``.
+    Args:
+        first: beginning of the first line.
+        indent: beginning of the other lines.
     """
     lines: list[str] = []
     for field in fields:
         if lines and len(lines[-1]) + len(_SEPARATOR) + len(field) <= width():
             lines[-1] += _SEPARATOR + field
         else:
-            lines.append((rest if lines else first) + field)
+            lines.append((indent if lines else first) + field)
     return "\n".join(lines)
 
 
 def unfold(text: str) -> list[str]:
-    """The lines of a text, each with those behind it that are indented, as ``join_fields``'s."""
+    """Split a text into lines, and append indented lines to the line before them.
+
+    It is the inverse of ``join_fields``, for programs that read a log.
+    """
     lines: list[str] = []
     for line in text.splitlines():
         if lines and line.startswith(" "):
@@ -93,12 +99,12 @@ def unfold(text: str) -> list[str]:
 
 
 def show_number(value: float) -> str:
-    """Four digits, and all of those before the point."""
+    """Format a number with four significant digits, and never fewer than its integer part has."""
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def show_duration(seconds: float) -> str:
-    """Format a duration in its largest unit and, for hours and days, the next: ``1 h 5 min``."""
+    """Format a duration, such as ``40 s``, ``5 min``, ``1 h 5 min`` or ``2 d 3 h``."""
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -116,28 +122,31 @@ def show_bytes(count: float) -> str:
 
 @contextmanager
 def waiting_for(
-    what: str, tell: Callable[[str], None] = say, first: float = LINE_SECONDS
+    what: str, report_line: Callable[[str], None] = say, first: float = LINE_SECONDS
 ) -> Iterator[None]:
-    """Say how long the block takes, for work that does not know how far it is.
+    """Print now and then how long the block has taken, for work without known progress.
 
-    A line after ``first`` seconds, one after twice as many, and so on; ``tell`` says it.
+    Args:
+        what: the text of the line, such as "loading weights".
+        report_line: prints a line.
+        first: seconds until the first line; the intervals double.
     """
-    over, begun = threading.Event(), time.monotonic()
+    finished, started_at = threading.Event(), time.monotonic()
 
     def watch() -> None:
         pause = first
-        while not over.wait(pause):
-            pause = time.monotonic() - begun
-            tell(f"{what} ({show_duration(pause)})")
+        while not finished.wait(pause):
+            pause = time.monotonic() - started_at
+            report_line(f"{what} ({show_duration(pause)})")
 
-    # A daemon, so that a process which ends by an error does not wait for it.
+    # A daemon thread, so that a process that ends with an error does not wait for it.
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
     if is_main():
         watcher.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         if watcher.is_alive():
             watcher.join()
 
@@ -145,7 +154,11 @@ def waiting_for(
 class Progress:
     """Progress of ``total`` items: a bar on a terminal, and the time left for log lines.
 
-    Time counts from ``begin``, or from the making of this; ``start`` items were done before.
+    Args:
+        name: text in front of the bar.
+        total: number of items.
+        start: number of items that were done earlier; they do not count for the pace.
+        now: a clock in seconds.
     """
 
     def __init__(
@@ -157,17 +170,17 @@ class Progress:
     ) -> None:
         self._name, self._total, self._start, self._now = name, total, start, now
         self._bar: Any = None
-        self._beside: str | None = None
+        self._activity: str | None = None
         self._is_main = is_main()
         self.begin()
         self._last_line = self._since
 
     def begin(self) -> None:
-        """Count time from now on."""
+        """Restart the clock that the pace is computed from."""
         self._since = self._now()
 
     def move(self, done: int) -> None:
-        """Say that ``done`` items are done."""
+        """Set the number of items that are done."""
         if self._is_main and self._bar is None and sys.stderr.isatty():
             self._bar = self._open_bar()
         if self._bar is not None:
@@ -175,14 +188,14 @@ class Progress:
             self._show_postfix(done)
 
     def mention(self, work: str | None) -> None:
-        """Have the bar say what is at work beside the items; None: nothing is any more."""
-        self._beside = work
+        """Show another activity in the bar, such as a save in progress; None removes it."""
+        self._activity = work
         if self._bar is not None:
             self._show_postfix(self._bar.n)
 
     def _show_postfix(self, done: int) -> None:
-        said = [text for text in (self.time_left(done), self._beside) if text]
-        self._bar.set_postfix_str(", ".join(said))  # which draws it anew
+        parts = [text for text in (self.time_left(done), self._activity) if text]
+        self._bar.set_postfix_str(", ".join(parts))  # this also redraws the bar
 
     def _open_bar(self) -> Any:
         return tqdm(
@@ -201,12 +214,12 @@ class Progress:
         return f"{show_duration(self.seconds_left(done))} left"
 
     def seconds_left(self, done: int) -> float:
-        """At the pace of the items so far."""
+        """Estimate the time left from the pace so far."""
         per_item = (self._now() - self._since) / (done - self._start)
         return per_item * (self._total - done)
 
     def line_is_due(self) -> bool:
-        """Return True if it is time for another log line."""
+        """Tell if it is time for another log line, and if so restart that interval."""
         now = self._now()
         if now - self._last_line < LINE_SECONDS:
             return False
@@ -214,28 +227,28 @@ class Progress:
         return True
 
     def say(self, text: str) -> None:
-        """Lines above the bar."""
+        """Print lines above the bar."""
         if self._bar is None:
             say(text)
         else:
             self._bar.write(fit(text))
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 class Counter:
-    """Progress of work without results on its way: a bar, or in a log file a line now and then."""
+    """Progress of work that prints nothing else: a bar, or in a log file a line now and then."""
 
     def __init__(self, name: str, unit: str, now: Callable[[], float] = time.monotonic) -> None:
         self._name, self._unit, self._now = name, unit, now
         self._progress = Progress(name, 0, now=now)
 
     def show(self, done: int, total: int) -> None:
-        """Say how many items are done: 0 begins anew, and after the last nothing is left to see."""
+        """Set the number of items that are done: 0 starts a new bar, ``total`` removes it."""
         if done == 0:
             self._progress = Progress(self._name, total, now=self._now)
             if total:
@@ -249,5 +262,5 @@ class Counter:
             say(f"{self._name}: {done} of {total} {self._unit}, {left}")
 
     def close(self) -> None:
-        """Take the bar away, also where the work was left."""
+        """Remove the bar, also if the work was aborted."""
         self._progress.close()

@@ -1,21 +1,24 @@
-"""The errors a user can meet; each message says where, what was got and what was wanted."""
+"""Errors for users, and formatting of values in their messages.
+
+A message says where the problem is (file and line, or key), the value, and what to do.
+"""
 
 from collections.abc import Sequence
 
-_MOST_SHOWN = 300
-_MOST_IN_LINE = 500
+_MAX_VALUE_LENGTH = 300
+_MAX_LINE_LENGTH = 500
 
 
 class AlignerError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(AlignerError, ValueError):
-    """A setting, or a combination of settings, that cannot work."""
+    """A setting, or a combination of settings, is invalid."""
 
 
 class SettingsError(ConfigError):
-    """All invalid settings of a run; ``problems`` has a line for each."""
+    """Settings of a run are invalid; ``problems`` has a line for each of them."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -25,31 +28,31 @@ class SettingsError(ConfigError):
 
 
 class DataError(AlignerError, ValueError):
-    """A record or text that cannot be read or scored; the message names file and line."""
+    """A record or sample cannot be read or scored; the message names file and line."""
 
 
 class CheckpointError(AlignerError, RuntimeError):
-    """A checkpoint that is missing, incomplete, unsafe or made for another model."""
+    """A checkpoint is missing, incomplete, unsafe, or of another model."""
 
 
 class ServingError(AlignerError, RuntimeError):
-    """A request that cannot be answered, or a server that cannot go on."""
+    """A request cannot be answered, or a server cannot continue."""
 
 
 class TrainingError(AlignerError, RuntimeError):
-    """A step whose numbers are no longer finite; the message names step, rank and records."""
+    """The loss or gradient of a step is not finite; the message names step, rank and records."""
 
 
 class StoppedError(AlignerError, RuntimeError):
-    """A run that was asked to stop, and has saved: the same call goes on from there."""
+    """A run was stopped early and has saved; the same call resumes it."""
 
 
 class PeerError(AlignerError, RuntimeError):
-    """Another process failed, and says why: this one ends without a word."""
+    """Another process failed and reports the reason, so this one exits silently."""
 
 
 class LostRankError(AlignerError, RuntimeError):
-    """Another rank is gone, and nobody has said why."""
+    """Another rank has disappeared without reporting a reason."""
 
 
 def first_line(error: BaseException) -> str:
@@ -58,24 +61,24 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(text: object) -> str:
-    """Flatten another program's message to one line, short enough for an answer."""
-    return writable(" ".join(str(text).split())[:_MOST_IN_LINE])
+    """Join another program's message to one line of limited length."""
+    return writable(" ".join(str(text).split())[:_MAX_LINE_LENGTH])
 
 
 def shown(value: object) -> str:
-    """``repr`` for an error message, short: whoever wrote the value may have written a lot."""
+    """Return ``repr`` of a value for an error message, cut to a limited length."""
     try:
         return short(repr(value))
-    except (ValueError, RecursionError):  # a number of 5000 digits, or lists in lists
+    except (ValueError, RecursionError):  # an int of 5,000 digits, or deeply nested lists
         return type(value).__name__
 
 
 def short(text: object) -> str:
-    """The beginning of a text, or of what another program says, for an error message."""
+    """Cut a text for an error message to a limited length."""
     text = str(text)
-    return writable(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
+    return writable(text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}...")
 
 
 def writable(text: str) -> str:
-    """A text that any file or answer takes: half of a surrogate pair becomes its escape."""
+    """Escape halves of surrogate pairs, so that the text can be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,8 @@
-"""Transfers between host memory and the device that do not make the device wait."""
+"""Transfers between host memory and GPU that do not block the GPU.
+
+Host to device by page-locked memory (``to_device``); device to host on a second stream next to the
+kernels (``copy_beside``, ``to_host_later``); page-locked memory for both (``host_zeros``).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ from torch import Tensor
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    """``host`` on ``device``; itself where it is there already.
+    """Copy ``host`` to ``device``; a tensor that is there already is returned itself.
 
-    A copy to a GPU is put behind the work that the GPU has, by way of page-locked memory: from any
-    other the calling thread would wait until the GPU comes to it.
+    A copy to a GPU goes through page-locked memory and is queued behind the GPU's work. From
+    pageable memory the calling thread would block until the GPU gets to the copy.
     """
     if torch.device(device).type != "cuda" or not host.is_cpu:
         return host.to(device)
@@ -27,7 +31,7 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
 
 
 def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """``to_device`` of several tensors; to a GPU by one copy, into memory that they share."""
+    """Copy several tensors to ``device``; to a GPU by one copy, into one shared buffer."""
     if torch.device(device).type != "cuda" or not all(host.is_cpu for host in hosts):
         return [to_device(host, device) for host in hosts]
     memory = torch.empty(room_for(hosts), dtype=torch.uint8, pin_memory=True)
@@ -36,39 +40,39 @@ def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[T
     return pieces_of(memory.to(device, non_blocking=True), hosts)
 
 
-# Device to host, on a stream beside the kernels.
+# Device to host, on a second stream next to the kernels.
 #
-# So a save does not hold training up: the next step computes while tensors cross the bus, until its
-# update. A copy starts once its source is computed (its stream waits for the kernels' stream),
-# readers wait for the copy (``copy_beside`` returns how), and the update, the only writer, calls
-# ``before_writing``.
+# A save thereby overlaps with training: the next step computes while tensors are copied, until its
+# optimizer update. Three rules make this safe: a copy starts when its source is computed (the copy
+# stream waits for the kernel stream); readers wait for the copy (``copy_beside`` returns a function
+# for that); and the update, the only writer, calls ``before_writing``.
 
 Wait = Callable[[], None]
 
 
 def copy_beside(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
-    """Start copying every ``(host, source)``, with ``source`` as of the GPU work queued so far.
+    """Start copying ``(host, source)`` pairs, behind the GPU work that is queued so far.
 
-    ``host`` is page-locked (``host_zeros``). On a CPU all is copied when this returns.
+    ``host`` must be page-locked (``host_zeros``). On a CPU the copies are finished on return.
 
     Returns:
-        What waits, in any thread, until these have arrived, and all that was begun before them.
+        A function that waits, in any thread, for these copies and all that were started earlier.
     """
-    beside = _stream()
-    if beside is None:
+    copy_stream = _get_copy_stream()
+    if copy_stream is None:
         for host, source in copies:
             host.copy_(source)
-        return _is_there
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+        return _do_nothing
+    copy_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(copy_stream):
         for host, source in copies:
             host.copy_(source, non_blocking=True)
             if source.is_cuda:
-                # Memory that is let go meanwhile must not be given to another tensor.
-                source.record_stream(beside)
-    # A thread that waits sleeps, and takes no processor from those that launch kernels.
+                # Otherwise the allocator could reuse the memory of a freed source too early.
+                source.record_stream(copy_stream)
+    # blocking=True: a waiting thread sleeps, and leaves its core to those that launch kernels.
     arrived = torch.cuda.Event(blocking=True)
-    arrived.record(beside)
+    arrived.record(copy_stream)
     return arrived.synchronize
 
 
@@ -78,11 +82,12 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Arriving(Generic[T]):
-    """A value that the device may still be computing.
+    """A value that the device may still be computing; a future without a thread.
 
     Attributes:
-        has_arrived: tells, without waiting, whether ``wait`` would return at once.
-        wait: returns the value once it is there, or raises what its computation has raised.
+        has_arrived: tells without blocking if ``wait`` would return at once.
+        wait: blocks until the value is there and returns it, or raises the error of its
+            computation.
     """
 
     has_arrived: Callable[[], bool]
@@ -90,15 +95,16 @@ class Arriving(Generic[T]):
 
     @classmethod
     def now(cls, value: T) -> Arriving[T]:
+        """Wrap a value that is there already."""
         return cls(lambda: True, lambda: value)
 
     def then(self, function: Callable[[T], U]) -> Arriving[U]:
-        """What ``function`` makes of the value, on the host, by whoever waits."""
+        """Apply ``function`` to the value on the host, in the thread that waits."""
         return Arriving(self.has_arrived, lambda: function(self.wait()))
 
 
 def to_host_later(source: Tensor) -> Arriving[Tensor]:
-    """Copy ``source`` to the host as soon as it is computed, without waiting here."""
+    """Start copying ``source`` to the host, behind the kernels that compute it, and return."""
     if not source.is_cuda:
         return Arriving.now(source)
     host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -110,7 +116,7 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
         try:
             return copied.query()
         except RuntimeError:
-            # The device is lost. ``wait`` raises the same, where its caller expects it.
+            # The device is lost. ``wait`` raises the same error, and its caller handles it.
             return True
 
     def wait() -> Tensor:
@@ -121,20 +127,23 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
 
 
 def before_writing() -> None:
-    """Have the GPU do what it is asked for from here on after all copies that have begun."""
-    beside = _stream()
-    if beside is not None:
-        torch.cuda.current_stream().wait_stream(beside)
+    """Make all later work of the current stream wait for the copies that have started.
+
+    Call it before kernels overwrite tensors that ``copy_beside`` may still be reading.
+    """
+    copy_stream = _get_copy_stream()
+    if copy_stream is not None:
+        torch.cuda.current_stream().wait_stream(copy_stream)
 
 
 @cache
-def _stream() -> torch.cuda.Stream | None:
-    """One for all copies of this process, which so arrive in order; None without a GPU."""
+def _get_copy_stream() -> torch.cuda.Stream | None:
+    """Return the one stream for all copies, which therefore finish in order; None without a GPU."""
     return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
-def _is_there() -> None:
-    pass
+def _do_nothing() -> None:
+    """Wait for copies that are finished."""
 
 
 # Pinned host memory, which a GPU accesses while its kernels run.
@@ -143,31 +152,31 @@ _ALIGNMENT = 64
 
 
 def host_zeros(like: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros in host memory, of the shapes and dtypes of ``like``.
+    """Return zeros in host memory, with the shapes and dtypes of the tensors ``like``.
 
-    Where there is a GPU they lie in one page-locked piece, which is let go with the last of them.
-    torch's own page-locked memory comes in powers of two: up to twice as much.
+    With a GPU they share one page-locked buffer, which is freed with the last of them. torch's own
+    page-locked allocator rounds up to powers of two, so it would need up to twice the memory.
 
     Raises:
-        RuntimeError: the system does not lock so much memory.
+        RuntimeError: the system refuses to lock that much memory.
     """
-    if torch.cuda.is_available() and any(each.nbytes for each in like):
-        return pieces_of(_page_locked(room_for(like)), like)
-    return [torch.zeros(each.shape, dtype=each.dtype) for each in like]
+    if torch.cuda.is_available() and any(tensor.nbytes for tensor in like):
+        return pieces_of(_allocate_page_locked(room_for(like)), like)
+    return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in like]
 
 
 def room_for(like: Sequence[Tensor]) -> int:
-    """Bytes that ``pieces_of`` takes."""
+    """Return the number of bytes that ``pieces_of`` needs for tensors like these."""
     return sum(map(_aligned_bytes, like))
 
 
 def pieces_of(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """``memory [bytes]`` uint8, cut into tensors of the shapes and dtypes of ``like``."""
+    """Cut ``memory [bytes]`` uint8 into views with the shapes and dtypes of ``like``."""
     pieces, start = [], 0
-    for each in like:
-        piece = memory[start : start + each.nbytes]
-        pieces.append(piece.view(each.dtype).view(each.shape))
-        start += _aligned_bytes(each)
+    for tensor in like:
+        piece = memory[start : start + tensor.nbytes]
+        pieces.append(piece.view(tensor.dtype).view(tensor.shape))
+        start += _aligned_bytes(tensor)
     return pieces
 
 
@@ -176,9 +185,9 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 class _Pages(mmap.mmap):
-    """Memory that is let go by ``unlock`` before it is unmapped.
+    """Mapped memory that calls ``unlock`` before it is unmapped.
 
-    A ``weakref.finalize`` would come too late: mmap unmaps before it tells its weak references.
+    ``weakref.finalize`` would run too late, because mmap unmaps before it notifies weak references.
     """
 
     unlock: Callable[[], object] | None = None
@@ -188,8 +197,8 @@ class _Pages(mmap.mmap):
             self.unlock()
 
 
-def _page_locked(num_bytes: int) -> Tensor:
-    """``[num_bytes]`` uint8 zeros."""
+def _allocate_page_locked(num_bytes: int) -> Tensor:
+    """Return ``[num_bytes]`` uint8 zeros in page-locked host memory."""
     pages = _Pages(-1, num_bytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
@@ -197,8 +206,8 @@ def _page_locked(num_bytes: int) -> Tensor:
     if code != 0:
         raise RuntimeError(
             f"CUDA error {code}: {num_bytes / 2**30:.1f} GiB of host memory could not be "
-            "page-locked; look at ulimit -l, and at how much memory is free"
+            "page-locked; check ulimit -l and the free memory"
         )
-    # The tensor holds the pages.
+    # The tensor keeps a reference to the pages.
     pages.unlock = partial(runtime.cudaHostUnregister, address)
     return memory

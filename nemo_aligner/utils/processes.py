@@ -1,4 +1,7 @@
-"""Processes: the launcher's environment, subprocesses of our own verbs, temporary folders."""
+"""Processes: this rank's place in a launch, who reports an error, commands, temporary folders.
+
+torch is not imported here: a wrong setting must be reported before anything large is loaded.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,8 @@ import nemo_aligner
 from nemo_aligner.utils.errors import ConfigError, PeerError
 
 # This process among those of a launcher, and which of them reports an error.
-#
-# torch is not imported: a wrong setting must be reported before anything large is loaded.
 
+# How long a rank waits for the launcher to end it, so that another rank's message comes first.
 HOLD_BACK_S = 5.0
 _DEFAULT_PORT = 29400
 _SPEAKER = "speaker"
@@ -30,7 +32,10 @@ _SPEAKER = "speaker"
 
 @dataclass(frozen=True)
 class Process:
-    """One of several that a launcher started; ``master`` is None for one without a launcher."""
+    """This process among those that torchrun or srun started.
+
+    ``master`` is the address of the rendezvous; None without a launcher.
+    """
 
     rank: int
     world_size: int
@@ -40,10 +45,10 @@ class Process:
 
 
 def find_process(env: Mapping[str, str]) -> Process:
-    """This process as torchrun's or Slurm's variables have it; without them the only one.
+    """Read the environment variables of torchrun or Slurm; without them there is one process.
 
     Raises:
-        ConfigError: a variable is missing or no number.
+        ConfigError: a variable is missing, or is not a number.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _process_from_torchrun(env)
@@ -53,57 +58,63 @@ def find_process(env: Mapping[str, str]) -> Process:
 
 
 def is_launched() -> bool:
-    """Return True if torchrun or srun started this process as one of several."""
+    """Tell if torchrun or srun started this process."""
     return find_process(os.environ).master is not None
 
 
 def is_main() -> bool:
-    """Return True on rank 0 of torch's process group, or if there is no group."""
-    dist = sys.modules.get("torch.distributed")  # not imported: then there is no group
+    """Tell if this is rank 0 of torch's process group; True if there is no group."""
+    # If torch.distributed was never imported, there is no group.
+    dist = sys.modules.get("torch.distributed")
     return dist is None or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_first_rank() -> bool:
-    """Return True on rank 0, or in the only process."""
+    """Tell if the launcher calls this process rank 0; True for a single process."""
     try:
         return find_process(os.environ).rank == 0
     except ConfigError:
-        return True  # whoever it is, it has to say so
+        return True  # every rank may report a broken environment
 
 
 def settle(error: BaseException, speaker: str) -> None:
-    """Note that the ranks agree that this one says ``error``, with ``speaker`` before it."""
+    """Record that the ranks have chosen this one to report the error.
+
+    Args:
+        speaker: prefix of the message, such as ``rank 3: ``.
+    """
     vars(error)[_SPEAKER] = speaker
 
 
 def describe_error(error: Exception) -> str:
-    """Its kind and its message."""
+    """Return the type and the message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 def report(error: Exception, describe: Callable[[Exception], str] = describe_error) -> int:
-    """Say on stderr what ends this process, where no other rank says it; exit code 1.
+    """Print the error that ends this process to stderr, and return exit code 1.
 
-    A rank that nobody has asked yet leaves it to the first, and speaks only if the launcher does
-    not end it meanwhile.
+    Only one rank prints. If the ranks have not chosen one (``settle``), the first prints at once,
+    and the others only if the launcher does not end them within ``HOLD_BACK_S``.
     """
     if isinstance(error, PeerError):
         _wait_to_be_ended()
         return 1
     speaker = vars(error).get(_SPEAKER)
     if speaker is None:
-        speaker = _speaker_of_many()
+        speaker = _wait_as_speaker()
     text = f"{speaker}{describe(error)}"
-    _tell_torchrun(text)
+    _write_torchrun_error(text)
     print(text, file=sys.stderr, flush=True)
     return 1
 
 
 def leave_together(code: int) -> int:
-    """The exit code of this rank where all have succeeded, and ``code`` is that of the whole.
+    """Return the exit code of this rank for a run that ends with ``code`` on all ranks.
 
-    The first rank alone has it, and leaves last: launchers end all ranks with the first whose code
-    is not 0, and the code of one that they ended would count.
+    Only rank 0 exits with ``code``, the others with 0, and rank 0 waits for them: a launcher kills
+    all ranks when the first one exits with another code than 0, and may then report the code of a
+    killed rank.
     """
     if code == 0 or not is_first_rank():
         return 0
@@ -111,8 +122,11 @@ def leave_together(code: int) -> int:
     return code
 
 
-def _speaker_of_many() -> str:
-    """Before the ranks know each other: most likely all have met the same."""
+def _wait_as_speaker() -> str:
+    """Return the prefix of an error message from before the process group exists.
+
+    Most likely all ranks have the same error, so all but the first wait to be ended.
+    """
     if is_first_rank():
         return ""
     _wait_to_be_ended()
@@ -120,19 +134,22 @@ def _speaker_of_many() -> str:
 
 
 def _wait_to_be_ended() -> None:
-    """Stay until the launcher has seen how others ended."""
+    """Wait until the launcher has seen the exit of the other ranks, and ends this one."""
     if is_launched():
         with suppress(KeyboardInterrupt):
             time.sleep(HOLD_BACK_S)
 
 
-def _tell_torchrun(line: str) -> None:
-    """Have torchrun's closing report say it; its own ``record`` would put the traceback there."""
+def _write_torchrun_error(message: str) -> None:
+    """Write the message to the file that torchrun shows in its final report.
+
+    torch's decorator ``record`` would write the whole traceback.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        told = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        entry = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": told}), encoding="utf-8")
+            Path(file).write_text(json.dumps({"message": entry}), encoding="utf-8")
 
 
 def _process_from_torchrun(env: Mapping[str, str]) -> Process:
@@ -142,13 +159,13 @@ def _process_from_torchrun(env: Mapping[str, str]) -> Process:
         world_size=world_size,
         local_rank=_read_int(env, "LOCAL_RANK"),
         local_world_size=_read_int(env, "LOCAL_WORLD_SIZE", default=world_size),
-        master=(_read(env, "MASTER_ADDR"), _read_int(env, "MASTER_PORT")),
+        master=(_read_variable(env, "MASTER_ADDR"), _read_int(env, "MASTER_PORT")),
     )
 
 
 def _process_from_slurm(env: Mapping[str, str]) -> Process:
     world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
-    # One port per job, so that jobs on one node do not meet.
+    # The port depends on the job, so that two jobs on one node do not use the same.
     port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
     return Process(
         rank=_read_int(env, "SLURM_PROCID"),
@@ -156,7 +173,7 @@ def _process_from_slurm(env: Mapping[str, str]) -> Process:
         local_rank=_read_int(env, "SLURM_LOCALID"),
         local_world_size=_first_number(env.get("SLURM_STEP_TASKS_PER_NODE"), default=world_size),
         master=(
-            env.get("MASTER_ADDR") or first_host(_read(env, "SLURM_STEP_NODELIST")),
+            env.get("MASTER_ADDR") or first_host(_read_variable(env, "SLURM_STEP_NODELIST")),
             _read_int(env, "MASTER_PORT", default=port),
         ),
     )
@@ -168,7 +185,7 @@ def _first_number(text: str | None, default: int) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: ``gpu[003-005,9],cpu1`` -> ``gpu003``."""
+    """Return the first host of a Slurm node list: ``gpu[003-005,9],cpu1`` -> ``gpu003``."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodelist)
     if match is None:
         raise ConfigError(f"SLURM_STEP_NODELIST: got {nodelist!r}, wanted a list of hosts")
@@ -176,68 +193,78 @@ def first_host(nodelist: str) -> str:
     return prefix + (number or "") + suffix
 
 
-def _read(env: Mapping[str, str], key: str) -> str:
+def _read_variable(env: Mapping[str, str], key: str) -> str:
     value = env.get(key)
     if value is None:
-        raise ConfigError(f"environment variable {key}: it is missing, the launcher has to set it")
+        raise ConfigError(
+            f"environment variable {key}: it is not set, but torchrun or srun must set it"
+        )
     return value
 
 
 def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> int:
     if default is not None and key not in env:
         return default
-    value = _read(env, key)
+    value = _read_variable(env, key)
     try:
         return int(value)
     except ValueError:
         raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None
 
 
-# Commands of this package, to show and to start.
+# Commands of this package: formatting and starting them.
 
 _WIDTH = 78
 
 
 def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
-    """Render a command as typed, after ``first``: on one line or, if long, one per argument."""
+    """Format a command as a user would type it: on one line or, if long, one line per argument.
+
+    Args:
+        first: text in front of the command, such as ``$ ``.
+    """
     fields: list[str] = []
     for argument in map(shlex.quote, arguments):
-        # An option and its value stay together.
+        # An option and its value share a line.
         if fields and fields[-1].startswith("--") and " " not in fields[-1]:
             fields[-1] += f" {argument}"
         else:
             fields.append(argument)
-    whole = " ".join([f"{first}nemo-aligner {verb}", *fields])
-    if len(whole) <= _WIDTH:
-        return whole
+    one_line = " ".join([f"{first}nemo-aligner {verb}", *fields])
+    if len(one_line) <= _WIDTH:
+        return one_line
     return f" \\\n{' ' * (len(first) + 4)}".join([f"{first}nemo-aligner {verb}", *fields])
 
 
 def verb_command(verb: str, *arguments: str) -> list[str]:
-    """The command of a verb, by this Python."""
+    """Return the argument list that runs a verb with this Python."""
     return [sys.executable, "-m", "nemo_aligner", *verb.split(), *arguments]
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which the package is found wherever it lies."""
+    """Return a copy of the environment in which subprocesses can import this package."""
     package = str(Path(nemo_aligner.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 
 
-# Temporary folders that are removed when their process ends, however it ends.
+# Temporary folders that are removed when their process ends, even if it is killed.
 
-# It waits for the end of its input, which this process holds open. So it survives signals that a
-# terminal, a launcher or Slurm sends to all processes, and a SIGKILL of this one.
+# A shell that removes the folder at the end of its stdin, a pipe that this process holds open. It
+# ignores the signals that a terminal, launcher or Slurm sends to all processes, and it outlives a
+# SIGKILL of this one.
 _REMOVER = 'trap "" INT TERM HUP QUIT; read -r _; rm -rf -- "$0"'
 _REMOVERS: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 def make_temporary(prefix: str, parent: Path | None = None) -> Path:
-    """A new folder in ``parent``, or in the system's; ``remove_temporary`` is for when it can go.
+    """Make a temporary folder that is removed when this process ends, or by ``remove_temporary``.
+
+    Args:
+        parent: where to make it; None is the system's folder for temporary files.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the folder cannot be made.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
     _REMOVERS[folder] = subprocess.Popen(
@@ -252,7 +279,7 @@ def make_temporary(prefix: str, parent: Path | None = None) -> Path:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove a folder of ``make_temporary`` now; any other stays as it is."""
+    """Remove a folder of ``make_temporary`` now; other folders are not touched."""
     remover = _REMOVERS.pop(folder, None)
     if remover is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -119,7 +119,7 @@ def test_full_memory_is_told_with_what_to_lower(capsys: Captured, said: str) -> 
     error = capsys.readouterr().err
     assert "allocate 2.00 GiB" in error or "allocate 8 bytes" in error
     assert "enforce" not in error
-    assert "wanted less: a smaller model.micro_batch_tokens" in error
+    assert "to use less: a smaller model.micro_batch_tokens" in error
 
 
 def test_interruption_has_its_exit_code(capsys: Captured) -> None:

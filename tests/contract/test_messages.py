@@ -175,16 +175,16 @@ def test_messages_that_are_no_text_are_refused() -> None:
         ([{**USER, "name": 5}, REPLY], "messages[0].name: got 5, wanted a text"),
         (
             [{**USER, "tool_calls": [CALL]}, REPLY],
-            "messages[0].tool_calls: got them of role 'user'",
+            "messages[0].tool_calls: got tool calls in a message of role 'user'",
         ),
-        ([{**USER, "thinking": "hm"}, REPLY], "messages[0].thinking: got it of role 'user'"),
+        ([{**USER, "thinking": "hm"}, REPLY], "messages[0].thinking: got it in a message of role"),
         (
             [{**REPLY, "thinking": "a", "reasoning": "b"}],
             "messages[0]: got two different reasonin",
         ),
         ([{**REPLY, "tool_calls": "x"}], "messages[0].tool_calls: got 'x', wanted a list of calls"),
         ([{**REPLY, "tool_calls": [5]}], "messages[0].tool_calls[0]: got 5, wanted an object with"),
-        (calling(index=0), "tool_calls[0]: got the key 'index', wanted function, id, type alone"),
+        (calling(index=0), "tool_calls[0]: got the key 'index', wanted only function, id, type"),
         (calling(type="custom"), "tool_calls[0].type: got 'custom', wanted 'function'"),
         (
             calling(function={}),
@@ -257,7 +257,7 @@ def test_reply_marker_needs_a_template_that_tells_a_reply_from_a_question(
     joined = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     with pytest.raises(ConfigError, match=r"model\.head\.reads: got reply_mean"):
         make_reply_marker(joined, tokenizer)
-    with pytest.raises(ConfigError, match="says where the reply begins"):
+    with pytest.raises(ConfigError, match="got reply_mean without a chat template"):
         make_reply_marker("", tokenizer)
 
 

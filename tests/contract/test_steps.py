@@ -195,7 +195,7 @@ def test_text_whose_steps_cannot_be_told_is_refused(
     assert_refused(lambda given: ends.encode(tokenizer, [USER, said(given)]), cases, DataError)
     shouts = ends.template.replace("'content']", "'content'] | upper")
     upper = dataclasses.replace(ends, template=shouts)
-    with pytest.raises(DataError, match="does not write the reply as it is"):
+    with pytest.raises(DataError, match="the chat template changes the reply"):
         upper.encode(tokenizer, [USER, said("a\n\nb")])
     trims = ends.template.replace("'content']", "'content'] | trim")
     spaced = [USER, said(" a\n\nb \n\n ")]
@@ -206,7 +206,9 @@ def test_text_whose_steps_cannot_be_told_is_refused(
         dataclasses.replace(marks, template=trims).encode(tokenizer, spaced)
     # It ends the last turn alone; others leave out what an earlier turn has reasoned.
     turns = make(contracts, "turns", template="plain")
-    with pytest.raises(DataError, match=r"messages\[1\]: the chat template writes this turn in"):
+    with pytest.raises(
+        DataError, match=r"messages\[1\]: the chat template writes this turn differently"
+    ):
         turns.encode(tokenizer, [USER, said("a"), USER, said("b")])
 
 

@@ -126,11 +126,11 @@ def test_template_that_would_spoil_scores_is_refused(tokenizer: Tokenizer) -> No
     cases = [
         (LLAMA_3_2, "its text depends on the date"),
         ("{{ strftime_now('%Y') }}" + TURNS + "</s>" + end, "its text depends on the date"),
-        (TURNS + end, "it writes nothing after the reply.* of it that ends a turn$"),
+        (TURNS + end, "it writes nothing after the reply"),
         (TURNS + "\n" + end, "it writes nothing after the reply"),
         (TURNS + "<|im_end|>\n" + end + "<|im_end|>", "it ends the reply twice"),
         (TURNS + "{{ eos_token }}" + end + "{{ eos_token }}", "it ends the reply twice"),
-        (TURNS + "ab" + end + "ab", r"it ends the reply twice \(abab\); set it to a file"),
+        (TURNS + "ab" + end + "ab", r"it ends the reply twice \(abab\); set it to "),
         (TURNS + "a" + end + " \n a", r"it ends the reply twice \(aa\)"),
         ("{{ bos_token }}{{ bos_token }}" + TURNS + "!" + end, "it writes BOS .* twice"),
         ("{{ raise_exception('no') }}", "the chat template cannot write this.*; set it to"),
@@ -227,9 +227,7 @@ def test_contract_of_a_dated_template_has_the_day_inside(
     path.write_text(LLAMA_3_2)
     frozen, again = contracts(template=str(path)), contracts(template=str(path))
     said = capsys.readouterr().out
-    assert re.findall("writes today's date: it gets 26 July 2024", said) == [
-        "writes today's date: it gets 26 July 2024"
-    ]
+    assert len(re.findall("writes today's date: .*26 July 2024", said)) == 1
     assert frozen.hash == again.hash
     assert frozen.template.endswith(LLAMA_3_2)
     text = tokenizer.decode(frozen.encode(tokenizer, CHAT).token_ids)

@@ -152,8 +152,8 @@ def test_tokenizer_config_that_no_text_could_be_written_by_is_refused(
         ({"bos_token": 3}, "tokenizer_config.json: bos_token: got 3, wanted a text"),
         ({"eos_token": {"content": ["x"]}}, r"eos_token: got \['x'\], wanted a text"),
         ({"pad_token": "\ud800"}, "pad_token: got .*, wanted a text"),
-        ({"chat_template": 3}, "tokenizer_config.json: chat_template: wanted a text"),
-        ({"chat_template": no_text}, "chat_template: wanted a text"),
+        ({"chat_template": 3}, "tokenizer_config.json: chat_template: got 3, wanted a text"),
+        ({"chat_template": no_text}, "chat_template: got 3, wanted a text"),
     ]
     assert_refused(load, cases, DataError)
 
@@ -172,7 +172,7 @@ def test_tokenizer_files_that_cannot_be_read_are_named(
         ("special_tokens_map.json", "{", "/special_tokens_map.json: not JSON: "),
         ("special_tokens_map.json", "[]", "/special_tokens_map.json: wanted a JSON obj"),
         ("tokenizer.json", "{}", "/tokenizer.json: not a tokenizer: "),
-        ("tokenizer.json", json.dumps(encodes_nothing), "/tokenizer.json: it encodes nothing: "),
+        ("tokenizer.json", json.dumps(encodes_nothing), "/tokenizer.json: encoding a text fails: "),
         ("tokenizer.json", None, ": it has no tokenizer.json"),
     ]
     for number, (name, content, message) in enumerate(files):
@@ -218,7 +218,7 @@ def test_tokenizer_fits_a_model_with_embeddings_for_every_id(tokenizer: Tokenize
     for size in (320, 321):
         tokenizer.check_fits(size)
     for size in (319, 300):
-        wanted = rf"got ids up to 319 \('.*' is {size}\), wanted them below {size}"
+        wanted = rf"got token ids up to 319 \('.*' is {size}\), wanted them below {size}"
         with pytest.raises(DataError, match=wanted):
             tokenizer.check_fits(size)
 

@@ -19,11 +19,11 @@ from nemo_aligner.contract.contract import (
     EncodedText,
     OverlongError,
     ScoringContract,
-    TextEncoder,
 )
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.scorer import ScoredRows, Scorer, StepRewards
+from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.readers import ReaderConfig

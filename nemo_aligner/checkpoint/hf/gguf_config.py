@@ -80,7 +80,7 @@ class GgufFields:
     def count(self, name: str, default: int | None = None) -> int:
         """Read a positive integer of any width."""
         value = self.values.get(name, default)
-        return read_count(value, self._key(name), "a whole number from 1 on", most=2**64)
+        return read_count(value, self._key(name), "a whole number from 1 on", maximum=2**64)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Read a finite number."""

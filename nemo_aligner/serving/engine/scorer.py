@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice
-from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
+from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.sample_frame import SampleFrame
@@ -32,6 +32,7 @@ from nemo_aligner.contract.scorer import (
     score_encodable,
 )
 from nemo_aligner.contract.steps import aggregate_texts
+from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.cpu.products import use_huge_pages

@@ -21,9 +21,10 @@ from hypothesis import given
 
 from nemo_aligner.config.common import Overlong
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.contract.contract import ScoringContract, TextEncoder
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.sample_frame import SampleFrame
+from nemo_aligner.contract.text_encoder import TextEncoder
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.reward import (

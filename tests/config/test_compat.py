@@ -37,8 +37,8 @@ def test_nemo_aligner_keys_lead_to_settings_or_say_why_not() -> None:
     for schema, rules in RULES.items():
         known = {key.name for key in list_keys(schema)}
         for rule in rules:
-            assert rule.to in {"", *known}, rule.key
-            assert rule.why or rule.to, rule.key
+            assert rule.target in {"", *known}, rule.key
+            assert rule.reason or rule.target, rule.key
             if rule.same_as:
                 attrgetter(rule.same_as)(schema())
         keys = [rule.key for rule in rules]
@@ -107,7 +107,7 @@ def test_nemo_aligner_critic_file_has_the_port_of_the_server(tmp_path: Path) -> 
 
 def test_nemo_aligner_settings_that_would_change_results_are_refused() -> None:
     refusals = {
-        "trainer.rm.limit_val_batches=1": "got 1, wanted 1.0: trainer.rm.limit_val_records",
+        "trainer.rm.limit_val_batches=1": "got 1, wanted 1.0: set trainer.rm.limit_val_records",
         "trainer.rm.train_random_sampler=false": "got False, wanted true",
         "trainer.rm.val_check_interval=0.5": "got 0.5, wanted a whole number",
         "model.use_avg_pool=true": "model.head.reads=reply_mean",

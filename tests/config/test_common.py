@@ -22,10 +22,10 @@ def check_refused(read: Callable[..., object], values: list[Any]) -> None:
 
 def test_count_read_from_a_file_is_in_its_limits() -> None:
     assert [read_count(value, "key", "a count") for value in (1, 7, MOST)] == [1, 7, MOST]
-    assert read_count(0, "key", "", least=0) == 0
-    assert read_count(MOST + 1, "key", "", most=MOST + 1) == MOST + 1
+    assert read_count(0, "key", "", minimum=0) == 0
+    assert read_count(MOST + 1, "key", "", maximum=MOST + 1) == MOST + 1
     with pytest.raises(CheckpointError):
-        read_count(5, "key", "", most=4)
+        read_count(5, "key", "", maximum=4)
     check_refused(read_count, NO_COUNTS)
 
 

@@ -41,7 +41,10 @@ CHANGE = "pretrained_checkpoint.allow_contract_change=true"
 
 
 def test_advice_is_the_setting_that_works(contracts: Contracts) -> None:
-    renamed = f"set {HEAD} to train another model on its body; {CHANGE} keeps the head"
+    renamed = (
+        f"set {HEAD} to train another model with a new head on its body; "
+        f"to keep the head instead, set {CHANGE}"
+    )
     cases: list[tuple[list[str], list[str] | None, dict[str, Any], str]] = [
         (["help", "depth"], None, {}, f"set {HEAD} to train another model"),
         (["help"], ["width"], {}, renamed),

@@ -443,7 +443,11 @@ def test_records_of_datasets_become_the_lines_that_they_were(tmp_path: Path) -> 
 def test_script_on_two_ranks_gives_the_results_of_one(trained: Trained) -> None:
     folder = trained.folder
     done = tiny.run_script(
-        "tests/api/two_ranks.py", str(folder), json.dumps(SETTINGS), processes=2, fresh=True
+        "tests/paths/python_api_on_two_ranks.py",
+        str(folder),
+        json.dumps(SETTINGS),
+        processes=2,
+        fresh=True,
     )
     found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert len(found) == 2

@@ -13,8 +13,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from nemo_aligner.contract import tokenizer as tokenizers
+from nemo_aligner.contract.bulk_encoding import TextBounds, WordMemo, common_prefix_length
 from nemo_aligner.contract.contract import OverlongError, ScoringContract
-from nemo_aligner.contract.tokenizer import TextBounds, WordMemo, common_start, load_tokenizer
+from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.utils.errors import DataError
 from tests.harness import tiny
 from tests.harness.contracts import Contracts
@@ -225,7 +226,7 @@ def test_words_are_tokenized_once_and_few_are_kept(
         ["the"], [" cat", f" {long}", " sings"],
         ["a"], [" bird", f" {long}"],
     ]  # fmt: skip
-    monkeypatch.setattr("nemo_aligner.contract.tokenizer._MOST_WORDS", 1)
+    monkeypatch.setattr("nemo_aligner.contract.bulk_encoding._MAX_WORDS", 1)
     words.encode(["a tree"])
     words.encode(["a tree"])
     assert asked[-3:] == [[" tree"], ["a"], [" tree"]]
@@ -268,4 +269,4 @@ def test_common_start_of_two_texts() -> None:
         ("", "", 0), ("a", "", 0), ("abc", "abd", 2), ("abc", "abc", 3), ("abc", "abcd", 3),
         ("xbc", "abc", 0), ("ab" * 50 + "x", "ab" * 60, 100),
     ):  # fmt: skip
-        assert common_start(first, second) == common_start(second, first) == wanted
+        assert common_prefix_length(first, second) == common_prefix_length(second, first) == wanted

@@ -12,7 +12,7 @@ import pytest
 from nemo_aligner.contract.messages import Conversation, Message
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, Frames, find_frames, render
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.contract.turns import TurnMarkError, TurnMarks
+from nemo_aligner.contract.turns import TurnEnd, TurnMarkError, TurnMarks
 from nemo_aligner.utils.errors import DataError
 from tests.harness.environments import package
 
@@ -274,3 +274,49 @@ def test_arguments_of_published_templates_cannot_hold_others(tokenizer: Tokenize
     for name in ("qwen2_5", "qwen3", "qwen3_6", "glm4moe", "nemotron_3_nano"):
         assert found[name].around_results == responses, name
     assert found["glm4moe"].in_calls.values[0] == "</arg_value>\n<arg_key>"
+
+
+CONVERSATION = [
+    {"role": "user", "content": "What is red?"},
+    {"role": "assistant", "content": "A rose."},
+]
+
+
+def test_turn_end_makes_of_a_policys_text_what_the_template_writes(tokenizer: Tokenizer) -> None:
+    """As text, and as ids; for each template, and for text that has a part of it already."""
+    wrong = {}
+    for name, template in BUILT_IN_TEMPLATES.items():
+        whole = render(template, CONVERSATION, tokenizer.bos_token, tokenizer.eos_token)
+        turn = TurnEnd.of(template, tokenizer)
+        assert (turn is None) == (whole == whole.strip()), name
+        if turn is None:
+            continue
+        assert TurnEnd.from_dict(turn.to_dict()) == turn
+        ids, cut = tokenizer.encode(whole), tokenizer.encode(whole.rstrip())
+        cases = {
+            "cut": (turn.complete(whole.rstrip()), whole),
+            "whole": (turn.complete(whole), whole),
+            "without an end": (turn.complete("A rose."), "A rose."),
+            "empty": (turn.complete(""), ""),
+            "ids cut": (turn.complete_ids(cut), ids),
+            "ids whole": (turn.complete_ids(ids), ids),
+            "ids without an end": (turn.complete_ids(cut[:-1]), cut[:-1]),
+            "no ids": (turn.complete_ids([]), []),
+        }
+        wrong |= {(name, case): got for case, (got, wanted) in cases.items() if got != wanted}
+    assert not wrong, wrong
+
+
+def test_turn_end_may_have_several_parts() -> None:
+    turn = TurnEnd("</s>", "\n\n", (2,), (5, 5))
+    assert [turn.complete(text) for text in ("a</s>", "a</s>\n", "a</s>\n\n", "a\n")] == [
+        "a</s>\n\n", "a</s>\n\n", "a</s>\n\n", "a\n",
+    ]  # fmt: skip
+    assert [turn.complete_ids(ids) for ids in ([1, 2], [1, 2, 5], [1, 2, 5, 5], [2], [1])] == [
+        [1, 2, 5, 5], [1, 2, 5, 5], [1, 2, 5, 5], [2, 5, 5], [1],
+    ]  # fmt: skip
+    assert TurnEnd("</s>", "\n").complete_ids([1, 2]) == [1, 2]
+
+
+def test_turn_end_of_no_template_is_none(tokenizer: Tokenizer) -> None:
+    assert TurnEnd.of("", tokenizer) is None

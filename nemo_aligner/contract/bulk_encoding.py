@@ -1,0 +1,337 @@
+"""Bulk tokenization: shared prefixes, repeated words, and texts that are too long.
+
+All three rest on one property of the common byte-level BPE tokenizers: a text that is cut before
+the space between two words has the tokens of its two parts (``TextBounds.cuts_at_words``). For
+other tokenizers every text is tokenized whole, and the ids are the same in both cases.
+
+- ``encode_records`` tokenizes the shared prefix of a record's samples once;
+- ``WordMemo`` looks up words that were tokenized before;
+- ``TextBounds`` bounds the number of tokens of a text before it is tokenized, and encodes only the
+  end of a text that is far too long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from nemo_aligner.contract.tokenizer import Tokenizer
+
+# Records to token ids: the shared prefix of a record's samples is tokenized once.
+
+
+class WrittenText(NamedTuple):
+    """A rendered sample, and the reply in it; None if the whole text is the reply."""
+
+    text: str
+    reply: str | None
+
+
+class TextIds(NamedTuple):
+    """The token ids of a sample before truncation, and the length of its reply in tokens.
+
+    The length is that of the reply tokenized by itself. For a contract with steps, ``reads`` are
+    the indices in ``token_ids`` where rewards are read, and ``step_tokens`` the length of each step
+    tokenized by itself.
+    """
+
+    token_ids: list[int]
+    reply_tokens: int
+    reads: tuple[int, ...] | None = None
+    step_tokens: tuple[int, ...] = ()
+
+
+def encode_records(
+    tokenizer: Tokenizer, records: Sequence[Sequence[WrittenText]]
+) -> list[list[TextIds]]:
+    """Encode every sample of every record to the ids that ``Tokenizer.encode_batch`` gives."""
+    cuts = tokenizer.bounds.cuts_at_words
+    prefix_lengths = [_shared_prefix_length(record) if cuts else 0 for record in records]
+    # The pieces of a record: its shared prefix, then two pieces per sample (the text behind the
+    # prefix, and what is tokenized to count the reply).
+    pieces: list[str] = []
+    reply_ends: list[str | None] = []
+    for record, prefix_length in zip(records, prefix_lengths, strict=True):
+        pieces.append(record[0].text[:prefix_length])
+        for sample in record:
+            suffix, reply = sample.text[prefix_length:], sample.reply or ""
+            ends = _cut_reply_ends(suffix, reply) if cuts else None
+            reply_ends.append(ends)
+            pieces += [suffix, reply if ends is None else ends]
+    piece_ids, remaining_ends = iter(tokenizer.words.encode(pieces)), iter(reply_ends)
+    encoded = []
+    for record in records:
+        prefix_ids = next(piece_ids).ids
+        encoded.append(
+            [
+                _join_pieces(
+                    prefix_ids, next(piece_ids), next(piece_ids), next(remaining_ends), sample
+                )
+                for sample in record
+            ]
+        )
+    return encoded
+
+
+def _cut_reply_ends(text: str, reply: str) -> str | None:
+    """Return the part of the reply before its first cut, joined to the part after its last cut.
+
+    The tokens of the reply are those of this string plus those of ``text`` between its first and
+    last cut, which are known already (``WordIds.inner``). None if the cuts of ``text`` are not
+    exactly those of the reply, so the reply must be tokenized.
+    """
+    start = text.find(reply)
+    first, last = first_cut(reply), last_cut(reply, len(reply))
+    if start < 0 or first is None or last is None or first == last:
+        return None
+    if (first_cut(text), last_cut(text, len(text))) != (start + first, start + last):
+        return None
+    return reply[:first] + reply[last:]
+
+
+def _join_pieces(
+    prefix_ids: np.ndarray, suffix: WordIds, counted: WordIds, ends: str | None, sample: WrittenText
+) -> TextIds:
+    """Join a sample's ids; ``counted`` are those of its reply or, if not None, of ``ends``."""
+    ids = np.concatenate([prefix_ids, suffix.ids]).tolist()
+    if sample.reply is None:
+        return TextIds(ids, len(ids))
+    return TextIds(ids, len(counted.ids) + (0 if ends is None else suffix.inner))
+
+
+def _shared_prefix_length(record: Sequence[WrittenText]) -> int:
+    """Return the length of the prefix that all samples share, up to its last cut; 0 for one."""
+    first, *other_texts = (sample.text for sample in record)
+    if not other_texts:
+        return 0
+    shared_length = min(common_prefix_length(first, text) for text in other_texts)
+    return last_cut(first, shared_length) or 0
+
+
+def common_prefix_length(first: str, second: str) -> int:
+    """Return the length of the common prefix of two strings.
+
+    It compares slices by bisection; ``os.path.commonprefix`` compares characters and is far slower.
+    """
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# Texts to token ids, with a cache of words.
+#
+# If a tokenizer allows cuts between words, the ids of a text are the ids of its words in order.
+
+# The space of a cut. The pattern begins with a literal space, which the regex engine finds fast.
+_SPACE = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")
+# Longer words hardly ever repeat, so they are not cached.
+_MAX_WORD_LENGTH = 24
+# An entry takes about 200 bytes.
+_MAX_WORDS = 1 << 17
+
+EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
+_ID = np.dtype(np.int32)
+
+
+class WordIds(NamedTuple):
+    """The ``[L]`` int32 ids of a text, and how many of them lie between its first and last cut."""
+
+    ids: np.ndarray
+    inner: int = 0
+
+
+class WordMemo:
+    """A cache from words to their token ids with a space in front.
+
+    Args:
+        encode_batch: the tokenizer's ``encode_batch``.
+        cuts_at_words: see ``TextBounds``; if False, nothing is cached.
+    """
+
+    def __init__(self, encode_batch: EncodeBatch, cuts_at_words: bool) -> None:
+        self._encode_batch = encode_batch
+        self._cuts_at_words = cuts_at_words
+        self._ids: dict[str, bytes] = {}
+
+    def encode(self, texts: Sequence[str]) -> list[WordIds]:
+        """Encode each text to the ids that ``encode_batch`` gives."""
+        if not self._cuts_at_words:
+            return [WordIds(np.array(ids, dtype=_ID)) for ids in self._encode_batch(texts)]
+        parts = [_SPACE.split(text) for text in texts]
+        first_ids = self._encode_batch([first for first, *_ in parts])
+        new_words = set().union(*(words for _, *words in parts)) - self._ids.keys()
+        self._add_words(list(new_words))
+        encoded = [
+            self._join_ids(ids, words) for ids, (_, *words) in zip(first_ids, parts, strict=True)
+        ]
+        self._drop_words(new_words)
+        return encoded
+
+    def _join_ids(self, first_ids: list[int], words: list[str]) -> WordIds:
+        parts = [_to_bytes(first_ids), *map(self._ids.__getitem__, words)]
+        ids = b"".join(parts)
+        ends = len(parts[0]) + len(parts[-1])
+        inner = (len(ids) - ends) // _ID.itemsize if words else 0
+        return WordIds(np.frombuffer(ids, dtype=_ID), inner)
+
+    def _add_words(self, words: list[str]) -> None:
+        ids = self._encode_batch([f" {word}" for word in words])
+        self._ids.update(zip(words, map(_to_bytes, ids), strict=True))
+
+    def _drop_words(self, new_words: set[str]) -> None:
+        """Drop new words that are too long to repeat, or all of them if the cache is full."""
+        is_full = len(self._ids) > _MAX_WORDS
+        for word in new_words:
+            if is_full or len(word) > _MAX_WORD_LENGTH:
+                del self._ids[word]
+
+
+def _to_bytes(ids: list[int]) -> bytes:
+    return np.array(ids, dtype=_ID).tobytes()
+
+
+# Texts that are far too long.
+#
+# Servers receive texts of megabytes. Tokenizing one only to reject it, or to keep its last tokens,
+# would delay all other requests.
+
+# NFC shrink_factor the UTF-8 bytes of a text to no less than a third (Unicode, UAX 15).
+_NFC_SHRINKS = 3
+# Pre-tokenizers of Llama 3 and Qwen 2. None of their pieces spans the space between two words.
+_KNOWN_REGEXES = frozenset(
+    {
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+# The position before the space between two words: no piece of a pre-tokenizer spans it.
+_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+_LAST_CUT = re.compile(r".*[A-Za-z](?= [A-Za-z])", re.DOTALL)
+_LETTERS_PER_TOKEN = 8
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class TextBounds:
+    """Properties that a tokenizer's settings guarantee for every text.
+
+    Attributes:
+        bytes_per_token: largest number of UTF-8 bytes of text that one token stands for; None if
+            unknown.
+        cuts_at_words: True if a text may be cut before the space between two words: its tokens are
+            those of its two parts.
+    """
+
+    bytes_per_token: int | None
+    cuts_at_words: bool
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> TextBounds:
+        """Derive the bounds from the content of a ``tokenizer.json``."""
+        added = content.get("added_tokens") or []
+        shrink_factor = _shrink_factor(content.get("normalizer"))
+        steps = _list_steps(content.get("pre_tokenizer"))
+        model = content.get("model") or {}
+        is_plain = (
+            shrink_factor is not None
+            and all(_keeps_text(step) for step in steps)
+            and any(step.get("type") == "ByteLevel" for step in steps)
+            and model.get("type") == "BPE"
+            and not any(token.get("lstrip") or token.get("rstrip") for token in added)
+        )
+        if not is_plain:
+            return cls(None, False)
+        # In a byte-level vocabulary each character stands for one byte.
+        tokens = [*map(len, model.get("vocab", {}))]
+        tokens += [len(token["content"].encode()) for token in added]
+        with_spaces = any(" " in token["content"] or token.get("single_word") for token in added)
+        return cls(
+            max(tokens, default=1) * (shrink_factor or 1),
+            not with_spaces
+            and not model.get("dropout")
+            and any(map(_ends_at_words, steps))
+            and all(step["type"] != "Split" or _ends_at_words(step) for step in steps),
+        )
+
+    def most_bytes(self, tokens: int) -> int | None:
+        """Return the largest number of bytes of ``tokens`` tokens; None if unknown."""
+        return None if self.bytes_per_token is None else tokens * self.bytes_per_token
+
+    def encode_end(self, encode: Encode, text: str, tokens: int) -> list[int] | None:
+        """Encode only the end of ``text``, to at least ``tokens`` ids.
+
+        They are the last ids of ``encode(text)``. None if the text is too short for this to pay off
+        or has no cut, so the caller must encode all of it.
+        """
+        if not self.cuts_at_words:
+            return None
+        length = _LETTERS_PER_TOKEN * tokens
+        while length < len(text) // 2:
+            cut = _CUT.search(text, len(text) - length)
+            if cut is not None:
+                ids = encode(text[cut.start() :])
+                if len(ids) >= tokens:
+                    return ids
+            length *= 2
+        return None
+
+
+def first_cut(text: str) -> int | None:
+    """Return the first position in ``text`` to cut at (``TextBounds.cuts_at_words``), or None."""
+    match = _CUT.search(text)
+    return None if match is None else match.start()
+
+
+def last_cut(text: str, stop: int) -> int | None:
+    """Return the last position in ``text[:stop]`` to cut at, or None."""
+    match = _LAST_CUT.match(text, 0, stop)
+    return None if match is None else match.end()
+
+
+def _shrink_factor(normalizer: Mapping[str, Any] | None) -> int | None:
+    """Return the largest factor by which a normalizer shrinks a text in bytes; None if unknown."""
+    if normalizer is None:
+        return 1
+    return _NFC_SHRINKS if normalizer.get("type") == "NFC" else None
+
+
+def _list_steps(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the steps of a pre-tokenizer, of which ``Sequence`` has several."""
+    if pre_tokenizer is None:
+        return []
+    if pre_tokenizer.get("type") == "Sequence":
+        return list(pre_tokenizer.get("pretokenizers") or [])
+    return [pre_tokenizer]
+
+
+def _keeps_text(step: Mapping[str, Any]) -> bool:
+    """Tell if a pre-tokenizer step only splits a text and drops nothing."""
+    kind = step.get("type")
+    return kind in ("ByteLevel", "Digits") or (
+        kind == "Split" and step.get("behavior") == "Isolated"
+    )
+
+
+def _ends_at_words(step: Mapping[str, Any]) -> bool:
+    """Tell if no piece of a pre-tokenizer step spans the space between two words."""
+    if step.get("type") == "ByteLevel":
+        return bool(step.get("use_regex", True))
+    pattern = step.get("pattern") or {}
+    return (
+        step.get("type") == "Split"
+        and not step.get("invert")
+        and pattern.get("Regex") in _KNOWN_REGEXES
+    )

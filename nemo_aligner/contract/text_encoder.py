@@ -1,0 +1,54 @@
+"""TextEncoder: a scoring contract together with its tokenizer, as scorers and servers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nemo_aligner.contract.contract import EncodedText, ScoringContract
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import DataError
+
+
+class TextEncoder:
+    """Encoder of samples for one model, and the check of token ids that come from outside."""
+
+    def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
+        self.contract = contract
+        self.tokenizer = tokenizer
+
+    def encode(self, text: Text) -> EncodedText:
+        """Turn one sample into token ids; DataError if the contract rejects it."""
+        encoded = self.contract.encode(self.tokenizer, text)
+        self._check_ids(encoded.token_ids)
+        return encoded
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Check a sequence of token ids from outside.
+
+        Raises:
+            DataError: its length or an id is out of range, or the model aggregates over steps,
+                which cannot be found in token ids.
+        """
+        if self.contract.aggregate is not None:
+            raise DataError(
+                f"got token ids, but the reward of a sample is the {self.contract.aggregate} over "
+                "its steps, which cannot be found in token ids. Send the text or the conversation"
+            )
+        self._check_ids(token_ids)
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        if not 1 <= len(token_ids) <= self.contract.seq_length:
+            raise DataError(
+                f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"
+            )
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self.tokenizer.vocab_size:
+            invalid_id = lowest if lowest < 0 else highest
+            raise DataError(
+                f"got token id {invalid_id}, wanted 0 to {self.tokenizer.vocab_size - 1}"
+            )
+
+    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
+        """Count the tokens of each sample's reply, by itself and before truncation."""
+        return self.contract.count_reply_tokens(self.tokenizer, texts)
