@@ -16,9 +16,9 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
     compare,
+    compute_reference_logits,
     encode_texts,
     has_class,
-    our_logits,
 )
 from nemo_aligner.checkpoint.hf.export import (
     choose_pad,
@@ -103,7 +103,7 @@ def _export_adapter(
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
     head, exported = head_of(archive, contract, options)
     texts = encode_texts(contract, loaded.tokenizer)
-    logits = our_logits(loaded.model, texts, layout)
+    logits = compute_reference_logits(loaded.model, texts, layout)
     logits = as_exported(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(loaded.tokenizer, {each.token_ids[-1] for each in texts})
     if pad_id >= archive.config["vocab_size"]:

@@ -22,11 +22,11 @@ from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     check_are_rewards,
     find_head,
-    forget_lengths,
     is_of_head,
+    length_dependent_rope,
     load_with_head,
     reads_steps,
-    rotary_by_length,
+    reset_dynamic_rope,
 )
 from nemo_aligner.checkpoint.hf.source import (
     REWARD_SUFFIX,
@@ -209,7 +209,7 @@ class HfRewardModel:
         """Yield rows of similar length, the longest first, so that little is padded."""
         # transformers finds the last token by the pad token; without one it takes only one text.
         has_no_pad = self.model.config.get_text_config().pad_token_id is None
-        is_alone = has_no_pad or bool(rotary_by_length(self.model))
+        is_alone = has_no_pad or bool(length_dependent_rope(self.model))
         rows: list[int] = []
         # So a batch that does not fit into memory fails at once, too, and not at the end.
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
@@ -223,7 +223,7 @@ class HfRewardModel:
 
     @torch.no_grad()
     def _logits(self, token_lists: Sequence[list[int]]) -> np.ndarray:
-        forget_lengths(self.model)
+        reset_dynamic_rope(self.model)
         longest = max(map(len, token_lists))
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         ids = torch.full((len(token_lists), longest), pad_id)

@@ -28,10 +28,10 @@ from nemo_aligner.checkpoint.hf.check import (
     CheckedText,
     check_folder,
     class_name,
+    compute_reference_logits,
     encode_texts,
     has_class,
-    our_logits,
-    read_as_it_runs,
+    load_layers_on_demand,
 )
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
 from nemo_aligner.checkpoint.hf.heads import (
@@ -148,9 +148,9 @@ def _export(
         require_package()
     stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)
-    read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
+    load_layers_on_demand(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring texts"):
-        logits = our_logits(loaded.model, texts, layout)
+        logits = compute_reference_logits(loaded.model, texts, layout)
     # Before transformers' copy is loaded, or both would be in memory.
     del loaded
     gc.collect()  # the modules form reference cycles

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.check import (
     CheckedText,
-    complete,
+    add_special_tokens,
+    check_difference,
     compute_in_fp32,
-    differ_most,
 )
-from nemo_aligner.checkpoint.hf.heads import forget_lengths, rotary_by_length
+from nemo_aligner.checkpoint.hf.heads import length_dependent_rope, reset_dynamic_rope
 from nemo_aligner.checkpoint.hf.reward_archive import HeadOut
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
@@ -108,7 +108,7 @@ def check_pooled_folder(
         dense.float().load_state_dict(load_file(file))
 
     def encode(replies: list[str], prompt: str) -> Tensor:
-        forget_lengths(decoder)
+        reset_dynamic_rope(decoder)
         return model.encode(replies, prompt=prompt, convert_to_tensor=True)[:1].float().cpu()
 
     alone, padded = [], []
@@ -117,15 +117,15 @@ def check_pooled_folder(
         _check_tokens(model[0].preprocess([reply], prompt=prompt), each, contract)
         alone.append(encode([reply], prompt))
         # Where a batch is rotated by its longest text, only a text alone has a reward of its own.
-        is_alone = bool(rotary_by_length(decoder))
+        is_alone = bool(length_dependent_rope(decoder))
         padded.append(alone[-1] if is_alone else encode([reply, 2 * reply], prompt))
-    return differ_most(torch.cat(alone), torch.cat(padded), logits, texts)
+    return check_difference(torch.cat(alone), torch.cat(padded), logits, texts)
 
 
 def _split(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
     """What comes before the reply, and the reply, as the model card has them."""
     if isinstance(text, str):
-        ids = complete([None], contract)  # the text's own are in the place of None
+        ids = add_special_tokens([None], contract)  # None stands for the ids of the text
         return "", "".join(text if each is None else tokenizer.decode([each]) for each in ids)
     written = tokenizer.apply_chat_template(text, tokenize=False)
     before, marker, reply = written.rpartition(tokenizer.decode(list(contract.reply_marker or ())))

@@ -210,9 +210,9 @@ def unread_decoder(
 
 
 def unread(folder: NemoFolder, name: str, layer: int | None = None) -> LazyTensor:
-    """Return a lazy tensor of an opened checkpoint, or one ``layer`` of a tensor that stacks layers.
+    """Return a tensor of an opened checkpoint that is read later, when a conversion writes it.
 
-    It is read later, when the conversion writes it.
+    With ``layer``, return that layer of a tensor that stacks all layers.
     """
     size, dtype = folder.tensors[name]
     size = size if layer is None else size[1:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import PackedBatch
-from nemo_aligner.checkpoint.hf.check import compute_in_fp32, read_as_it_runs
+from nemo_aligner.checkpoint.hf.check import compute_in_fp32, load_layers_on_demand
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.models.reward_model import build_reward_model
@@ -47,7 +47,7 @@ def test_layerwise_model_has_each_layer_while_it_runs(
             name = f"decoder.layers.{layer}.{name}"
         return weights[name].clone()
 
-    read_as_it_runs(model, read)
+    load_layers_on_demand(model, read)
     assert not set(not_empty(model))
     for _ in range(2):
         torch.testing.assert_close(infer(model, batches, layout), wanted, rtol=0, atol=0)

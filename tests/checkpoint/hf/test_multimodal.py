@@ -16,7 +16,7 @@ from transformers import (
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.source import decoder_config, decoder_name, is_multimodal
+from nemo_aligner.checkpoint.hf.multimodal import decoder_config, decoder_name, is_multimodal
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
