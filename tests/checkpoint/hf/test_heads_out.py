@@ -368,7 +368,7 @@ def test_gguf_of_a_tokenizer_that_llama_cpp_cuts_otherwise_is_refused() -> None:
         (known, cut_by(QWEN2), "qwen2"),
         ({**known, "ignore_merges": True}, llama3, "llama-bpe"),
     ):
-        assert gguf_out.cut_of({"model": model, "pre_tokenizer": before}) == cut
+        assert gguf_out.name_pre_tokenizer({"model": model, "pre_tokenizer": before}) == cut
     for model, beside, said in (
         ({**known, "byte_fallback": True}, {}, "wanted byte-level BPE"),
         ({"type": "Unigram"}, {}, "got 'Unigram', wanted byte-level BPE"),
@@ -378,7 +378,7 @@ def test_gguf_of_a_tokenizer_that_llama_cpp_cuts_otherwise_is_refused() -> None:
         (known, {"pre_tokenizer": {**of_bytes, "add_prefix_space": True}}, "pre_tokenizer: got"),
     ):
         with pytest.raises(AlignerError) as caught:
-            gguf_out.cut_of({"model": model, "pre_tokenizer": of_bytes, **beside})
+            gguf_out.name_pre_tokenizer({"model": model, "pre_tokenizer": of_bytes, **beside})
         assert said in str(caught.value)
 
 
