@@ -307,7 +307,7 @@ def _max_bytes(path: Path) -> int:
     return int(setting)
 
 
-def read_members(path: Path, first: str, *others: str) -> dict[str, str]:
+def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
     """Read small text members of an archive by name, without unpacking it.
 
     It stops after the member ``first``, and reads no headers after it. Members may be missing.
@@ -325,7 +325,7 @@ def read_members(path: Path, first: str, *others: str) -> dict[str, str]:
                 name = _checked_name(member, path).as_posix()
                 if count > _MAX_MEMBERS:
                     raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
-                if name not in (first, *others) or member.isdir():
+                if name not in (first, *more_names) or member.isdir():
                     continue
                 if member.size > MAX_TEXT_BYTES:
                     raise CheckpointError(
