@@ -46,15 +46,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dic
     import huggingface_hub
 
     def give(folder: Path) -> dict[str, Any]:
-        asked: dict[str, Any] = {}
+        requests: dict[str, Any] = {}
 
         def download(name: str, **options: Any) -> str:
-            asked.update(name=name, **options)
+            requests.update(name=name, **options)
             return str(folder)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         monkeypatch.chdir(tmp_path)  # where no folder has the name
-        return asked
+        return requests
 
     return give
 
@@ -81,11 +81,11 @@ def theirs(tensors: foreign.Tensors, tokenizer_folder: Path, tmp_path: Path) -> 
     def write(
         writer: foreign.Writer = foreign.nemo1,
         name: str = "theirs",
-        others: Mapping[str, Tensor | None] | None = None,
+        replacements: Mapping[str, Tensor | None] | None = None,
         **settings: Any,
     ) -> Path:
-        found = {**tensors, **(others or {})}
-        stored = {key: tensor for key, tensor in found.items() if tensor is not None}
+        written = {**tensors, **(replacements or {})}
+        stored = {key: tensor for key, tensor in written.items() if tensor is not None}
         return writer(tmp_path / name, stored, tokenizer_folder, **settings)
 
     return write
@@ -118,15 +118,15 @@ def saved(layout: Any, tmp_path: Path) -> Path:
 @pytest.fixture
 def index_reads() -> Iterator[list[str]]:
     """The indexes of distributed checkpoints that are opened to be read, whoever does it."""
-    found: list[str] = []
+    paths: list[str] = []
     is_watching = True
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if is_watching and event == "open" and arguments[1] in ("r", "rb"):
             path = str(arguments[0])
             if path.endswith(".metadata"):
-                found.append(path)
+                paths.append(path)
 
     sys.addaudithook(watch)
-    yield found
+    yield paths
     is_watching = False  # such a hook cannot be taken away

@@ -302,13 +302,13 @@ def put_common_among_shards(folder: Path, common: Any) -> None:
     piece, key = folder / "__9_0.distcp", "common_state/shard_0_1"
     stored = io.BytesIO()
     torch.save([common], stored)
-    before, length = b"another piece", len(stored.getvalue())
-    piece.write_bytes(before + stored.getvalue() + b"the next one")
+    prefix, length = b"another piece", len(stored.getvalue())
+    piece.write_bytes(prefix + stored.getvalue() + b"the next one")
     (folder / "common.pt").unlink(missing_ok=True)
     metadata = read_metadata(folder)
     info = type(next(iter(metadata.storage_data.values())))
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(key)] = info(piece.name, len(before), length)
+    metadata.storage_data[MetadataIndex(key)] = info(piece.name, len(prefix), length)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 

@@ -103,13 +103,13 @@ def some_bytes(data: bytes, rng: random.Random) -> bytes:
         return b"\x80"
     start = rng.randrange(len(data))
     end = min(len(data), start + rng.choice([1, 1, 2, 8, 512]))
-    how = rng.randrange(4)
-    if how == 0:
+    action = rng.randrange(4)
+    if action == 0:
         flipped = bytes(byte ^ (1 << rng.randrange(8)) for byte in data[start:end])
         return data[:start] + flipped + data[end:]
-    if how == 1:
+    if action == 1:
         return data[:start] + data[end:]
-    if how == 2:
+    if action == 2:
         return data[:end] + data[start:]
     return data[:start]
 
@@ -128,12 +128,12 @@ def with_nasty_value(content: Any, rng: random.Random) -> Any:
         if not part[key]:
             break
         part = part[key]
-    how = rng.randrange(8)
-    if how == 0:
+    action = rng.randrange(8)
+    if action == 0:
         del part[key]
-    elif how == 1 and isinstance(part, dict):
+    elif action == 1 and isinstance(part, dict):
         part[rng.choice(["", "x", "\ud800", "__class__", "0"])] = part.pop(key)
-    elif how == 2:
+    elif action == 2:
         other = rng.choice(keys)
         part[key], part[other] = part[other], part[key]
     else:
@@ -179,10 +179,10 @@ def damage(*endings: str) -> Make:
 def two_files(files: Files, rng: random.Random) -> Files:
     """Files lost, doubled under another name, or with each other's content."""
     first, second = rng.sample(sorted(files), 2)
-    how = rng.randrange(3)
-    if how == 0:
+    action = rng.randrange(3)
+    if action == 0:
         return {name: data for name, data in files.items() if name != first}
-    if how == 1:
+    if action == 1:
         return {**files, first: files[second], second: files[first]}
     other = rng.choice(["x.safetensors", "model.safetensors", "special_tokens_map.json", "x.py"])
     return {**files, other: files[first]}
@@ -224,21 +224,23 @@ class Fuzzer:
         files = mutation.make(self._damaged.files, rng)
         try:
             with limited():
-                got = self._content(files)
+                content = self._content(files)
         except BaseException as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
         assert not Path(BOMB).exists(), f"{what}: it ran code"
-        if isinstance(got, str):
+        if isinstance(content, str):
             # Where an archive is damaged inside, it may be named as it was unpacked.
             places = [self._folder] if self._damaged.convert else [self._folder, self._scratch]
-            is_named = any(str(place) in got for place in places)
-            assert is_named, f"{what}: the error names no file: {got[:500]}"
-            assert len(got) < SHOWN, f"{what}: {len(got)} characters of error: {got[:500]}"
+            is_named = any(str(place) in content for place in places)
+            assert is_named, f"{what}: the error names no file: {content[:500]}"
+            assert len(content) < SHOWN, (
+                f"{what}: {len(content)} characters of error: {content[:500]}"
+            )
             return False
         for part in ALL:
             if part not in mutation.alters:
-                wanted = getattr(self._wanted, part)
-                assert getattr(got, part) == wanted, f"{what}: it loads with another {part}"
+                expected = getattr(self._wanted, part)
+                assert getattr(content, part) == expected, f"{what}: it loads with another {part}"
         return True
 
     def _content(self, files: Files) -> Content | str:
@@ -246,14 +248,14 @@ class Fuzzer:
         shutil.rmtree(self._folder, ignore_errors=True)
         source, output = self._folder / "theirs", self._folder / "out" / "ours.nemo"
         write_files(source, files)
-        before = sorted(self._folder.rglob("*"))
-        convert, given = self._damaged.convert, source / self._damaged.source
+        files_before = sorted(self._folder.rglob("*"))
+        convert, argument = self._damaged.convert, source / self._damaged.source
         try:
             if convert is None:
-                return load(given, self._layout)
-            convert(given, output)
+                return load(argument, self._layout)
+            convert(argument, output)
         except AlignerError as error:
-            left = [path for path in self._folder.rglob("*") if path not in before]
+            left = [path for path in self._folder.rglob("*") if path not in files_before]
             assert not [path for path in left if path != output.parent], f"it left {left}"
             if caused_by_memory(error):
                 raise MemoryError(str(error)) from error
@@ -280,13 +282,13 @@ def limited() -> Iterator[None]:
         raise TooLong(f"longer than {SECONDS} s")
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    _, most = limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
-    before = signal.signal(signal.SIGALRM, stop)
+    _, hard_limit = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard_limit))
+    previous_handler = signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)

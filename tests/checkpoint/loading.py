@@ -59,15 +59,15 @@ def scores(model: Any, layout: Any) -> Tensor:
 def check(model: Any, tensors: Tensors) -> None:
     """Every parameter is the tensor that was written for it; padding is not looked at."""
     metadata = {"non_homogeneous_layers": True}
-    wanted = foreign.per_layer(tensors)
+    expected = foreign.per_layer(tensors)
     seen = set()
     for entry in model.sharded_state_dict(metadata=metadata).values():
         if "rm_head" in entry.key or "_extra_state" in entry.key:
             continue
         rows = tiny.SHAPE["vocab_size"] if "embedding" in entry.key else None
-        torch.testing.assert_close(entry.data[:rows], wanted[entry.key][:rows], rtol=0, atol=0)
+        torch.testing.assert_close(entry.data[:rows], expected[entry.key][:rows], rtol=0, atol=0)
         seen.add(entry.key)
-    assert seen == wanted.keys() - {"output_layer.weight", "rm_head.weight", "rm_head.bias"}
+    assert seen == expected.keys() - {"output_layer.weight", "rm_head.weight", "rm_head.bias"}
 
 
 def head_of(attributes: int) -> Tensors:

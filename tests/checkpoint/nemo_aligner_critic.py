@@ -96,7 +96,7 @@ def split(batch: Any, parts: int) -> Iterator[Any]:
     if isinstance(batch, dict):
         columns = [value.tensor_split(parts) for value in batch.values()]
         return iter([dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)])
-    return iter(list(zip(*[each.tensor_split(parts) for each in batch], strict=True)))
+    return iter(list(zip(*[tensor.tensor_split(parts) for tensor in batch], strict=True)))
 
 
 def masks_and_positions(tokens: Tensor, *unused: Any) -> tuple[Tensor, None, Tensor]:
@@ -134,15 +134,15 @@ class Nemo(MetaPathFinder, Loader):
         """It is empty."""
 
 
-def run_case(critics: Any, cfg: dict[str, Any], head: dict[str, Tensor], given: Any) -> Any:
+def run_case(critics: Any, cfg: dict[str, Any], head: dict[str, Tensor], inputs: Any) -> Any:
     """What NeMo-Aligner makes of one model: rewards, values and the loss."""
-    model = critics.MegatronGPTCriticModel(OmegaConf.create({**given["cfg"], **cfg}), trainer=None)
-    model.load_state_dict({f"model.{name}": each for name, each in head.items()})
+    model = critics.MegatronGPTCriticModel(OmegaConf.create({**inputs["cfg"], **cfg}), trainer=None)
+    model.load_state_dict({f"model.{name}": tensor for name, tensor in head.items()})
     model.rm_state_dict_cpu = model.critic_state_dict_cpu = model.state_dict()
     model.prepare_for_training()
-    loss, _ = model.get_loss_and_metrics(dict(given["batch"]), forward_only=False)
+    loss, _ = model.get_loss_and_metrics(dict(inputs["batch"]), forward_only=False)
     with torch.no_grad():
-        rewards, values = model.infer_rm_critic((given["batch"]["tokens"], given["lengths"]))
+        rewards, values = model.infer_rm_critic((inputs["batch"]["tokens"], inputs["lengths"]))
     return {"rewards": rewards, "values": values, "loss": loss}
 
 
@@ -152,21 +152,23 @@ def main(given_path: str, found_path: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.models import gpt
 
-    given = torch.load(given_path)
+    inputs = torch.load(given_path)
     gpt.GPTModel = Decoder
     sys.meta_path.insert(0, Nemo())
     torch.cuda.synchronize = lambda: None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     critics = importlib.import_module("nemo_aligner.models.nlp.gpt.megatron_gpt_critic")
-    rows: Sequence[Any] = given["batch"]["tokens"].tolist()
-    Decoder.states = {tuple(row): each for row, each in zip(rows, given["hidden"], strict=True)}
+    rows: Sequence[Any] = inputs["batch"]["tokens"].tolist()
+    Decoder.states = {
+        tuple(row): states for row, states in zip(rows, inputs["hidden"], strict=True)
+    }
     with OnCpu():
-        found = {
-            name: run_case(critics, cfg, head, given)
-            for name, (cfg, head) in given["cases"].items()
+        results = {
+            name: run_case(critics, cfg, head, inputs)
+            for name, (cfg, head) in inputs["cases"].items()
         }
-    torch.save({"ran": critics.__file__, **found}, found_path)
+    torch.save({"ran": critics.__file__, **results}, found_path)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,15 @@ def refusals(kind: type[Exception] = CheckpointError) -> Iterator[Refused]:
         try:
             yield
         except Exception as error:
-            said = str(error)
-            is_right = isinstance(error, kind) and re.search(pattern, said)
-            if not is_right or len(said) > LONGEST:
-                wrong[str(case)] = f"{type(error).__name__}: {said[:500]}; wanted {pattern}"
+            message = str(error)
+            is_right = isinstance(error, kind) and re.search(pattern, message)
+            if not is_right or len(message) > LONGEST:
+                wrong[str(case)] = f"{type(error).__name__}: {message[:500]}; wanted {pattern}"
         else:
             wrong[str(case)] = f"it was taken; wanted {pattern}"
 
     yield refused
-    assert not wrong, "\n".join(f"{case}: {told}" for case, told in wrong.items())
+    assert not wrong, "\n".join(f"{case}: {problem}" for case, problem in wrong.items())
 
 
 def overwrite(name: str, content: bytes | str) -> Callable[[Path], object]:
@@ -54,11 +54,11 @@ def check_damages(
     kind: type[Exception] = CheckpointError,
 ) -> None:
     """``use(folder)`` refuses each damage; ``folder`` is put back as it was after each."""
-    kept = files_of(folder)
+    original = files_of(folder)
     with refusals(kind) as refused:
         for number, (damage, pattern) in enumerate(damages):
             damage(folder)
             with refused(f"{number}: {pattern}", pattern):
                 use(folder)
             shutil.rmtree(folder)
-            write_files(folder, kept)
+            write_files(folder, original)

@@ -129,7 +129,7 @@ def flip_member(members: Members, rng: random.Random) -> bytes:
 
 
 def change_named(members: Members, name: str, change: Callable[[bytes], bytes]) -> bytes:
-    (index,) = (i for i, found in enumerate(members) if found[0].name.endswith(f"/{name}"))
+    (index,) = (i for i, member in enumerate(members) if member[0].name.endswith(f"/{name}"))
     return pack(with_member(members, change, index))
 
 
@@ -164,12 +164,12 @@ def rearrange(members: Members, rng: random.Random) -> bytes:
     changed = list(members)
     files = [i for i, (member, _) in enumerate(members) if member.isreg()]
     first, second = rng.sample(files, 2)
-    how = rng.randrange(4)
-    if how == 0:
+    action = rng.randrange(4)
+    if action == 0:
         del changed[first]
-    elif how == 1:
+    elif action == 1:
         changed.insert(second, changed[first])
-    elif how == 2:
+    elif action == 2:
         changed.insert(second, changed.pop(first))
     else:
         (one, a), (two, b) = changed[first], changed[second]
@@ -205,9 +205,9 @@ def ours(theirs: Theirs, archive: Path) -> Damaged:
 
 def others(theirs: Theirs, archive: Path) -> Damaged:
     members = members_of(archive.read_bytes())
-    unchecked = [found for found in members if not found[0].name.endswith("checksums.json")]
-    kept = ("config", "tokenizer")
-    return archive_of(unchecked, lambda change: ALL if change in HARMLESS else kept)
+    unchecked = [member for member in members if not member[0].name.endswith("checksums.json")]
+    unchecked_parts = ("config", "tokenizer")
+    return archive_of(unchecked, lambda change: ALL if change in HARMLESS else unchecked_parts)
 
 
 def change_yaml(name: str) -> list[Mutation]:
@@ -227,12 +227,12 @@ def change_yaml(name: str) -> list[Mutation]:
         def change(data: bytes) -> bytes:
             lines = data.decode().splitlines()
             index = rng.randrange(len(lines))
-            how = rng.randrange(4)
-            if how == 0:
+            choice = rng.randrange(4)
+            if choice == 0:
                 return some_bytes(data, rng)
-            if how == 1:
+            if choice == 1:
                 return rng.choice([data.decode().encode("utf-16"), b"\xff" + data, b"", data * 2])
-            if how == 2:
+            if choice == 2:
                 key, _, _ = lines[index].partition(":")
                 lines[index] = f"{key}: {rng.choice(LINES).partition(': ')[2]}"
             else:
@@ -261,14 +261,14 @@ def arguments(files: Files, rng: random.Random) -> Files:
     name = next(name for name in files if name.endswith("common.pt"))
     content = torch.load(io.BytesIO(files[name]), weights_only=False)
     values = [*NASTY, torch.zeros(2), torch.float16, Namespace(a=1), (1, 2), b"x", BOMBS, {1: 2}]
-    how = rng.randrange(10)
-    if how == 0:
+    action = rng.randrange(10)
+    if action == 0:
         content = rng.choice(values)
-    elif how == 1:
+    elif action == 1:
         content["args"] = rng.choice(values)
     else:
-        given = vars(content["args"])
-        given[rng.choice([*given, *KEYS])] = rng.choice(values)
+        settings = vars(content["args"])
+        settings[rng.choice([*settings, *KEYS])] = rng.choice(values)
     stream = io.BytesIO()
     torch.save(content, stream)
     return {**files, name: stream.getvalue()}
@@ -281,10 +281,10 @@ def array_of(files: Files, rng: random.Random) -> str:
 def zarr_header(files: Files, rng: random.Random) -> Files:
     def change(data: bytes) -> bytes:
         header = json.loads(data)
-        how = rng.randrange(5)
-        if how == 0:
+        action = rng.randrange(5)
+        if action == 0:
             return some_bytes(data, rng)
-        if how == 1:
+        if action == 1:
             return json.dumps(with_nasty_value(header, rng)).encode()
         key = rng.choice(sorted(HEADERS))
         header[key] = rng.choice(HEADERS[key])
@@ -298,14 +298,14 @@ def zarr_piece(files: Files, rng: random.Random) -> Files:
     array = array_of(files, rng).rpartition("/")[0]
     pieces = [name for name in files if name.startswith(f"{array}/") and "zarray" not in name]
     piece = rng.choice(pieces)
-    how = rng.randrange(5)
-    if how == 0:
+    action = rng.randrange(5)
+    if action == 0:
         return {name: data for name, data in files.items() if name != piece}
-    if how == 1:
+    if action == 1:
         return edited(files, piece, lambda data: some_bytes(data, rng))
-    if how == 2:
+    if action == 2:
         return {**files, f"{array}/{rng.choice(['9', '9.9', '.zgroup', '.zattrs', 'x'])}": b"{"}
-    if how == 3:
+    if action == 3:
         return {**files, piece: files[rng.choice(sorted(files))]}
     other = f"{array}/{rng.choice(['-1.0', '00', '0.0.0.0.0', '1e9'])}"
     return {other if name == piece else name: data for name, data in files.items()}

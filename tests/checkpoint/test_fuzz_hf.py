@@ -93,13 +93,13 @@ def weight_header(files: Files, rng: random.Random) -> Files:
     def change(data: bytes) -> bytes:
         (size,) = struct.unpack("<Q", data[:8])
         header, numbers = data[8 : 8 + size], data[8 + size :]
-        how = rng.randrange(5)
-        if how == 0:
+        action = rng.randrange(5)
+        if action == 0:
             size = rng.choice([0, 1, size - 1, size + 8, len(data), 2**31, 2**63, 2**64 - 1])
             return struct.pack("<Q", size) + header + numbers
-        if how == 1:
+        if action == 1:
             header = some_bytes(header, rng)
-        elif how == 2:
+        elif action == 2:
             header = text_of(with_nasty_value(json.loads(header), rng))
         else:
             header = text_of(other_entry(json.loads(header), rng))
@@ -112,15 +112,15 @@ def weight_header(files: Files, rng: random.Random) -> Files:
 def other_entry(header: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """A tensor with another dtype, shape or offset, as if it were meant."""
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
-    how = rng.randrange(4)
-    if how == 0:
+    action = rng.randrange(4)
+    if action == 0:
         kinds = ["F64", "F16", "BF16", "I32", "U8", "BOOL", "F8_E4M3", "F4", "C64", "I64"]
         entry["dtype"] = rng.choice(kinds)
-    elif how == 1:
+    elif action == 1:
         entry["shape"] = rng.choice(
             [entry["shape"][::-1], [1, *entry["shape"]], [], [0], [2**40, 2**40], [2**62, 2]]
         )
-    elif how == 2:
+    elif action == 2:
         other = header[rng.choice([name for name in header if name != "__metadata__"])]
         entry["data_offsets"] = other["data_offsets"]
     else:
@@ -134,24 +134,24 @@ def index(files: Files, rng: random.Random) -> Files:
     """Where the index says that tensors are."""
     content = json.loads(files[INDEX])
     names = content["weight_map"]
-    where = rng.choice(sorted(names))
-    how = rng.randrange(5)
-    if how == 0:
-        names[where] = rng.choice(
+    tensor_name = rng.choice(sorted(names))
+    action = rng.randrange(5)
+    if action == 0:
+        names[tensor_name] = rng.choice(
             [
                 "../theirs/model-00001-of-00002.safetensors", "/etc/hostname", "..", "", ".",
                 "config.json", "missing.safetensors", "a/b", "a\x00b", "\ud800", "x" * 300, "a\nb",
                 *names.values(), *NASTY,
             ]
         )  # fmt: skip
-    elif how == 1:
-        names[rng.choice(["x", "", "\ud800", "lm_head.weight", "score.bias"])] = names[where]
-    elif how == 2:
-        del names[where]
-    elif how == 3:
+    elif action == 1:
+        names[rng.choice(["x", "", "\ud800", "lm_head.weight", "score.bias"])] = names[tensor_name]
+    elif action == 2:
+        del names[tensor_name]
+    elif action == 3:
         content["weight_map"] = rng.choice(NASTY)
     else:
-        return {name: data for name, data in files.items() if name != names[where]}
+        return {name: data for name, data in files.items() if name != names[tensor_name]}
     return {**files, INDEX: text_of(content)}
 
 
@@ -163,8 +163,8 @@ def template(files: Files, rng: random.Random) -> Files:
     config = json.loads(files["tokenizer_config.json"])
     named = [{"name": "default", "template": text}, {"name": "x"}, None]
     config["chat_template"] = rng.choice([text, named, rng.choice(NASTY)])
-    kept = {name: data for name, data in files.items() if name != "chat_template.jinja"}
-    return {**kept, "tokenizer_config.json": text_of(config)}
+    remaining = {name: data for name, data in files.items() if name != "chat_template.jinja"}
+    return {**remaining, "tokenizer_config.json": text_of(config)}
 
 
 def code(files: Files, rng: random.Random) -> Files:
@@ -328,12 +328,12 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
             name = rng.choice(sorted(parts.fields))
             start, end = parts.fields[name]
             value_from = start + 8 + len(name.encode())
-            how = rng.randrange(6)
-            if how == 0:
+            choice = rng.randrange(6)
+            if choice == 0:
                 new, count = b"", -1
-            elif how == 1:
+            elif choice == 1:
                 new, count = data[start:end] * 2, 1
-            elif how == 2:
+            elif choice == 2:
                 other = rng.choice(["x", "llama.x", "", "general.alignment", "tokenizer.ggml.pre"])
                 named = struct.pack("<Q", len(other)) + other.encode()
                 new, count = named + data[value_from:end], 0

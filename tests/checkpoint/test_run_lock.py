@@ -74,8 +74,8 @@ def test_lock_is_one_jobs_and_gone_after_it(tmp_path: Path) -> None:
         pass
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
     (tmp_path / "file").touch()
-    wanted = r"exp_manager.explicit_log_dir: .*file/run cannot be written to: "
-    with pytest.raises(ConfigError, match=wanted), lock_run(tmp_path / "file" / "run"):
+    pattern = r"exp_manager.explicit_log_dir: .*file/run cannot be written to: "
+    with pytest.raises(ConfigError, match=pattern), lock_run(tmp_path / "file" / "run"):
         pass
 
 
@@ -85,7 +85,7 @@ def test_lock_of_a_killed_process_is_taken_over_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run_lock, "_shows_life", None)  # nobody waits
+    monkeypatch.setattr(run_lock, "_watch_lock", None)  # nobody waits
     text = rf"another job trains in this folder: process {holding.pid} on \S+, since 20"
     with pytest.raises(CheckpointError, match=text), lock_run(tmp_path):
         pass

@@ -74,8 +74,8 @@ def save(checkpoints: RunCheckpoints, values: dict[int, float | None]) -> list[i
     return steps(checkpoints.list_saved())
 
 
-def steps(found: Iterable[Saved]) -> list[int]:
-    return [saved.state.step for saved in found]
+def steps(checkpoints: Iterable[Saved]) -> list[int]:
+    return [saved.state.step for saved in checkpoints]
 
 
 def test_runs_keep_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ def test_runs_keep_the_newest_and_the_best(tmp_path: Path) -> None:
         (3, MonitorMode.max, {1: 0.5, 2: 0.7}, [1, 2], 2),
         (0, MonitorMode.max, {1: 0.5, 2: 0.4}, [2], None),
     ]
-    for number, (top_k, mode, values, left, wanted) in enumerate(cases):
+    for number, (top_k, mode, values, left, expected) in enumerate(cases):
         checkpoints = RunCheckpoints(tmp_path / str(number), "validation/accuracy", mode, top_k)
         assert save(checkpoints, values) == left, cases[number]
         latest, best = checkpoints.latest(), checkpoints.best()
         assert latest is not None
         assert latest.state.step == max(values)
-        assert (best.state.step if best else None) == wanted, cases[number]
+        assert (best.state.step if best else None) == expected, cases[number]
 
 
 def test_runs_of_equals_prefer_the_lower_loss_of_that_set(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_runs_of_equals_prefer_the_lower_loss_of_that_set(tmp_path: Path) -> Non
             metrics |= {} if loss is None else {"one/loss": loss}
             is_better = checkpoints.is_among_best(metrics)
             checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
-            found = checkpoints.best()
-            assert found is not None
-            assert is_better == (found.state.step == step)
+            leader = checkpoints.best()
+            assert leader is not None
+            assert is_better == (leader.state.step == step)
         assert steps(checkpoints.list_saved()) == left
-        assert found.state.step == best
+        assert leader.state.step == best
         assert set(steps(checkpoints.candidates())) == set(losses)
         assert checkpoints.candidates()[0].state.step == best
         by_rank = sorted(left, key=lambda step: (step != best, step))
@@ -166,8 +166,8 @@ def test_run_state_comes_back_also_of_before_runs_could_end_early(tmp_path: Path
     assert (content.pop("best_value"), content.pop("validations_since_best")) == (0.5, 2)
     assert content.pop("validated_on") == {"one": "digest"}
     file.write_text(json.dumps(content))
-    before = replace(state, best_value=None, validations_since_best=0, validated_on=None)
-    assert checkpoints.latest() == Saved(saved.path, before)
+    older = replace(state, best_value=None, validations_since_best=0, validated_on=None)
+    assert checkpoints.latest() == Saved(saved.path, older)
 
 
 def test_runs_pending_checkpoint_has_no_name_but_counts(tmp_path: Path) -> None:
@@ -247,8 +247,10 @@ def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) ->
         checkpoints.save(judged(step, value, all_of_them), Model(), Optimizer())
     assert steps(checkpoints.ranked()) == [3, 2]
     values = {0.55: True, 0.5: False, 0.4: False, NAN: False}
-    found = {value: checkpoints.is_among_best({"validation/accuracy": value}) for value in values}
-    assert found == values
+    are_best = {
+        value: checkpoints.is_among_best({"validation/accuracy": value}) for value in values
+    }
+    assert are_best == values
     assert not checkpoints.is_among_best({})
 
 
@@ -291,6 +293,6 @@ def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -
     assert latest is not None
     assert latest.state == state
     assert steps(checkpoints.list_saved()) == [4]  # the other gave way
-    assert sorted(each.name for each in latest.path.iterdir()) == ["run_state.json", "state"]
+    assert sorted(path.name for path in latest.path.iterdir()) == ["run_state.json", "state"]
     with pytest.raises(CheckpointError, match="step_00000005: not saved"):
         checkpoints.amend(RunState(5, 40))

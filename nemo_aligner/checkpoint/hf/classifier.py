@@ -133,7 +133,7 @@ class HfRewardModel:
             return self.contract.encode(self.contract_tokenizer, text)
         ids = self._encode_to_ids(text)
         if not ids:
-            raise DataError("the sample is empty, so it has no tokens")
+            raise DataError("the sample has no tokens: it is empty")
         if self.seq_length is not None and len(ids) > self.seq_length:
             raise OverlongError(f"got {len(ids)} tokens, wanted at most {self.seq_length}")
         return EncodedText(ids, False)

@@ -155,7 +155,7 @@ def _find_or_download(source: str | Path, files: list[str]) -> Path:
         )
     except Exception as error:  # whatever the network library raises
         raise CheckpointError(
-            f"there is no such folder, and no such model could be downloaded from the hub: {error}"
+            f"there is no such folder, and no such model on the hub: {error}"
         ) from error
 
 

@@ -65,14 +65,14 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def edit_tensors(folder: Path, changes: dict[str, Tensor | None]) -> None:
     """Put tensors into the only file of weights; None: take one out."""
     changed = {**load_file(folder / "model.safetensors"), **changes}
-    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    remaining = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(remaining, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=0)
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0)
 
 
 def check_refused(source: Path, damages: Damages, **options: Any) -> None:

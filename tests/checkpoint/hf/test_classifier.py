@@ -128,7 +128,7 @@ def test_logits_of_classes_are_no_rewards(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     for problem, message in (
-        (None, r"got none for the outputs \['LABEL_0', 'LABEL_1'\], .* a reward, weigh them"),
+        (None, r"problem_type: .* outputs, \['LABEL_0', 'LABEL_1'\].* a reward, weigh them"),
         ("single_label_classification", "got 'single_label_classification', wanted 'regression'"),
     ):
         path.write_text(json.dumps({**config, "problem_type": problem}))
@@ -149,7 +149,7 @@ def test_what_it_cannot_take_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no reward model from it"):
         load(tmp_path)
     tiny.write_hf_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"got no weights for score\.weight"):
+    with pytest.raises(CheckpointError, match=r"weights are missing: score\.weight"):
         load(tmp_path)
 
 

@@ -66,7 +66,7 @@ def test_fingerprint_changes_with_any_weight_and_setting_but_not_by_saving(
     assert loaded.fingerprint == first == save("same")
     # Settings that shape no model, as a run adds them, do not count.
     assert save("settings", reward_model_type="binary_ranking") == first
-    found = [first, save("eps", layernorm_epsilon=1e-6)]
+    fingerprints = [first, save("eps", layernorm_epsilon=1e-6)]
     parameters = dict(loaded.model.named_parameters())
     for name in (
         "rm_head.weight",
@@ -75,8 +75,8 @@ def test_fingerprint_changes_with_any_weight_and_setting_but_not_by_saving(
     ):
         with torch.no_grad():
             parameters[name].view(-1)[3] += 2**-10
-        found.append(save(name))
-    assert len(set(found)) == len(found)
+        fingerprints.append(save(name))
+    assert len(set(fingerprints)) == len(fingerprints)
     assert load_reward_model(tmp_path / "rm_head.weight.nemo", layout).contract == loaded.contract
     # Archives that are written one tensor at a time have it, too.
     merge_checkpoints([archive, archive], [0.5, 0.5], tmp_path / "merged.nemo")

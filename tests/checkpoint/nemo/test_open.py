@@ -95,9 +95,9 @@ def test_open_refuses_legacy_weights_unread(tmp_path: Path) -> None:
 
 
 def test_open_names_what_is_no_archive_of_a_model(archive: Path, tmp_path: Path) -> None:
-    whole = archive.read_bytes()
+    original = archive.read_bytes()
     with refusals() as refused:
-        for content in (whole[:4000], b"", b"not a tar", b"\x1f\x8b\x08\x00broken"):
+        for content in (original[:4000], b"", b"not a tar", b"\x1f\x8b\x08\x00broken"):
             archive.write_bytes(content)
             with refused(content[:20], r"model\.nemo"), open_nemo(archive):
                 pass
@@ -167,7 +167,7 @@ def test_write_that_fails_leaves_what_was_there(
         with pytest.raises(OSError, match="no space"):
             write_nemo(path, {"vocab_size": 3}, *parts)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"contract\.json: 2097\d+ bytes, wanted at most"):
+    with pytest.raises(CheckpointError, match=r"contract\.json: got 2097\d+ bytes, wanted at most"):
         write_nemo(new, CONFIG, *parts, {"template": "x" * 2**21})  # it could not be opened
     assert list(old.parent.iterdir()) == [old]
     check(old)

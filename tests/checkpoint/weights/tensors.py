@@ -36,13 +36,13 @@ def request(fill: float | None = None, dtype: torch.dtype = torch.float32) -> di
 
 
 def check_loaded(state: dict[str, Any]) -> None:
-    wanted = request()
-    assert state.keys() == wanted.keys() - {"model._extra_state"}
+    expected = request()
+    assert state.keys() == expected.keys() - {"model._extra_state"}
     for name, value in state.items():
-        torch.testing.assert_close(value, wanted[name].data, rtol=0, atol=0)
+        torch.testing.assert_close(value, expected[name].data, rtol=0, atol=0)
 
 
-def load(folder: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
+def load(folder: Path, requested: dict[str, Any] | None = None) -> dict[str, Any]:
     from nemo_aligner.checkpoint.weights import load_weights
 
-    return load_weights(request(fill=-1.0) if wanted is None else wanted, folder)
+    return load_weights(request(fill=-1.0) if requested is None else requested, folder)

@@ -166,7 +166,7 @@ def wrong_numbers() -> Iterator[tuple[Callable[[Any], object], str]]:
         for kind, name in (("entry", "size"), ("chunk", "offsets"), ("chunk", "sizes")):
             yield put(kind, name, (wrong, 4)), "'model.embedding': a shape has entries that are not"
         for name in ("offset", "length"):
-            yield put("info", name, wrong), "wanted a file, an offset in it and a length"
+            yield put("info", name, wrong), "wanted a file name, an offset in the file and a length"
 
 
 def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
@@ -203,7 +203,7 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
     yield lambda metadata: metadata.state_dict_metadata.clear(), "tensors are missing"
     yield set_dtype(much), "got list, wanted a dtype"
     yield set_dtype(long), "got str, wanted a dtype"
-    yield set_file(much), "got list, "
+    yield set_file(much), "types list, "
     yield (
         lambda m: m.storage_data.update({MetadataIndex((1, 2)): first_info(m)}),
         "got tuple, wanted the name of a tensor",
@@ -211,12 +211,14 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
     for name in ("../secret", "/etc/hostname", "..", f"{long}/"):
         yield set_file(name), "not in its folder"
     yield resize(5), r"model\.embedding: .*lies outside"
-    yield resize(7), r"model\.embedding: .*do not make up its shape"
+    yield resize(7), r"model\.embedding: .*do not cover its shape"
 
 
 def test_index_that_is_wrong_is_refused(saved: Path) -> None:
     changes = (*damages_of_the_index(), *wrong_numbers())
-    check_damages(saved, ((index_edit(change), said) for change, said in changes), check_and_load)
+    check_damages(
+        saved, ((index_edit(change), pattern) for change, pattern in changes), check_and_load
+    )
 
 
 def test_index_of_another_kind_is_refused(saved: Path) -> None:
@@ -225,8 +227,8 @@ def test_index_of_another_kind_is_refused(saved: Path) -> None:
     look_alike = SavePlan([])
     vars(look_alike).update(vars(metadata))
     wrong = pickle.dumps(look_alike)
-    wanted = "got SavePlan, wanted a checkpoint index"
-    check_damages(saved, [(overwrite(".metadata", wrong), wanted)], check_and_load)
+    pattern = "got SavePlan, wanted a checkpoint index"
+    check_damages(saved, [(overwrite(".metadata", wrong), pattern)], check_and_load)
 
 
 def test_data_that_is_missing_cut_off_or_a_link_is_named(saved: Path, tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_data_that_is_missing_cut_off_or_a_link_is_named(saved: Path, tmp_path: 
         (folder / name).symlink_to(tmp_path / "elsewhere")
 
     damages = [
-        (lambda folder: (folder / name).unlink(), "no such file, wanted the data of"),
+        (lambda folder: (folder / name).unlink(), "no such file, but the index places"),
         (lambda folder: cut(folder / name, -100), "the file ends at|damaged"),
         (lambda folder: cut(folder / name, 0), "the file ends at 0"),
         (link, "is a link"),
@@ -267,12 +269,12 @@ def test_piece_with_a_flipped_bit_is_found_once_it_is_read(unpacked: Path, layou
     weights = unpacked / "model_weights"
     tensors = dist_checkpointing.load_plain_tensors(str(weights))
     (file,) = weights.glob("*.distcp")
-    whole = file.read_bytes()
+    content = file.read_bytes()
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc2.weight"):
         for layer in range(2):
             row = tensors[f"model.decoder.layers.{name}"][layer, -1].numpy().tobytes()
-            data = bytearray(whole)
+            data = bytearray(content)
             data[data.index(row) + 5] ^= 4
             file.write_bytes(data)
             open_weights(weights).check_data(read=False)
-            refuse(unpacked, layout, f"{name}: damaged: .* has another CRC-32")
+            refuse(unpacked, layout, f"{name}: damaged: the CRC-32 of .* does not match")

@@ -54,8 +54,8 @@ def as_torch_saves(content: bytes, path: Path) -> None:
 def put_among_shards(path: Path, index: MetadataIndex) -> Path:
     """Have the index of the folder of ``path`` say that it stores what ``index`` names."""
     metadata = read_metadata(path.parent)
-    some = next(iter(metadata.storage_data.values()))
-    metadata.storage_data[index] = type(some)(path.name, 0, path.stat().st_size)
+    info = next(iter(metadata.storage_data.values()))
+    metadata.storage_data[index] = type(info)(path.name, 0, path.stat().st_size)
     (path.parent / ".metadata").write_bytes(pickle.dumps(metadata))
     return path.parent
 
@@ -71,14 +71,14 @@ def doors(saved: Path, tmp_path: Path) -> list[tuple[str, Path, Door]]:
     for file in saved.iterdir():
         (tmp_path / "newer" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "newer" / "common.pt").unlink()
-    whole = MetadataIndex("common_state/shard_0_1")
+    common_index = MetadataIndex("common_state/shard_0_1")
     embedding = MetadataIndex("model.embedding", torch.Size([0, 0]))
     return [
         ("common.pt", saved / "common.pt", lambda _: read_common(saved)),
         (
             "common state among shards",
             tmp_path / "newer" / "__9_9.distcp",
-            lambda path: read_common(put_among_shards(path, whole)),
+            lambda path: read_common(put_among_shards(path, common_index)),
         ),
         (
             "a tensor's shard",
@@ -102,10 +102,12 @@ def test_pickle_bombs_are_refused_at_once_at_every_door(doors: list[Any]) -> Non
                 began = time.perf_counter()
                 with pytest.raises(CheckpointError) as caught:
                     read(path)
-                took, said = time.perf_counter() - began, str(caught.value)
-                asked = form == "pickle" or " parts" in said or "bytearray" in said
-                if not asked or len(said) > 1000 or took > 10:
-                    wrong.append((door, bomb, form, f"{took:.1f} s", said[:200]))
+                took, message = time.perf_counter() - began, str(caught.value)
+                is_refused_by_size = (
+                    form == "pickle" or " parts" in message or "bytearray" in message
+                )
+                if not is_refused_by_size or len(message) > 1000 or took > 10:
+                    wrong.append((door, bomb, form, f"{took:.1f} s", message[:200]))
     assert not wrong, wrong
 
 
@@ -140,9 +142,9 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
         "mutable": bytearray(b"abc"),
     }
     torch.save(content, saved / "common.pt")
-    found = read_common(saved)
-    assert torch.equal(found.pop("tensor"), content.pop("tensor"))
-    assert found == content
+    common = read_common(saved)
+    assert torch.equal(common.pop("tensor"), content.pop("tensor"))
+    assert common == content
 
     tiny.write_hf_reward_model(tmp_path)
     weights = tmp_path / "model.safetensors"

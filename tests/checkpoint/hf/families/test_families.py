@@ -76,17 +76,21 @@ def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
         tokens = torch.arange(5, 60)[None]
         with torch.no_grad():
             # The cap of an LM head's logits is not the decoder's.
-            wanted, found = (each.model(tokens).last_hidden_state for each in (model(case), again))
-        assert wanted.std() > 0.1
-        assert torch.equal(found, wanted)
+            expected, actual = (
+                decoder.model(tokens).last_hidden_state for decoder in (model(case), again)
+            )
+        assert expected.std() > 0.1
+        assert torch.equal(actual, expected)
 
 
 def test_family_config_leaves_out_what_transformers_adds() -> None:
-    found, wanted = {}, {}
+    actual, expected = {}, {}
     for name in NAMES:
         full = AutoConfig.for_model(name, **SIZES).to_dict()
-        found[name], wanted[name] = (find_family(name).to_nemo(each) for each in (SIZES, full))
-    assert found == wanted
+        actual[name], expected[name] = (
+            find_family(name).to_nemo(config) for config in (SIZES, full)
+        )
+    assert actual == expected
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -94,7 +98,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: got 9, wanted .* at most 8"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
-    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted a 1 for each"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted for each"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
     ("ministral", {"layer_types": ["chunked_attention"] * 4}, "layer_types: got"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
@@ -120,7 +124,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
     ("exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0"),
-    ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted those"),
+    (
+        "olmo3",
+        {"rope_parameters": {"rope_theta": 5.0}},
+        "rope_parameters: got .*, wanted a mapping",
+    ),
     ("phi3", {"rope_scaling": {"type": "su"}}, "longrope_short_factor: got None, wanted 8 numbers"),
     ("granite", {"residual_multiplier": 0.0}, "residual_multiplier: got 0.0, wanted a number"),
     ("granite", {"attention_bias": True}, "attention_bias: got True"),
@@ -133,11 +141,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rotary_percentage": 0.5}, "qk_layernorm=True, rotary_percentage=0.5"),
-    ("exaone4_window", {"no_rope_freq": 2}, "no_rope_freq: got 2, wanted the layers without"),
-    ("glm", {"window_size": 5}, "window_size=5, which is not of the family glm"),
+    ("exaone4_window", {"no_rope_freq": 2}, "no_rope_freq: got 2, .* the layers without"),
+    ("glm", {"window_size": 5}, "window_size=5, which does not belong to the family glm"),
     ("olmo2", {"pre_layernorms": True}, "qk_layernorm_across_heads=True, post_layernorms=True"),
     ("granite", {"qkv_bias": True}, "qkv_bias=True, embedding_multiplier=3.0"),
-    ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
+    ("gemma", {"window_size": 5}, "window_size=5, which does not belong to any family"),
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
     ("smollm3", {"qk_layernorm": True}, "qk_layernorm=True, no_rope_freq=2"),
@@ -160,8 +168,8 @@ def test_family_config_that_cannot_be_carried_is_refused() -> None:
 def test_family_of_experts_reads_those_that_are_stored_as_one(tmp_path: Path) -> None:
     """As transformers 5 writes them if it is told to; a Mixtral's router then has another name."""
     families.write_hf_checkpoint(tmp_path / "single", "mixtral")
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
-    whole.save_pretrained(tmp_path / "fused", save_original_format=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
     tiny.write_tokenizer(tmp_path / "fused")
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(
         tmp_path / "fused/model.safetensors"
@@ -187,8 +195,8 @@ def test_family_config_of_old_keys_reads_the_same() -> None:
         ("gemma", gelu, {}),
         ("qwen2", no_layer, {}),
     ):
-        found, wanted = (find_family(name).to_nemo({**SIZES, **each}) for each in (older, newer))
-        assert found == wanted, (name, older)
+        actual, expected = (find_family(name).to_nemo({**SIZES, **keys}) for keys in (older, newer))
+        assert actual == expected, (name, older)
     uncapped = {**SIZES, "attn_logit_softcapping": None, "sliding_window": 5}
     assert find_family("gemma2").to_nemo(uncapped)["attn_logit_softcapping"] is None
     smollm = {**SIZES, "tie_word_embeddings": True, "rope_theta": 100000}
@@ -216,10 +224,10 @@ def test_family_rules_come_apart_as_they_were_put_together() -> None:
                 names += rule.hf
                 parts = [state[name] for name in rule.hf]
                 again = rule.split(rule.join(parts, config), config)
-                for found, wanted in zip(again, parts, strict=True):
+                for actual, expected in zip(again, parts, strict=True):
                     # What had 1 added to it has lost its last bits.
-                    torch.testing.assert_close(found, wanted, atol=2e-7, rtol=0)
-                    assert "norm" in rule.megatron or torch.equal(found, wanted)
+                    torch.testing.assert_close(actual, expected, atol=2e-7, rtol=0)
+                    assert "norm" in rule.megatron or torch.equal(actual, expected)
             untied = {"lm_head.weight"} if model(case).config.tie_word_embeddings else set()
             assert set(names) == state.keys() - untied, case
             assert len(names) == len(set(names)), case
@@ -262,8 +270,10 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
     torch.testing.assert_close(packed[: 2 * size], query[: 2 * size])
     torch.testing.assert_close(packed[2 * size : 3 * size], key[:size])
     torch.testing.assert_close(packed[3 * size : 4 * size], value[:size])
-    for got, wanted in zip(unpack_qkv(packed, heads, groups), (query, key, value), strict=True):
-        torch.testing.assert_close(got, wanted)
+    for actual, expected in zip(
+        unpack_qkv(packed, heads, groups), (query, key, value), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -283,28 +293,28 @@ def test_family_export_is_what_was_converted(
     there, back = (load_file(tmp_path / name / "model.safetensors") for name in ("there", "back"))
     assert there.keys() == back.keys()
     for name, tensor in there.items():
-        wanted = tensor.float() if name == "score.weight" else tensor
-        assert torch.equal(back[name], wanted), name
+        expected = tensor.float() if name == "score.weight" else tensor
+        assert torch.equal(back[name], expected), name
 
 
 def test_family_export_is_named_and_scaled_as_vllm_reads_it(layout: Any, tmp_path: Path) -> None:
     """test_heads_out.py has vLLM itself read it, where there is one."""
     scaling = {"original_max_position_embeddings": 16, "beta": 0.5}
-    for case, name, wanted in (
+    for case, name, expected in (
         ("gemma3", "architectures", ["Gemma3ForSequenceClassification"]),
         ("ministral3", "llama_4_scaling", scaling),
     ):
         families.write_reward_model(tmp_path / case, case, torch.float32)
         convert(tmp_path / case, tmp_path / f"{case}.nemo")
         export(tmp_path / f"{case}.nemo", tmp_path / f"{case}.out", layout)
-        assert config_of(tmp_path / f"{case}.out")[name] == wanted
+        assert config_of(tmp_path / f"{case}.out")[name] == expected
 
 
 def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
     """The original length beside a rotation of an older name; some checked texts are longer."""
     rope = {
         "rope_type": "su",
-        "short_factor": [1.0 + 0.1 * each for each in range(8)],
+        "short_factor": [1.0 + 0.1 * index for index in range(8)],
         "long_factor": [4.0] * 8,
     }
     source = tmp_path / "hf"
@@ -312,9 +322,9 @@ def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
     edit(source, rope_scaling=rope, original_max_position_embeddings=100, rope_parameters=None)
     convert(source, tmp_path / "rm.nemo")
     assert export(tmp_path / "rm.nemo", tmp_path / "back", layout).largest_difference < 2e-5
-    found = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
-    assert {key: found[key] for key in rope} == {**rope, "rope_type": "longrope"}
-    assert found["original_max_position_embeddings"] == 100
+    exported = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
+    assert {key: exported[key] for key in rope} == {**rope, "rope_type": "longrope"}
+    assert exported["original_max_position_embeddings"] == 100
 
 
 def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
@@ -323,14 +333,14 @@ def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
     families.write_reward_model(tmp_path / "hf", "granite", torch.float32)
     convert(tmp_path / "hf", tmp_path / "rm.nemo")
     export(tmp_path / "rm.nemo", tmp_path / "out", layout)
-    found = config_of(tmp_path / "out")
-    assert found["architectures"] == ["GraniteForSequenceClassification"]
+    config = config_of(tmp_path / "out")
+    assert config["architectures"] == ["GraniteForSequenceClassification"]
     _, _, program = (tmp_path / "out/README.md").read_text().partition("```python\n")
     monkeypatch.chdir(tmp_path)
     variables: dict[str, Any] = {}
     exec(program.partition("```")[0], variables)
-    wanted = score_all(load_scorer(tmp_path / "rm.nemo", layout), [variables["conversation"]])
-    np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-5, rtol=0)
+    expected = score_all(load_scorer(tmp_path / "rm.nemo", layout), [variables["conversation"]])
+    np.testing.assert_allclose(variables["rewards"].numpy(), expected, atol=1e-5, rtol=0)
     # And it is a reward model again.
     back = convert(tmp_path / "out", tmp_path / "back.nemo")
     assert back.contract is not None

@@ -67,15 +67,15 @@ def content(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def check_same(source: Path, base: Path, folder: Path) -> None:
     """The file ``source`` converts to ``base``, but for what its norms lost by 1 more and less."""
-    (config, tensors), (wanted_config, wanted) = (
+    (config, tensors), (wanted_config, expected) = (
         content(convert(source, folder / "from_gguf.nemo").output),
         content(base),
     )
     assert config.pop("tokenizer") == wanted_config.pop("tokenizer")
     assert config == wanted_config
-    assert tensors.keys() == wanted.keys()
+    assert tensors.keys() == expected.keys()
     has_offset = source.stem.startswith(("gemma", "nemotron"))
-    for key, tensor in wanted.items():
+    for key, tensor in expected.items():
         stored = tensor
         if has_offset and "norm" in key and key.endswith("weight"):
             stored = (tensor + 1) - 1
@@ -140,11 +140,11 @@ def test_gguf_of_another_architecture_is_refused_by_its_header(
 def test_folder_that_transformers_saved_of_a_gguf_is_taken(tmp_path: Path) -> None:
     """It names a quantisation, and its tensors are plain."""
     tiny.write_hf_checkpoint(tmp_path / "hf")
-    wanted = convert(tmp_path / "hf", tmp_path / "wanted.nemo")
+    expected = convert(tmp_path / "hf", tmp_path / "wanted.nemo")
     edit(tmp_path / "hf", quantization_config={"quant_method": "gguf", "modules": []})
     assert (
         content(convert(tmp_path / "hf", tmp_path / "got.nemo").output)[0]
-        == (content(wanted.output)[0])
+        == (content(expected.output)[0])
     )
 
 
@@ -153,9 +153,9 @@ def test_gguf_that_is_quantised_has_what_was_written(case: str, tmp_path: Path) 
     folder, kind = tmp_path / "hf", gguf.GGMLQuantizationType.Q8_0
     families.write_hf_checkpoint(folder, case)
     tensors = GgufCheckpoint(write_gguf(tmp_path / "tiny.gguf", folder, kind)).tensors
-    wanted = load_file(folder / "model.safetensors")
-    assert tensors.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    expected = load_file(folder / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
         if tensor.ndim == 2:
             tensor = torch.tensor(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind))
         atol = 2**-23 if tensor.ndim == 1 else 0
@@ -170,14 +170,14 @@ def test_gguf_is_read_the_same_by_transformers(case: str, tmp_path: Path) -> Non
     families.write_hf_checkpoint(folder, case)
     original = AutoModelForCausalLM.from_pretrained(folder)
     # With its config: transformers does not read all fields that matter.
-    where = {"config": AutoConfig.from_pretrained(folder), "dtype": torch.float32}
+    options = {"config": AutoConfig.from_pretrained(folder), "dtype": torch.float32}
     source = write_gguf(tmp_path / "tiny.gguf", folder)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name, **where)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name, **options)
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, original(tokens).logits)
 
     source = write_gguf(tmp_path / "q8.gguf", folder, gguf.GGMLQuantizationType.Q8_0)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name, **where)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name, **options)
     state = theirs.state_dict()
     for name, tensor in GgufCheckpoint(source).tensors.items():
         assert torch.equal(tensor.read(), state[name]), name
@@ -187,7 +187,7 @@ def test_gguf_is_read_the_same_by_transformers(case: str, tmp_path: Path) -> Non
 REFUSED = [
     (
         {"tokenizer.ggml.model": "rwkv"},
-        r"tokenizer\.ggml\.model: got 'rwkv'.*wanted the Hugging",
+        r"tokenizer\.ggml\.model: got 'rwkv'.*Convert the Hugging",
     ),
     ({"tokenizer.ggml.model": None}, r"tokenizer\.ggml\.model: got None"),
     ({"tokenizer.ggml.merges": None}, r"tokenizer\.ggml\.model: got 'gpt2'"),
@@ -197,7 +197,7 @@ REFUSED = [
     ),
     ({"ARCH.rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type: got 'su'"),
     ({"ARCH.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.factor: got None"),
-    ({"ARCH.rope.scaling.type": "longrope"}, r"scaling\.type: got 'longrope', but the file has no"),
+    ({"ARCH.rope.scaling.type": "longrope"}, r"scaling\.type: got 'longrope', but the tensors"),
     (
         {"ARCH.rope.scaling.attn_factor": 1.19},
         r"rope\.scaling\.attn_factor: got 1\.19, which is not supported",
@@ -206,12 +206,12 @@ REFUSED = [
         {"ARCH.rope.scaling.yarn_log_multiplier": 0.1},
         r"yarn_log_multiplier: got 0\.1, which is not supported",
     ),
-    ({"split.count": 3}, r"split\.count: got one of 3 files"),
-    ({"ARCH.expert_count": 8}, r"tensor 'blk\.0\.ffn_up\.weight' is unknown in a model of its"),
+    ({"split.count": 3}, r"split\.count: this is one of 3 files"),
+    ({"ARCH.expert_count": 8}, r"tensor 'blk\.0\.ffn_up\.weight': a llama model has no such"),
     ({"ARCH.attention.sliding_window": 8}, r"llama\.attention\.sliding_window: got 8"),
     ({"ARCH.attention.causal": False}, r"llama\.attention\.causal: got False"),
-    ({"ARCH.rope.dimension_count": 8}, r"rope\.dimension_count: got 8, wanted the head's 16"),
-    ({"ARCH.attention.value_length": 8}, r"value_length: got 8, wanted the keys' 16"),
+    ({"ARCH.rope.dimension_count": 8}, r"rope\.dimension_count: got 8, wanted 16"),
+    ({"ARCH.attention.value_length": 8}, r"value_length: got 8, wanted 16"),
     ({"ARCH.attention.head_count": [4, 4]}, r"head_count: got \[4, 4\], wanted a whole"),
     ({"ARCH.block_count": None}, r"llama\.block_count: got None, wanted a whole number"),
     (
@@ -255,7 +255,7 @@ def test_gguf_of_no_family_or_with_damage_is_refused(tmp_path: Path) -> None:
     with refusals() as refused:
         for name, pattern in (
             ("larger", r"attention\.key_length: got 32, wanted 16"),
-            ("scaled", r"rope_freqs\.weight: not the rope scaling of Llama"),
+            ("scaled", r"rope_freqs\.weight: its values are not those of Llama"),
             ("nan", r"nan\.gguf: .*blk\.1\.ffn_up\.weight: got 1 of \d+ values that are NaN"),
             ("renamed", r"blk\.0\.attn_k_norm\.weight' is unknown"),
             ("other", r"other\.gguf: general\.architecture: got 'falcon', wanted one of: llama"),
@@ -276,7 +276,7 @@ HEADERS = [
     ),
     ((0, 1), struct.pack("<IIQ", 9, 4, 2**20), "4194304 bytes more"),
     ((0, 1), struct.pack("<IQ", 8, 2**62), "4611686018427387904 bytes more"),
-    ((0, 1), struct.pack("<IIQ", 9, 9, 1), "a value of type 9"),
+    ((0, 1), struct.pack("<IIQ", 9, 9, 1), "a value of the unknown type 9"),
     ((0, 1), struct.pack("<IQ", 8, 2) + b"\xff\xfe", "codec can't decode"),
     ((1, 0), struct.pack("<I", 9), "a tensor of 9 axes"),
     ((2**62, 0), b"", "4611686018427387904 tensors"),
@@ -299,10 +299,10 @@ def test_gguf_divisors_of_a_llama3_are_those_of_transformers() -> None:
     config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=LLAMA3)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 1.0 / LLAMA3["rope_theta"] ** (torch.arange(0, 64, 2) / 64)
-    got = llama3_divisors(LLAMA3["rope_theta"], 64, LLAMA3)
-    assert got.min() == 1.0
-    assert got.max() == 32.0
-    torch.testing.assert_close(got, plain / scaled)
+    actual = llama3_divisors(LLAMA3["rope_theta"], 64, LLAMA3)
+    assert actual.min() == 1.0
+    assert actual.max() == 32.0
+    torch.testing.assert_close(actual, plain / scaled)
 
 
 @pytest.mark.parametrize("layers", [42, 46])
@@ -330,7 +330,7 @@ def carried_tokenizer(source: Path, folder: Path) -> Any:
 def test_gguf_tokenizer_is_the_one_that_was_written(case: str, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     families.write_hf_checkpoint(folder, case)
-    wanted = load_tokenizer(folder)
+    expected = load_tokenizer(folder)
     for name, bos, eos in (("unsaid", None, None), ("bos", True, False), ("eos", False, True)):
         flags = {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
         carried = carried_tokenizer(
@@ -339,8 +339,8 @@ def test_gguf_tokenizer_is_the_one_that_was_written(case: str, tmp_path: Path) -
         assert (carried.adds_bos, carried.adds_eos) == (bool(bos), bool(eos))
         assert carried.chat_template == tiny.CHATML
         assert (carried.bos_token, carried.eos_token) == ("<|im_start|>", "<|im_end|>")
-        assert carried.vocab_size == wanted.vocab_size
-        assert carried.encode_batch(TEXTS) == wanted.encode_batch(TEXTS)
+        assert carried.vocab_size == expected.vocab_size
+        assert carried.encode_batch(TEXTS) == expected.encode_batch(TEXTS)
 
 
 def test_gguf_tokenizer_wants_a_new_transformers(
@@ -358,8 +358,8 @@ def test_gguf_tokenizer_of_sentencepiece(
     case: str, has_prefix: bool | None, tmp_path: Path
 ) -> None:
     is_gemma = case.startswith("gemma")
-    bos, eos, *others = ("<bos>", "<eos>", "<pad>") if is_gemma else ("<s>", "</s>")
-    (vocabulary, merges), write = write_sentencepiece([*others, eos, bos, "<unk>"])
+    bos, eos, *special = ("<bos>", "<eos>", "<pad>") if is_gemma else ("<s>", "</s>")
+    (vocabulary, merges), write = write_sentencepiece([*special, eos, bos, "<unk>"])
     kind = GemmaTokenizer if is_gemma else LlamaTokenizer
     rule = {} if is_gemma or has_prefix is None else {"add_prefix_space": has_prefix}
     original = kind(vocab=vocabulary, merges=merges, **rule)
@@ -426,6 +426,6 @@ def test_gguf_tokenizer_of_bytes_has_the_rules_of_its_family(tmp_path: Path) -> 
     file.write_text(json.dumps(content))
     text = "".join(word).replace("\u0120", " ")
     assert len(carried("gpt-2").encode(text)) > 1
-    got = carried("llama-bpe")
-    assert got.encode(text) == [content["model"]["vocab"]["".join(word)]]
-    assert got.adds_bos
+    rules = carried("llama-bpe")
+    assert rules.encode(text) == [content["model"]["vocab"]["".join(word)]]
+    assert rules.adds_bos
