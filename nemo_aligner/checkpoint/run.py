@@ -432,7 +432,7 @@ def _how_to_go_on_without(damaged: Path) -> str:
     # A run reads the states of all its checkpoints, so one without a state would stop it again.
     in_the_way = [damaged, *(path for path in other_folders if not _has_state(path))]
     return (
-        f"{', '.join(names)} in the same folder {are_complete}: move "
+        f"The run can resume from another checkpoint, as {', '.join(names)} {are_complete}: move "
         f"{', '.join(map(str, in_the_way))} to another folder, and start the same command again; "
         f"it resumes from {names[0]}"
     )

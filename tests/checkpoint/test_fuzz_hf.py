@@ -32,7 +32,7 @@ from tests.checkpoint.fuzzing import (
     two_files,
     with_nasty_value,
 )
-from tests.checkpoint.hf.gguf.writing import LLAMA3, write_gguf, write_sentencepiece
+from tests.checkpoint.hf.gguf_writing import LLAMA3, write_gguf, write_sentencepiece
 from tests.harness import families, tiny
 
 gguf = pytest.importorskip("gguf")

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 from tests.checkpoint.hf.exporting import config_of
-from tests.checkpoint.hf.test_heads_out import WIDE, printed
+from tests.checkpoint.hf.test_export_heads import WIDE, printed
 from tests.harness.environments import vllm_python
 from tests.harness.heads import KINDS, write_archive
 

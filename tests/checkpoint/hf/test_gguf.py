@@ -33,7 +33,7 @@ from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import config_of, edit
-from tests.checkpoint.hf.gguf.writing import (
+from tests.checkpoint.hf.gguf_writing import (
     LLAMA3,
     TEXTS,
     UNSAID,

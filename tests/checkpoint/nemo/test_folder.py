@@ -18,7 +18,7 @@ from tests.checkpoint import foreign
 from tests.checkpoint.foreign import ITERATION, megatron_lm
 from tests.checkpoint.loading import Bomb, Tensors, Theirs, check, edit, load, refuse
 from tests.checkpoint.refusals import refusals
-from tests.checkpoint.weights.test_index import edited_index
+from tests.checkpoint.weights.test_store_index import edited_index
 
 STEP = "checkpoints/step_00000100"
 
