@@ -102,3 +102,16 @@ class LiveBytes:
 
     def _release(self, size: int) -> None:
         self.now -= size
+
+
+def lose(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_only_index(folder: Path, content: str) -> None:
+    """Replace the single file of weights by an index, which is read only without that file."""
+    lose(folder, "model.safetensors")
+    (folder / INDEX).write_text(content)
