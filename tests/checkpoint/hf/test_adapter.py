@@ -1,4 +1,4 @@
-"""LoRA as a folder for peft: its names and numbers, checked on the base model, or refused."""
+"""Export of LoRA for peft: names and values, the check on the base model, and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hf(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
-    """Writes a reward model with LoRA of drawn numbers, and two attributes."""
+    """Write a reward model with random LoRA adapters and two attributes."""
 
     def make(lora: LoraShape | None, tensor_parallel: int = 1) -> Path:
         base = tmp_path / "base.nemo"
@@ -47,7 +47,7 @@ def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
                 if is_of_adapter(name) and "linear_out" in name:
                     parameter.normal_(std=0.2)
                     if groups == 3 and "qkv" in name:
-                        parameter[2 * len(parameter) // 3 :] = 0.0  # as training leaves them
+                        parameter[2 * len(parameter) // 3 :] = 0.0  # as after training
         contract = build_contract(contracts.config(["a", "b"]), loaded.tokenizer, Precision.fp32)
         path = tmp_path / ("plain.nemo" if lora is None else "rm.nemo")
         save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
@@ -92,7 +92,7 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
     assert "checked: 7 texts" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     parts = {"phi3_untied": ["qkv_proj"]}.get(case, ["k_proj", "q_proj", "v_proj"])
-    # A Granite is not fused. transformers has no class for it, so the card makes one.
+    # A Granite has no fused weights. transformers has no class for it, so the card defines one.
     parts += ["gate_proj", "up_proj"] if case == "granite" else ["gate_up_proj"]
     assert config["target_modules"] == sorted(parts)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -102,7 +102,7 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
 def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
     make: Any, layout: Any, tmp_path: Path
 ) -> None:
-    """And its attributes can be one."""
+    """The attributes can be merged into one."""
     options = ExportOptions(merge=True)
     summary = export_adapter(make(QKV), tmp_path / "out", "org/base", layout, options)
     assert "NOT CHECKED: org/base is not a folder on this machine" in summary

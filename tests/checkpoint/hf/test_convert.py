@@ -1,4 +1,4 @@
-"""Conversion: the logits, rewards and tokens of transformers, and refusals that name the reason."""
+"""Conversion: logits and rewards of transformers, and refusals that name the reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("layout")
 
 
 def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
-    """Logits of megatron-core's own GPTModel, loaded from a ``.nemo``."""
+    """Compute the logits of megatron-core's own GPTModel, loaded from a ``.nemo``."""
     same = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
         "kv_channels", "layernorm_epsilon",
@@ -103,7 +103,7 @@ def megatron_logits(path: Path, tokens: Tensor) -> Tensor:
 
 
 def test_conversion_has_the_logits_of_transformers(tmp_path: Path) -> None:
-    """In megatron-core's own model, as NeMo would read it; the output layer included."""
+    """megatron-core's own model, as NeMo would load it, has the same logits as transformers."""
     tokens = torch.randint(
         0, tiny.SHAPE["vocab_size"], (2, 100), generator=torch.Generator().manual_seed(1)
     )
@@ -227,13 +227,13 @@ def test_conversion_reads_tensors_one_by_one(
     assert joined.total > 0.9 * stored
     layer = stored / 18
     assert read.peak < 3 * layer
-    # torch's writer keeps the last tensor of every key.
+    # torch's writer keeps the last tensor of every key in memory.
     assert joined.peak < 5 * layer
     assert read.now == 0
 
 
 def test_conversion_refuses_a_base_model_that_cannot_be_carried(changed_base: Path) -> None:
-    """By its settings, which the table of every family has besides, or by the files it lacks."""
+    """Unsupported settings and missing files are refused."""
     settings = config_edits(
         ({"model_type": "mamba"}, "model_type: got 'mamba', wanted one of: llama"),
         ({"attention_bias": True}, "attention_bias: got True"),
@@ -291,7 +291,7 @@ def test_contract_is_made_of_the_folder(tmp_path: Path) -> None:
 def test_contract_template_has_to_write_the_conversation(
     changed_reward: Path, tmp_path: Path
 ) -> None:
-    """Else every reply would be the same text, and have the same reward."""
+    """A template that omits the conversation is refused; all responses would score the same."""
     name = "chat_template.jinja"
     hello = overwrite(name, "hello world")
     check_refused(changed_reward, [(hello, "writes 'hello world', without .*'a question'")])
@@ -309,7 +309,7 @@ def test_contract_template_has_to_write_the_conversation(
 def test_template_that_writes_the_date_writes_one_day_wherever_it_goes(
     changed_reward: Path, layout: Any, tmp_path: Path
 ) -> None:
-    """In the archive, the folder as transformers runs it, and an export."""
+    """A template with today's date gets a fixed date: in archives, by transformers, in exports."""
     dated_template = "{{ 'Today ' ~ strftime_now('%d %b %Y') ~ '\\n' }}" + tiny.CHATML
     overwrite("chat_template.jinja", dated_template)(changed_reward)
     summary = convert(changed_reward, tmp_path / "rm.nemo")

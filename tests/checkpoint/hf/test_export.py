@@ -61,7 +61,7 @@ def test_export_and_the_way_back_change_no_tensor(layout: Any, tmp_path: Path) -
         original, after = config_of(folder / "hf"), config_of(folder / "out")
         for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
             assert after[key] == original[key]
-        # Whoever may read the one may read the other.
+        # The exported files have the same permissions as the archive.
         files = [folder / "out" / name for name in ("config.json", "model.safetensors")]
         assert len({file.stat().st_mode for file in files}) == 1
         if case != "one_label":
@@ -102,7 +102,7 @@ def test_export_takes_a_config_without_what_has_a_default(layout: Any, tmp_path:
 
 
 def write_run(folder: Path, archive: Path) -> Path:
-    """The folder of the training run that ended in ``archive``, with two validations."""
+    """Write the folder of the run that trained ``archive``, with two validations."""
     folder.mkdir()
     config = {
         "pretrained_checkpoint": {"restore_from_path": "base.nemo"},
@@ -118,7 +118,7 @@ def write_run(folder: Path, archive: Path) -> Path:
 def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
     three: Path, layout: Any, tmp_path: Path
 ) -> None:
-    """The tokenizer is of a class that transformers 4 has, which tests/readers has read it."""
+    """The tokenizer's class exists in transformers 4, too; tests/readers loads it there."""
     with open_nemo(three) as folder:
         padded = folder.store.tensors["model.embedding.word_embeddings.weight"][0]
     assert padded == (384, 64)
@@ -188,7 +188,7 @@ def test_export_leaves_a_tokenizer_of_another_class_as_it_is(
 def test_export_takes_another_template_out_of_the_tokenizers_settings(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Where older tokenizers keep theirs."""
+    """Older tokenizers have the template in their settings, from which it is removed."""
     for name in ("old", "out"):
         (tmp_path / name).mkdir()
     tokenizer.save(tmp_path / "old")
@@ -216,7 +216,7 @@ def test_export_has_the_template_bos_and_eos_of_the_contract(
 
 
 def without_a_pad_token(folder: Path, specials: tuple[str, ...]) -> None:
-    """Pad with EOS, as many tokenizers do, and let only ``specials`` be special."""
+    """Make EOS the pad token, as in many tokenizers, and make only ``specials`` special."""
     edit(folder, "tokenizer_config.json", pad_token="<|im_end|>")
     tokens = config_of(folder, "tokenizer.json")["added_tokens"]
     remaining = [token for token in tokens if token["content"] in specials]
@@ -230,7 +230,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     ("specials", "rows", "pad", "pad_id", "vocab_size"),
     [
         (SPECIALS, 320, "<|endoftext|>", 0, 320),
-        # No token to be had: the row behind the words, or one more, is a new one's.
+        # There is no unused token, so the next row, or an additional one, is for a new token.
         (SPECIALS[1:], None, "<|pad|>", None, None),
         (SPECIALS[1:], 340, "<|pad|>", None, 340),
     ],
@@ -273,7 +273,7 @@ def test_export_merged_gives_the_weighted_sum(three: Path, layout: Any, tmp_path
     assert f"add {{'reward': {constant}}}" in str(summary)
     config = config_of(tmp_path / "out")
     assert (config["id2label"], config["label_means"]) == ({"0": "reward"}, {"reward": constant})
-    # The folder's own contract comes back with it, constant included.
+    # A conversion of the export has the same contract, with its constant.
     convert(tmp_path / "out", tmp_path / "merged.nemo")
     texts = ["the cat sleeps", "a dog"]
     parts, merged = (
@@ -309,7 +309,7 @@ def test_export_shards_are_no_larger_than_asked_for(
     for path in files:
         assert sum(tensor.nbytes for tensor in load_file(path).values()) <= 100_000
     assert_same(tensors_of(tmp_path / "out"), expected)
-    # A shard, and the tensor that begins the next.
+    # For each shard: its size and that of the next shard's first tensor exceed the limit.
     assert live.total > 600_000
     assert live.peak < 250_000
 
@@ -384,7 +384,7 @@ def test_export_refuses_what_has_no_place_or_would_be_overwritten(
 
 
 def with_tensor(archive: Path, key: str, path: Path) -> Path:
-    """A copy of the archive that has a tensor more."""
+    """Copy the archive with an additional tensor."""
     with open_nemo(archive) as folder:
         tensors = {
             name: LazyTensor(shape, dtype, partial(folder.store.read, name))

@@ -60,7 +60,7 @@ def test_conversion_of_no_checkpoint_is_directed_elsewhere(tmp_path: Path) -> No
 
 
 def test_conversion_reads_the_shards_of_the_index(changed_reward: Path, tmp_path: Path) -> None:
-    """Or the one file of the model, and no file of other tools beside them."""
+    """Only the shards in the index are read, or the single file, and no files of other tools."""
     (changed_reward / "consolidated.safetensors").write_bytes(b"other names for the same tensors")
     convert(changed_reward, tmp_path / "whole.nemo")
     model = AutoModelForSequenceClassification.from_pretrained(changed_reward)
@@ -83,7 +83,7 @@ def test_conversion_reads_the_shards_of_the_index(changed_reward: Path, tmp_path
 def test_conversion_of_a_folder_that_was_saved_twice_reads_what_transformers_reads(
     changed_reward: Path, layout: Any, tmp_path: Path
 ) -> None:
-    """The whole file, if other weights are in shards next to it; or the file of the config."""
+    """The single file is read, if there are shards, too; or the file that the config names."""
     model = AutoModelForSequenceClassification.from_pretrained(changed_reward).eval()
     single_file = changed_reward / "model.safetensors"
     moved = single_file.rename(tmp_path / "whole")
@@ -118,7 +118,7 @@ def test_conversion_of_a_folder_that_was_saved_twice_reads_what_transformers_rea
 def test_conversion_gives_tokens_of_the_config_the_ids_of_transformers(
     changed_base: Path, tmp_path: Path
 ) -> None:
-    """A token that tokenizer.json lacks is one token, not its letters."""
+    """A token that only tokenizer_config.json has is a single token."""
     tiny.write_hf_checkpoint(changed_base, vocab_size=tiny.SHAPE["vocab_size"] + 4)
     file, rows = changed_base / "tokenizer.json", tiny.SHAPE["vocab_size"]
     original = file.read_bytes()
@@ -126,7 +126,7 @@ def test_conversion_gives_tokens_of_the_config_the_ids_of_transformers(
     added_tokens = config_of(changed_base, "tokenizer.json")["added_tokens"]
     by_id = {token.pop("id"): token for token in added_tokens}
     extra = {"content": "<step>", **rules, "special": True}
-    # Of a token that stands in both, the rules of the config.
+    # For a token in both files, the rules of tokenizer_config.json count.
     by_id[2] = {**by_id[2], "rstrip": True}
     text = "the<step>cat<note><|im_end|>  dog<tool>"
     cases = [
@@ -165,7 +165,7 @@ def test_conversion_gives_tokens_of_the_config_the_ids_of_transformers(
 def test_conversion_takes_a_wrapper_out_of_the_names_of_tensors(
     changed_reward: Path, tmp_path: Path
 ) -> None:
-    """A full fine-tune that was saved from torch.compile, DDP, FSDP or peft's wrapper."""
+    """The prefixes of torch.compile, DDP, FSDP and peft are removed from tensor names."""
     tensors = tensors_of(changed_reward)
     expected = convert(changed_reward, tmp_path / "plain.nemo")
 
@@ -203,7 +203,7 @@ def test_conversion_takes_a_wrapper_out_of_the_names_of_tensors(
 
 
 def test_conversion_of_a_body_alone_needs_no_output_layer(layout: Any, tmp_path: Path) -> None:
-    """Saved by AutoModel; or a reward model's, whose embeddings are not tied to one either."""
+    """A decoder saved by AutoModel, or by a reward model's class, has no output layer."""
     tiny.write_hf_reward_model(tmp_path / "reward", tie_word_embeddings=False)
     body = AutoModel.from_pretrained(tmp_path / "reward")
     body.save_pretrained(tmp_path / "body")

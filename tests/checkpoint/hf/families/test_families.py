@@ -1,4 +1,4 @@
-"""Model families: their configs, rules and models, there and back, and what is refused."""
+"""Model families: translation of configs, rules and models in both directions, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.harness import families, tiny
 from tests.harness.families import CASES, WINDOW
 
 NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
-# What every config.json says.
+# Settings in every config.json.
 SIZES = {
     key: value
     for key, value in tiny.SHAPE.items()
@@ -75,7 +75,7 @@ def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
         again.load_state_dict(model(case).state_dict())
         tokens = torch.arange(5, 60)[None]
         with torch.no_grad():
-            # The cap of an LM head's logits is not the decoder's.
+            # A cap on the LM head's logits does not change the decoder.
             expected, actual = (
                 decoder.model(tokens).last_hidden_state for decoder in (model(case), again)
             )
@@ -154,7 +154,7 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_family_config_that_cannot_be_carried_is_refused() -> None:
-    """Of Hugging Face, and of a decoder that no family has."""
+    """Unsupported settings of Hugging Face and decoders that fit no family are refused."""
     with refusals() as refused:
         for name, changes, pattern in REFUSED:
             with refused((name, changes), pattern):
@@ -166,7 +166,7 @@ def test_family_config_that_cannot_be_carried_is_refused() -> None:
 
 
 def test_family_of_experts_reads_those_that_are_stored_as_one(tmp_path: Path) -> None:
-    """As transformers 5 writes them if it is told to; a Mixtral's router then has another name."""
+    """transformers 5 can write fused experts; a Mixtral's router then has another name."""
     families.write_hf_checkpoint(tmp_path / "single", "mixtral")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
@@ -213,7 +213,7 @@ def test_family_layers_may_alternate_where_they_are_named() -> None:
 
 
 def test_family_rules_come_apart_as_they_were_put_together() -> None:
-    """With norms as Gemma's checkpoints have them, too; the exports below have them as they are."""
+    """Joining and splitting are inverse, also for Gemma's norms, which store gamma - 1."""
     for case in CASES:
         family = find_family(CASES[case]["model_type"])
         state = families.single_experts(family, nemo_config(case), model(case).state_dict())
@@ -225,7 +225,7 @@ def test_family_rules_come_apart_as_they_were_put_together() -> None:
                 parts = [state[name] for name in rule.hf]
                 again = rule.split(rule.join(parts, config), config)
                 for actual, expected in zip(again, parts, strict=True):
-                    # What had 1 added to it has lost its last bits.
+                    # Adding 1 has rounded off the last bits.
                     torch.testing.assert_close(actual, expected, atol=2e-7, rtol=0)
                     assert "norm" in rule.megatron or torch.equal(actual, expected)
             untied = {"lm_head.weight"} if model(case).config.tie_word_embeddings else set()
@@ -281,14 +281,14 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
 def test_family_export_is_what_was_converted(
     case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
 ) -> None:
-    """In bf16 of a shape that hides nothing, such as what a library rounds to 16 bits by itself."""
+    """An export in bf16 has the converted tensors, whatever a library rounds to 16 bits itself."""
     is_odd = dtype is torch.bfloat16
     shape = families.odd_settings(case) if is_odd else {}
     families.write_reward_model(tmp_path / "there", case, dtype, **shape)
-    # Of two or three query groups, to which another of zeros is added and removed again.
+    # Two or three query groups; a group of zeros is added, and removed by the export.
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=2 if is_odd else 3)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
-    # The export scored texts longer than any window through both.
+    # The export has compared samples that are longer than any window.
     assert summary.largest_difference < 2e-5
     there, back = (load_file(tmp_path / name / "model.safetensors") for name in ("there", "back"))
     assert there.keys() == back.keys()
@@ -298,7 +298,7 @@ def test_family_export_is_what_was_converted(
 
 
 def test_family_export_is_named_and_scaled_as_vllm_reads_it(layout: Any, tmp_path: Path) -> None:
-    """test_heads_out.py has vLLM itself read it, where there is one."""
+    """The export has the names and scales that vLLM reads; test_export_heads.py runs vLLM."""
     scaling = {"original_max_position_embeddings": 16, "beta": 0.5}
     for case, name, expected in (
         ("gemma3", "architectures", ["Gemma3ForSequenceClassification"]),
@@ -311,7 +311,7 @@ def test_family_export_is_named_and_scaled_as_vllm_reads_it(layout: Any, tmp_pat
 
 
 def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
-    """The original length beside a rotation of an older name; some checked texts are longer."""
+    """LongRoPE as released: an older name, and the original length outside ``rope_scaling``."""
     rope = {
         "rope_type": "su",
         "short_factor": [1.0 + 0.1 * index for index in range(8)],
@@ -341,13 +341,13 @@ def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
     exec(program.partition("```")[0], variables)
     expected = score_all(load_scorer(tmp_path / "rm.nemo", layout), [variables["conversation"]])
     np.testing.assert_allclose(variables["rewards"].numpy(), expected, atol=1e-5, rtol=0)
-    # And it is a reward model again.
+    # The export can be converted to a reward model again.
     back = convert(tmp_path / "out", tmp_path / "back.nemo")
     assert back.contract is not None
 
 
 def test_family_of_a_dynamic_rotation_is_exported(layout: Any, tmp_path: Path) -> None:
-    """A checked text is longer than the model; a contract is so only if that is asked for."""
+    """The comparison has a sample longer than the model's context, which RoPE extends."""
     rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
     source, longest = tmp_path / "hf", tiny.SHAPE["max_position_embeddings"]
     families.write_reward_model(source, "llama", torch.float32, rope_parameters=rope)
