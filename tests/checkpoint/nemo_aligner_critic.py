@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnCpu(TorchFunctionMode):
-    """What is asked for on CUDA, or in page-locked memory, is made in plain memory."""
+    """Context in which tensors for CUDA or pinned memory are created in plain memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Nothing:
 
 
 class Decoder(nn.Module):
-    """In place of megatron-core's GPTModel: a row of tokens has the states that were given."""
+    """Replaces megatron-core's GPTModel: returns the given hidden states of a row of tokens."""
 
     states: dict[tuple[int, ...], Tensor]
 
@@ -57,15 +57,15 @@ class Decoder(nn.Module):
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """The first stage has none."""
+        """Ignore the input; the first pipeline stage has none."""
 
     def forward(self, input_ids: Tensor, **unused: Any) -> Tensor:
-        """``[B, S] -> [S, B, D]``."""
+        """Return the hidden states ``[S, B, D]`` of tokens ``[B, S]``."""
         return torch.stack([self.states[tuple(row)] for row in input_ids.tolist()], dim=1)
 
 
 class MegatronGPTModel(nn.Module):
-    """NeMo's, without all that trains, loads and logs."""
+    """NeMo's base class, without training, loading and logging."""
 
     with_distributed_adam = use_mcore_dist_optim = False
     tokenizer = SimpleNamespace(eos_id=0)
@@ -92,7 +92,7 @@ class MegatronGPTModel(nn.Module):
 
 
 def split(batch: Any, parts: int) -> Iterator[Any]:
-    """NeMo's ``get_iterator_k_split``: equal parts of a list, or of a mapping."""
+    """Replace NeMo's ``get_iterator_k_split``: split a list or a mapping into equal parts."""
     if isinstance(batch, dict):
         columns = [value.tensor_split(parts) for value in batch.values()]
         return iter([dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)])
@@ -100,7 +100,7 @@ def split(batch: Any, parts: int) -> Iterator[Any]:
 
 
 def masks_and_positions(tokens: Tensor, *unused: Any) -> tuple[Tensor, None, Tensor]:
-    """NeMo's ``get_ltor_masks_and_position_ids``; the given states have seen theirs."""
+    """Replace NeMo's ``get_ltor_masks_and_position_ids``, whose results the decoder ignores."""
     rows, width = tokens.shape
     positions = torch.arange(width).expand(rows, width)
     return torch.ones(rows, 1, width, width, dtype=torch.bool), None, positions
@@ -120,7 +120,7 @@ NEMO: dict[str, Any] = {
 
 
 class Nemo(MetaPathFinder, Loader):
-    """Every module ``nemo...``; its names are those of ``NEMO``, or stand for nothing."""
+    """Imports every module ``nemo...``; its names are those in ``NEMO``, or ``Nothing``."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "nemo" else None
@@ -131,11 +131,11 @@ class Nemo(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It is empty."""
+        """Do nothing, because the module is empty."""
 
 
 def run_case(critics: Any, cfg: dict[str, Any], head: dict[str, Tensor], inputs: Any) -> Any:
-    """What NeMo-Aligner makes of one model: rewards, values and the loss."""
+    """Compute rewards, values and the loss of one model with NeMo-Aligner's code."""
     model = critics.MegatronGPTCriticModel(OmegaConf.create({**inputs["cfg"], **cfg}), trainer=None)
     model.load_state_dict({f"model.{name}": tensor for name, tensor in head.items()})
     model.rm_state_dict_cpu = model.critic_state_dict_cpu = model.state_dict()
@@ -147,7 +147,7 @@ def run_case(critics: Any, cfg: dict[str, Any], head: dict[str, Tensor], inputs:
 
 
 def main(given_path: str, found_path: str) -> None:
-    """Of every case in one file the numbers into the other."""
+    """Read the cases from one file, and write their results to the other."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models import gpt

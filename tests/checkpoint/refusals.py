@@ -1,4 +1,4 @@
-"""Tables of what has to be refused: one test tells every case that was not."""
+"""Check tables of inputs that must be refused; a test reports all wrong cases at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.checkpoint.fuzzing import files_of, write_files
 
 LONGEST = 2000  # characters of an error
 Refused = Callable[[object, str], AbstractContextManager[None]]
-# What is done to a checkpoint's folder, and the pattern of the error that refuses it.
+# Changes of a checkpoint's folder, with the pattern of the expected error.
 Damages = Iterable[tuple[Callable[[Path], object], str]]
 
 
@@ -42,7 +42,7 @@ def refusals(kind: type[Exception] = CheckpointError) -> Iterator[Refused]:
 
 
 def overwrite(name: str, content: bytes | str) -> Callable[[Path], object]:
-    """The damage that a file has other content."""
+    """Return a damage that replaces the content of a file."""
     data = content if isinstance(content, bytes) else content.encode()
     return lambda folder: (folder / name).write_bytes(data)
 
@@ -53,7 +53,7 @@ def check_damages(
     use: Callable[[Path], object],
     kind: type[Exception] = CheckpointError,
 ) -> None:
-    """``use(folder)`` refuses each damage; ``folder`` is put back as it was after each."""
+    """Check that ``use(folder)`` refuses each damage; restore ``folder`` after each."""
     original = files_of(folder)
     with refusals(kind) as refused:
         for number, (damage, pattern) in enumerate(damages):

@@ -95,7 +95,7 @@ def with_member(
     rng: random.Random | None = None,
     **attributes: Any,
 ) -> Members:
-    """With the content, or the header, of the member at ``index`` changed; default: of any file."""
+    """Change content or header of the member at ``index``, or of a random file."""
     if index is None:
         assert rng is not None
         index = rng.choice([i for i, (member, _) in enumerate(members) if member.isreg()])
@@ -110,7 +110,7 @@ def flip_archive(members: Members, rng: random.Random) -> bytes:
 
 
 def flip_header(members: Members, rng: random.Random) -> bytes:
-    """Bytes of a header, its checksum put right again."""
+    """Change bytes of a header, and correct its checksum."""
     data = bytearray(pack(members))
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         start = rng.choice([member.offset for member in archive])
@@ -134,7 +134,7 @@ def change_named(members: Members, name: str, change: Callable[[bytes], bytes]) 
 
 
 def flip_index(members: Members, rng: random.Random) -> bytes:
-    """The pickle that says where the weights are, or what lies beside it."""
+    """Damage the index of the weights, or the plain data next to it."""
     name = rng.choice([".metadata", ".metadata", "common.pt", "metadata.json"])
     return change_named(members, f"model_weights/{name}", lambda data: some_bytes(data, rng))
 
@@ -160,7 +160,7 @@ def retype(members: Members, rng: random.Random) -> bytes:
 
 
 def rearrange(members: Members, rng: random.Random) -> bytes:
-    """A member lost, doubled or moved, or two files with each other's content."""
+    """Remove, duplicate or move a member, or swap the contents of two files."""
     changed = list(members)
     files = [i for i, (member, _) in enumerate(members) if member.isreg()]
     first, second = rng.sample(files, 2)
@@ -182,7 +182,7 @@ def edit_config(members: Members, rng: random.Random) -> bytes:
     return change_named(members, CONFIG, lambda data: make({CONFIG: data}, rng)[CONFIG])
 
 
-# Of others' archives, these change what is as good as it was.
+# In archives without checksums these changes may give a valid checkpoint.
 HARMLESS = (flip_member, flip_index, rename, rearrange, edit_config)
 MUTATIONS = (flip_archive, flip_header, retype, *HARMLESS)
 
@@ -212,7 +212,7 @@ def others(theirs: Theirs, archive: Path) -> Damaged:
 
 def change_yaml(name: str) -> list[Mutation]:
     def settings(files: Files, rng: random.Random) -> Files:
-        """A value, key or item that is another one, or lost."""
+        """Change or remove a value, key or item of the settings."""
         content = yaml.safe_load(files[name])
         if rng.random() < 0.5:
             content = with_nasty_value(content, rng)
@@ -222,7 +222,7 @@ def change_yaml(name: str) -> list[Mutation]:
         return {**files, name: yaml.safe_dump(content).encode()}
 
     def yaml_text(files: Files, rng: random.Random) -> Files:
-        """Lines of YAML that are more than values."""
+        """Change or insert lines of YAML with tags, aliases and other syntax."""
 
         def change(data: bytes) -> bytes:
             lines = data.decode().splitlines()
@@ -257,7 +257,7 @@ def tracker(files: Files, rng: random.Random) -> Files:
 
 
 def arguments(files: Files, rng: random.Random) -> Files:
-    """What Megatron-LM was called with, in other types; or another object, or one that is code."""
+    """Change Megatron-LM's arguments: other types, other objects, or pickled code."""
     name = next(name for name in files if name.endswith("common.pt"))
     content = torch.load(io.BytesIO(files[name]), weights_only=False)
     values = [*NASTY, torch.zeros(2), torch.float16, Namespace(a=1), (1, 2), b"x", BOMBS, {1: 2}]
@@ -294,7 +294,7 @@ def zarr_header(files: Files, rng: random.Random) -> Files:
 
 
 def zarr_piece(files: Files, rng: random.Random) -> Files:
-    """A piece lost, cut, added, or under another name; or zarr's other files beside."""
+    """Remove, cut, add or rename a chunk, or add other files of zarr."""
     array = array_of(files, rng).rpartition("/")[0]
     pieces = [name for name in files if name.startswith(f"{array}/") and "zarray" not in name]
     piece = rng.choice(pieces)
@@ -338,7 +338,7 @@ def zarr(theirs: Theirs, archive: Path) -> Damaged:
 
 
 def aligner(theirs: Theirs, archive: Path) -> Damaged:
-    """A reward model of NeMo-Aligner, merged and standardized."""
+    """A reward model of NeMo-Aligner with merged attributes and standardized rewards."""
     settings = {
         "reward_model_type": "regression",
         "regression": {

@@ -1,4 +1,4 @@
-"""Damaged and hostile folders of Hugging Face and GGUF files: each is converted, or refused."""
+"""Damaged and hostile Hugging Face folders and GGUF files are converted or refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def change_json(name: str) -> Make:
 
 
 def bad_json(files: Files, rng: random.Random) -> Files:
-    """A file that is hardly JSON any more."""
+    """Damage the syntax of a JSON file."""
     names = [name for name in files if name.endswith(".json")]
     name = rng.choice(names)
     data = files[name]
@@ -67,7 +67,7 @@ def bad_json(files: Files, rng: random.Random) -> Files:
         lambda: data.decode().encode("utf-16"),
         lambda: b"\xef\xbb\xbf" + data,
         lambda: b"\xff" + data,
-        lambda: data[:middle] + b"," + data.lstrip()[1:],  # every key twice
+        lambda: data[:middle] + b"," + data.lstrip()[1:],  # every key occurs twice
         lambda: text_of(rng.choice(NASTY)),
         lambda: data[:middle] + b', "x": ' + b"9" * 5000 + b"}",
         lambda: data[:middle] + b', "x": NaN}',
@@ -78,7 +78,7 @@ def bad_json(files: Files, rng: random.Random) -> Files:
 
 
 def config_key(files: Files, rng: random.Random) -> Files:
-    """A key of the model's family, or another one, with a value that it should not have."""
+    """Give a key of the family, or another key, a wrong value."""
     config = json.loads(files["config.json"])
     if rng.random() < 0.3:
         config["model_type"] = rng.choice(FAMILIES)
@@ -88,7 +88,7 @@ def config_key(files: Files, rng: random.Random) -> Files:
 
 
 def weight_header(files: Files, rng: random.Random) -> Files:
-    """The header's JSON with a value changed, or in other bytes, or of another length."""
+    """Change a value, bytes or the length of a safetensors header."""
 
     def change(data: bytes) -> bytes:
         (size,) = struct.unpack("<Q", data[:8])
@@ -110,7 +110,7 @@ def weight_header(files: Files, rng: random.Random) -> Files:
 
 
 def other_entry(header: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A tensor with another dtype, shape or offset, as if it were meant."""
+    """Change dtype, shape or offset of a tensor consistently."""
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
     action = rng.randrange(4)
     if action == 0:
@@ -131,7 +131,7 @@ def other_entry(header: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def index(files: Files, rng: random.Random) -> Files:
-    """Where the index says that tensors are."""
+    """Change the file names in an index of shards."""
     content = json.loads(files[INDEX])
     names = content["weight_map"]
     tensor_name = rng.choice(sorted(names))
@@ -156,7 +156,7 @@ def index(files: Files, rng: random.Random) -> Files:
 
 
 def template(files: Files, rng: random.Random) -> Files:
-    """A chat template that does not end, is huge, fails, or reaches for code."""
+    """Replace the chat template by one that does not end, is huge, fails, or reaches for code."""
     text = rng.choice(TEMPLATES)
     if rng.random() < 0.5:
         return {**files, "chat_template.jinja": text.encode("utf-8", "surrogatepass")}
@@ -168,7 +168,7 @@ def template(files: Files, rng: random.Random) -> Files:
 
 
 def code(files: Files, rng: random.Random) -> Files:
-    """Names of code that other programs would run."""
+    """Add names of code that other programs would run."""
     bomb = f"open({BOMB!r}, 'w')\nclass A:\n    from_pretrained = print\n".encode()
     name = rng.choice(["config.json", "tokenizer_config.json"])
     classes = ["x.A", "x.A"]
@@ -178,7 +178,7 @@ def code(files: Files, rng: random.Random) -> Files:
 
 
 def contract(files: Files, rng: random.Random) -> Files:
-    """Fields of our own export's contract, the hash put right again."""
+    """Change fields of an export's scoring contract, and correct its hash."""
     content = json.loads(files[CONTRACT])
     names = rng.sample(sorted(content.keys() - {"hash"}), rng.choice([1, 1, 2]))
     for name in names:
@@ -223,7 +223,7 @@ OURS = [
 
 
 def base(folder: Path) -> Damaged:
-    """In two files and an index."""
+    """A base model in two shards with an index."""
     tiny.write_hf_checkpoint(folder / "whole", tie_word_embeddings=False, **TINY)
     model = LlamaForCausalLM.from_pretrained(folder / "whole")
     model.save_pretrained(folder / "parts", max_shard_size="30KB")
@@ -237,7 +237,7 @@ def reward(folder: Path) -> Damaged:
 
 
 def ours(folder: Path) -> Damaged:
-    """With a contract, as an export writes it."""
+    """An exported reward model with its scoring contract."""
     tiny.write_hf_reward_model(folder / "ours", **TINY)
     made = convert_hf_to_nemo(folder / "ours", folder / "reward.nemo").contract
     assert made is not None
@@ -271,7 +271,7 @@ OTHER_VALUES = [
 
 
 class Parts:
-    """A file by fields and tensors' entries, with where in it the numbers of the header are."""
+    """Positions of the fields, tensor entries and numbers in a GGUF header."""
 
     def __init__(self, data: bytes, folder: Path) -> None:
         path = folder / NAME
@@ -306,7 +306,7 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
     parts = Parts(data, folder)
 
     def number(files: Files, rng: random.Random) -> Files:
-        """A count, length, type, size or offset in the header, or a field's value."""
+        """Change a count, length, type, size or offset in the header, or the value of a field."""
 
         def change(data: bytes) -> bytes:
             offset, size = rng.choice(parts.numbers)
@@ -322,7 +322,7 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
         return edited(files, NAME, lambda data: some_bytes(data[:split], rng) + data[split:])
 
     def field(files: Files, rng: random.Random) -> Files:
-        """A field lost, doubled, of another name or of another type."""
+        """Remove, duplicate or rename a field, or change its type."""
 
         def change(data: bytes) -> bytes:
             name = rng.choice(sorted(parts.fields))
@@ -350,25 +350,25 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
 
 
 def aligned(fields: bytes, data: bytes, parts: Parts) -> bytes:
-    """A file of other fields, its tensors where they are looked for."""
+    """Return the file with a new header, with the tensors aligned behind it."""
     header = fields + data[parts.tensors_from : parts.tensors_to]
     return header + b"\x00" * (-len(header) % 32) + data[parts.data_from :]
 
 
 def gguf_of(folder: Path, **options: Any) -> Damaged:
-    """A GGUF file of the folder's checkpoint."""
+    """Write a checkpoint folder as a GGUF file."""
     data = write_gguf(folder / NAME, folder / "hf", **options).read_bytes()
     return Damaged({NAME: data}, header_of(folder, data), convert_hf_to_nemo, NAME)
 
 
 def byte_level(folder: Path) -> Damaged:
-    """A Llama with GPT-2's kind of tokenizer."""
+    """A Llama with a byte-level tokenizer like GPT-2's."""
     tiny.write_hf_checkpoint(folder / "hf", **TINY)
     return gguf_of(folder)
 
 
 def quantised(folder: Path) -> Damaged:
-    """A Gemma 2, whose weights are packed, with sentencepiece's kind of tokenizer."""
+    """A Gemma 2 with quantized weights and a sentencepiece tokenizer."""
     _, write_tokenizer = write_sentencepiece(["<pad>", "<mask>", "<eos>", "<bos>", "<unk>"])
     families.write_hf_checkpoint(folder / "hf", "gemma2")
     kind = gguf.GGMLQuantizationType.Q8_0
@@ -376,7 +376,7 @@ def quantised(folder: Path) -> Damaged:
 
 
 def scaled(folder: Path) -> Damaged:
-    """A Llama 3.1, whose rotation is a tensor."""
+    """A Llama 3.1, whose RoPE factors are a tensor."""
     tiny.write_hf_checkpoint(folder / "hf", rope_parameters=LLAMA3, **TINY)
     return gguf_of(folder)
 

@@ -1,4 +1,4 @@
-"""What is imported is the model that was written, and scores as it did."""
+"""Imported checkpoints have the source's weights, settings and scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.training import critic_steps
 
 STANDARD = {"enable": True, "mean": 0.5, "std": 2.0}
 THREE = {"num_attributes": 3, "merge_attributes": True, "attribute_weights": [0.3, 0.7, -1.0]}
-# What a critic may start from: its attributes, and its settings.
+# Reward models from which a critic starts: number of attributes, and settings.
 CRITICS: dict[str, tuple[int, dict[str, Any]]] = {
     "even": (3, {"regression": {"num_attributes": 3}}),
     "weighted": (3, {"regression": {**THREE, "merge_attributes": False}}),
@@ -60,7 +60,7 @@ def wanted_scores(
     layout: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Tensor:
-    """Of the model of NeMo 1."""
+    """Score the sequences with the model of NeMo 1."""
     folder = nemo1(tmp_path_factory.mktemp("wanted") / "nemo1", tensors, tokenizer_folder)
     return scores(load(folder, layout).model, layout)
 
@@ -75,7 +75,7 @@ def test_import_keeps_settings_weights_and_scores(
     layout: Any,
     tmp_path: Path,
 ) -> None:
-    """The settings as Hugging Face's converter has them; opened in place and imported."""
+    """Opened in place and imported, a checkpoint has the converted model's settings and scores."""
     from nemo_aligner.models.shape import ModelShape
 
     source, output = theirs(write), tmp_path / "ours.nemo"
@@ -89,7 +89,7 @@ def test_import_keeps_settings_weights_and_scores(
         loaded = load(path, layout)
         check(loaded.model, tensors)
         assert loaded.tokenizer.chat_template == tiny.CHATML
-        # Not the weights alone: the settings make the same model of them, rope scaling included.
+        # The settings define the same model, too, including RoPE scaling.
         assert torch.equal(scores(loaded.model, layout), wanted_scores)
     stored = foreign.tensors_of(output)
     rows = tiny.SHAPE["vocab_size"]
@@ -129,7 +129,7 @@ def test_import_with_a_tokenizer_of_the_hub(
 def test_import_gives_tokens_of_the_config_the_ids_of_transformers(
     theirs: Theirs, tmp_path: Path
 ) -> None:
-    """A token that tokenizer.json lacks is one token, wherever a folder's tokenizer is read."""
+    """A token that only tokenizer_config.json has is one token wherever the folder is read."""
     source, rows = theirs(), tiny.SHAPE["vocab_size"]
     tokenizer = source / f"{foreign.HEX}_tokenizer"
     rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -141,14 +141,14 @@ def test_import_gives_tokens_of_the_config_the_ids_of_transformers(
 
     import_nemo(source, tmp_path / "own.nemo")
     import_nemo(source, tmp_path / "given.nemo", tokenizer=tokenizer)
-    # Training reads a checkpoint of NeMo in place, too.
+    # Training reads a checkpoint of NeMo without an import, too.
     for path in (source, tmp_path / "own.nemo", tmp_path / "given.nemo"):
         with open_nemo(path, with_weights=False) as folder:
             assert folder.config["vocab_size"] == rows + 1
             assert folder.load_tokenizer().encode(text) == expected
     assert read_tokenizer(tokenizer).encode(text) == expected
 
-    # A contract has the fingerprint of the files unchanged.
+    # With a contract the files are used unchanged, because it has their fingerprint.
     (source / "scoring_contract.json").write_text("{}")
     (tokenizer / "scoring_contract.json").write_text("{}")
     with open_nemo(source, with_weights=False) as folder:
@@ -164,11 +164,11 @@ def test_import_gives_tokens_of_the_config_the_ids_of_transformers(
 def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
     theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
-    """Against NeMo-Aligner's own formula on the last hidden state of the same decoder."""
+    """Scores equal NeMo-Aligner's formula on the last hidden state of the same decoder."""
     from nemo_aligner.models.step import infer
     from nemo_aligner.serving.engine.scorer import load_scorer
 
-    # The hidden states: an identity as the head. NeMo-Aligner applies no rope scaling.
+    # An identity as the head gives the hidden states. NeMo-Aligner applies no RoPE scaling.
     identity = {"rm_head.weight": torch.eye(64)}
     plain = theirs(nemo1, "plain", identity, scale_positional_embedding=False)
     decoder = load(plain, layout, attributes=64)
@@ -241,7 +241,7 @@ def test_import_of_a_nemo_aligner_regression_model_starts_the_same_critic(
 
 
 def hidden_states(theirs: Theirs, layout: Any, tokens: np.ndarray) -> Tensor:
-    """``[N, S, 64]`` of the decoder, as NeMo-Aligner runs it, after every token."""
+    """Compute the decoder's hidden states ``[N, S, 64]`` like NeMo-Aligner."""
     from nemo_aligner.models.step import infer
 
     identity = {"rm_head.weight": torch.eye(64)}
@@ -251,7 +251,7 @@ def hidden_states(theirs: Theirs, layout: Any, tokens: np.ndarray) -> Tensor:
 
 
 def import_critic(theirs: Theirs, case: str, folder: Path) -> Path:
-    """NeMo-Aligner's reward model of ``CRITICS``, imported."""
+    """Import the NeMo-Aligner reward model of a case in ``CRITICS``."""
     attributes, settings = CRITICS[case]
     kind = "regression" if attributes > 1 else "binary_ranking"
     source = theirs(nemo1, case, head_of(attributes), **settings, reward_model_type=kind)
@@ -260,7 +260,7 @@ def import_critic(theirs: Theirs, case: str, folder: Path) -> Path:
 
 
 def our_critic(archive: Path, rollout: Rollout, layout: Any) -> tuple[Tensor, float]:
-    """Its values ``[N, S]``, and the loss of a step on the whole rollout."""
+    """Compute this package's values ``[N, S]``, and the loss of one step on the rollout."""
     sizes = "model.micro_batch_tokens=256", f"model.global_batch_size={len(rollout)}"
     clip = f"model.loss_clip_val={CLIP}"
     folder = archive.with_suffix("")
@@ -273,7 +273,7 @@ def our_critic(archive: Path, rollout: Rollout, layout: Any) -> tuple[Tensor, fl
 def test_import_of_a_nemo_aligner_model_has_the_numbers_of_nemo_aligners_own_critic(
     theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
-    """Rewards, values and loss by the code of NeMo-Aligner 0.7.0, on the same hidden states."""
+    """Rewards, values and loss equal those of NeMo-Aligner 0.7.0's code."""
     from nemo_aligner.serving.engine.scorer import load_scorer
 
     rollout = critic_steps.make_rollout(3)
@@ -308,7 +308,7 @@ def test_import_of_a_nemo_aligner_model_has_the_numbers_of_nemo_aligners_own_cri
 def test_import_says_where_a_critic_starts_from_other_values(
     theirs: Theirs, tmp_path: Path
 ) -> None:
-    """Theirs standardizes what is merged, ours each attribute: the same if weights sum to 1."""
+    """NeMo-Aligner standardizes the merged reward, this package each attribute."""
     apart = {**THREE, "merge_attributes": False}
     for case, regression, differs in (
         ("apart", apart, True),
@@ -322,7 +322,7 @@ def test_import_says_where_a_critic_starts_from_other_values(
 
 
 def run_nemo_aligner(inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What its critic makes of it, in a process whose ``nemo_aligner`` is the one of NVIDIA."""
+    """Run NVIDIA's ``nemo_aligner`` in a process, and return its results."""
     package_folder = package("nemo-aligner==0.7.0")
     script = Path(__file__).with_name("nemo_aligner_critic.py")
     paths = folder / "given.pt", folder / "found.pt"
@@ -352,7 +352,7 @@ def test_import_keeps_scaling_where_it_is_asked_for(theirs: Theirs, tmp_path: Pa
 
 
 def test_import_with_a_config_in_place_of_the_archives_own(theirs: Theirs, tmp_path: Path) -> None:
-    """For reward models that were trained with rotary_base 10000, whatever their settings say."""
+    """A file replaces the archive's settings, such as a wrong rotary_base."""
     settings = {"reward_standardization": STANDARD}
     source = theirs(nemo1, "theirs", head_of(1), rotary_base=500000.0, **settings)
     archive = foreign.pack(source, tmp_path / "theirs.nemo", "w")
@@ -372,7 +372,7 @@ def test_import_with_a_config_in_place_of_the_archives_own(theirs: Theirs, tmp_p
 def test_weights_that_are_not_finite_are_named_by_an_import_and_by_training(
     theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
-    """Neither writes a model, nor blames the records that it would be trained on."""
+    """Weights with NaN are named, no model is written, and no record is blamed."""
     fc2 = "decoder.layers.mlp.linear_fc2.weight"
     damaged = tensors[fc2].clone()
     damaged[2, 1, 7] = math.nan
@@ -453,7 +453,7 @@ def test_attribute_names_are_as_many_as_outputs_and_differ() -> None:
 def test_import_gives_a_contract_the_dtype_that_holds_every_matrix(
     theirs: Theirs, tensors: Tensors, tmp_path: Path
 ) -> None:
-    """As a conversion has it; the norms, here fp32, do not count."""
+    """The contract has the dtype of the matrices; the norms, here fp32, do not count."""
     wide, narrow = torch.float32, torch.bfloat16
     dtypes = {}
     for case in ((narrow, narrow), (narrow, wide), (wide, narrow)):

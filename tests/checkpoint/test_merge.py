@@ -1,4 +1,4 @@
-"""Merged reward models: every weight and offset is the sum it should be, and scores follow."""
+"""Merged reward models have the weighted sums of weights and offsets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Vary = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reward models that differ in how long a text may be, and their bases."""
+    """Folder with reward models whose contracts differ in the length limit, and their bases."""
     folder = tmp_path_factory.mktemp("merge")
     tiny.write_reward_nemo(folder / "first.nemo")
     tiny.write_reward_nemo(folder / "shorter.nemo", seq_length=64)
@@ -45,7 +45,7 @@ def first(folder: Path) -> Path:
 
 @pytest.fixture
 def vary(first: Path, layout: ParallelLayout, tmp_path: Path) -> Vary:
-    """Writes the first model anew, with noise of a seed on its upper layer and head."""
+    """Save the first model with random noise on its last layer and head."""
 
     def vary(
         name: str,
@@ -68,7 +68,7 @@ def vary(first: Path, layout: ParallelLayout, tmp_path: Path) -> Vary:
 
 
 def stored(path: Path) -> dict[str, Tensor]:
-    """Its tensors, the embedding without the rows that pad the vocabulary."""
+    """Read an archive's tensors; the embedding without vocabulary padding."""
     with open_nemo(path) as folder:
         tensors = {name: folder.store.read(folder.prefix + name) for name in folder.tensors}
         tensors[EMBEDDING] = tensors[EMBEDDING][: folder.config["vocab_size"]]
@@ -89,7 +89,7 @@ def test_merge_sums_weights_and_offsets(
     of_first, of_second, merged = stored(first), stored(second), stored(output)
     assert merged.keys() == of_first.keys()
     heads = (tensors["rm_head.weight"].flatten() for tensors in (of_first, of_second))
-    cosine = float(torch.cosine_similarity(*heads, dim=0))  # below 0.5
+    cosine = float(torch.cosine_similarity(*heads, dim=0))  # below the limit of 0.5
     assert f"warning: the heads differ in direction (cosine {cosine:.2f})" in summary
     for key, tensor in merged.items():
         expected = 0.25 * of_first[key].double() + 0.75 * of_second[key].double()

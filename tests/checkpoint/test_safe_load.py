@@ -1,4 +1,4 @@
-"""Settings, JSON and tokenizers of untrusted checkpoints are small plain data, or refused."""
+"""Untrusted settings, JSON and tokenizers are small plain data, or are refused."""
 
 from __future__ import annotations
 

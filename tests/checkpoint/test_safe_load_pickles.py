@@ -1,4 +1,4 @@
-"""Pickles of few bytes that would take hours to load, at every door that reads one."""
+"""Small pickles that would take hours to load are refused by every function that reads one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.loading import Bomb
 from tests.harness import tiny
 
-# A second or two for each bomb where nothing bounds it; each level more doubles that.
+# Without a limit each bomb takes one or two seconds; each further level doubles that.
 _LEVELS = 26
 _TUPLES = b")" + b"q\x00h\x00\x86" * _LEVELS
 _LISTS = b"]" + b"q\x00](h\x00h\x00e" * _LEVELS
@@ -52,7 +52,7 @@ def as_torch_saves(content: bytes, path: Path) -> None:
 
 
 def put_among_shards(path: Path, index: MetadataIndex) -> Path:
-    """Have the index of the folder of ``path`` say that it stores what ``index`` names."""
+    """Make the index next to ``path`` name that file as the data of ``index``."""
     metadata = read_metadata(path.parent)
     info = next(iter(metadata.storage_data.values()))
     metadata.storage_data[index] = type(info)(path.name, 0, path.stat().st_size)
@@ -62,7 +62,7 @@ def put_among_shards(path: Path, index: MetadataIndex) -> Path:
 
 @pytest.fixture
 def doors(saved: Path, tmp_path: Path) -> list[tuple[str, Path, Door]]:
-    """Each with the file that it reads."""
+    """Yield every function that reads pickles, with the file that it reads."""
     classifier = tmp_path / "classifier"
     classifier.mkdir()
     tiny.write_hf_reward_model(classifier)
@@ -116,7 +116,7 @@ def _as_plain_pickle(content: bytes, path: Path) -> None:
 
 
 def test_pickle_of_a_compressed_file_is_refused(saved: Path) -> None:
-    """Which may unpack to anything."""
+    """Compressed files are refused, because they may expand to any size."""
     with zipfile.ZipFile(saved / "common.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"N" * 10**7 + b".")
     with pytest.raises(CheckpointError, match="it is compressed"):
@@ -165,7 +165,7 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
     ],
 )
 def test_piece_laid_out_in_any_way_is_read(tensor: torch.Tensor, saved: Path) -> None:
-    """Row by row, from within a larger storage, with strides, of a dtype without a storage type."""
+    """Shards are read from contiguous, offset and strided storages, and in rare dtypes."""
     from nemo_aligner.checkpoint.weights.store import read_shard
 
     path = saved / "shard"

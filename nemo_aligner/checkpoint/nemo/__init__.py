@@ -9,7 +9,7 @@ In the order in which an archive is read:
 - ``load_weights``: compares the stored tensors with the model's shape, and loads them into a model,
   or offers them one at a time to conversions.
 - ``reward_model``: loads a model to train or to score, saves a reward model, takes an initial head
-  from another model, and reads the tokenizer and contract alone.
+  from another model, and reads tokenizer and contract without the weights.
 
 Next to that path: ``fingerprint`` identifies the weights of an archive, and ``write`` writes the
 archives of conversions one tensor at a time.

@@ -1,4 +1,4 @@
-"""A model whose weights come and go computes what the whole model does, and holds a layer."""
+"""A model that loads its layers on demand computes the same, and holds one layer at a time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_layerwise_model_computes_in_fp32_as_the_whole_would(case: str) -> None:
     config.num_labels, config.pad_token_id = 2, 0
     config.problem_type = "regression"
     torch.manual_seed(0)
-    # Not by .to(), which would round the rotary frequencies, too.
+    # Not with .to(), which would round the RoPE frequencies, too.
     made = families.classifier(config)
     model, reference = (made._from_config(config, dtype=dtype).eval() for dtype in DTYPES)
     reference.load_state_dict(model.state_dict())

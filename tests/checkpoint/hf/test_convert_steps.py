@@ -1,4 +1,4 @@
-"""Process reward models of Hugging Face, converted: the probabilities of their steps are kept."""
+"""Converted process reward models keep the probabilities of their steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drawn(*size: int) -> torch.Tensor:
 
 
 def test_qwen_process_reward_model_has_its_probability_at_every_step(tmp_path: Path) -> None:
-    """As its own class: score.2(relu(score.0(hidden))), softmax[:, 1] at every <extra_0>."""
+    """As in its class: score.2(relu(score.0(hidden))), softmax[:, 1] at every <extra_0>."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "qwen2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -82,7 +82,7 @@ def test_qwen_process_reward_model_has_its_probability_at_every_step(tmp_path: P
 
 
 def check_comes_back(folder: Path, head: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """``prm.nemo``, out and in again, has the source's head and its contract; the settings."""
+    """Export ``prm.nemo`` and convert it again; check head and contract, and return the config."""
     summary = na.RewardModel.from_pretrained(folder / "prm.nemo").export(folder / "out")
     written = tensors_of(folder / "out")
     assert_same({name: tensor for name, tensor in written.items() if "score" in name}, head)
@@ -96,7 +96,7 @@ def check_comes_back(folder: Path, head: dict[str, torch.Tensor]) -> dict[str, A
 
 @pytest.mark.parametrize("labels", [1, 2])
 def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path: Path) -> None:
-    """As TRL trains it, with a separator behind each step; of two labels the second is right."""
+    """As TRL trains it: a separator after each step, and the second of two labels means right."""
     folder = tmp_path / "hf"
     tiny.write_hf_checkpoint(folder)
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
     with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
         (scored,) = ours.score([chat], steps=True)
         assert ours.attributes == ("right",)
-        # Ids of steps that are cut as here, as TRL joins them.
+        # Token ids of the steps, joined like in TRL.
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompt = tokenizer.apply_chat_template([QUESTION], tokenize=False)
         pieces = [f"{prompt}<|im_start|>assistant\n{STEPS[0]}", *STEPS[1:]]
@@ -130,7 +130,7 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
     expected = logits[:, 0] if labels == 1 else logits.softmax(-1)[:, 1]
     np.testing.assert_allclose(scored.rewards[:, 0], expected.numpy(), atol=1e-5)
     head = {"score.weight": model.score.weight.data, "score.bias": model.score.bias.data}
-    if labels == 1:  # the softmax of 0 and the reward is its sigmoid
+    if labels == 1:  # the softmax of 0 and the reward is the reward's sigmoid
         head = {
             name: torch.cat([torch.zeros_like(tensor), tensor]) for name, tensor in head.items()
         }
@@ -142,7 +142,7 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
 
 
 def test_two_rows_of_the_output_layer_are_a_probability_at_every_step(tmp_path: Path) -> None:
-    """As on the card of math-shepherd-mistral-7b-prm: logits[:, [+, -]].softmax(-1)[:, 0]."""
+    """As in math-shepherd-mistral-7b-prm's model card: logits[:, [+, -]].softmax(-1)[:, 0]."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "llama_untied")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -166,7 +166,7 @@ def test_two_rows_of_the_output_layer_are_a_probability_at_every_step(tmp_path: 
 
 
 def test_answers_to_steps_are_a_probability_of_each(tmp_path: Path) -> None:
-    """As in RLHFlow's prm_evaluate.py: P(+) against P(-) at the token in front of each answer."""
+    """As in RLHFlow's prm_evaluate.py: P(+) against P(-) at the token before each answer."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "llama_untied")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -196,7 +196,7 @@ def test_answers_to_steps_are_a_probability_of_each(tmp_path: Path) -> None:
 
 
 def test_value_head_is_a_probability_at_every_step(tmp_path: Path) -> None:
-    """As Skywork-o1-Open-PRM's program: BOS, problem, line break, and a step token behind each."""
+    """As in Skywork-o1-Open-PRM: BOS, problem, line break, a step token after each step."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "qwen2")
     body = AutoModel.from_pretrained(folder)
@@ -208,7 +208,7 @@ def test_value_head_is_a_probability_at_every_step(tmp_path: Path) -> None:
         CheckpointError, match="step_separator: it is not set, and the tokenizer has no"
     ):
         convert(folder, tmp_path / "none.nemo")
-    # Behind the last step token nothing is read.
+    # Nothing is read after the last step token.
     template = tmp_path / "template.jinja"
     written = "{{ bos_token }}{{ messages[0].content }}\n{{ messages[1].content }}{{ eos_token }}"
     template.write_text(written)

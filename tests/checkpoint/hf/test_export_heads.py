@@ -1,4 +1,4 @@
-"""Every kind of head, out: the export has the archive's rewards for each of its readers."""
+"""Exports of every kind of head have the archive's rewards in every program that reads them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXTS = [
     tiny.chat("who sings", "the bird sings in the tree"),
     tiny.chat("what is the river", "no"),
 ]
-# A kind of head, options of the export, the class that it names, and what is told of it.
+# A kind of head, options of the export, the class in its config, and a part of the summary.
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("several attributes", {}, "LlamaForSequenceClassification", "add {'helpfulness': 0.75"),
     ("a bias", {}, "LlamaForSequenceClassification", "WARNING: the logits are not the rewards"),
@@ -64,7 +64,7 @@ def released() -> Iterator[None]:
 
 
 def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, np.ndarray]:
-    """The conversation and the rewards of the program in a model card."""
+    """Run the program in a model card; return its conversation and rewards."""
     _, _, program = (folder / "README.md").read_text().partition("```python\n")
     monkeypatch.chdir(folder.parent)
     variables: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sentence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package and what it asks for, some 70 MB, can be imported."""
+    """Skip the test if sentence-transformers is not installed."""
     if importlib.util.find_spec("sentence_transformers") is None:
         folder = kept_environment(
             "sentence_transformers", (SENTENCE_TRANSFORMERS,), with_sentence_transformers
@@ -181,7 +181,7 @@ def test_mean_of_a_reply_has_its_rewards_in_sentence_transformers(
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract().reply_marker == ours.contract().reply_marker
-    # An archive of bf16 computes in it; the card's program in fp32, as the export's own check.
+    # A bf16 archive computes in bf16; the card's program and the export's check compute in fp32.
     near = 1e-5 if dtype == "fp32" else 0.1
     np.testing.assert_allclose(again.score(TEXTS), ours.score(TEXTS), atol=near)
     conversation, rewards = by_card(tmp_path / "out", monkeypatch)
@@ -200,7 +200,7 @@ def test_logits_are_those_of_a_cross_encoder_given_messages(
     logits = ours.score(TEXTS) - list(config_of(tmp_path / "out")["label_means"].values())
     predicted = np.reshape(model.predict(TEXTS), logits.shape)
     np.testing.assert_allclose(predicted, logits, atol=1e-5, rtol=0)
-    # The card warns of this.
+    # The model card warns of this.
     pairs = [tuple(turn["content"] for turn in text) for text in TEXTS]
     assert np.abs(np.reshape(model.predict(pairs), logits.shape) - logits).max() > 0.1
     card = (tmp_path / "out/README.md").read_text()
@@ -209,7 +209,7 @@ def test_logits_are_those_of_a_cross_encoder_given_messages(
 
 
 def ids_of(folder: Path, texts: Sequence[Any] = TEXTS) -> list[list[int]]:
-    """Token ids of the texts, as the model card says."""
+    """Tokenize the texts like the program in the model card."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     written = written_by(tokenizer, texts)
     return [tokenizer(text, add_special_tokens=False).input_ids for text in written]
@@ -220,7 +220,7 @@ def written_by(tokenizer: Any, texts: Sequence[Any]) -> list[str]:
 
 
 def printed(python: str | Path, script: str, *arguments: Any, **environment: str) -> Any:
-    """What a reader's script prints last."""
+    """Run a script of another program, and return what it prints last, as JSON."""
     done = subprocess.run(
         [str(python), str(CLIENTS / script), *map(str, arguments)],
         capture_output=True,
@@ -232,9 +232,9 @@ def printed(python: str | Path, script: str, *arguments: Any, **environment: str
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-# Models whose heads are wide enough for vLLM's attention on a CPU.
+# Models whose attention heads are wide enough for vLLM on a CPU.
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-# And of no shape that hides something.
+# Sizes that all differ, so that a transposed or swapped axis is noticed.
 ODD_AND_WIDE = {
     "vocab_size": 337,
     "hidden_size": 192,
@@ -244,9 +244,9 @@ ODD_AND_WIDE = {
     "head_dim": 32,
     "initializer_range": 0.06,
 }
-# Of these vLLM has no decoder of its own, and none of a name for transformers' to be loaded with a
-# head: it has to be told.
-TOLD = {
+# vLLM has no decoder for these families, and cannot load transformers' class with a head by its
+# name, so the option is needed.
+CLASSIFY_OPTIONS = {
     name: {"convert": "classify", "hf_overrides": {"architectures": [f"{decoder}ForCausalLM"]}}
     for name, decoder in (("ministral", "Ministral"), ("helium", "Helium"))
 }
@@ -260,7 +260,7 @@ VLLM: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
-    """Of every family, and every head that vLLM reads."""
+    """Exports of every family, and of every head that vLLM reads, have their rewards there."""
     python = vllm_python()
     requests: dict[str, dict[str, Any]] = {}
     expected = {}
@@ -274,8 +274,8 @@ def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
         expected[name] = scores - list(config_of(folder)["label_means"].values())
         task = "token_classify" if kind == "two layers" else "classify"
         requests[name] = {"folder": str(folder), "ids": ids_of(folder), "task": task}
-        requests[name]["options"] = TOLD.get(name, {})
-    # Its scores of pairs of texts, which it joins, are logits, too.
+        requests[name]["options"] = CLASSIFY_OPTIONS.get(name, {})
+    # Its scores of text pairs, which it concatenates, are logits, too.
     texts = written_by(AutoTokenizer.from_pretrained(tmp_path / "llama"), TEXTS)
     pairs = [(text[:cut], text[cut:]) for text in texts for cut in [text.rindex("<|im_start|>")]]
     requests["pairs"] = {**requests["llama"], "pairs": pairs}
@@ -300,7 +300,7 @@ XLLAMACPP = "xllamacpp==2026.10.11549"
 
 
 def cut_by(regex: str) -> dict[str, Any]:
-    """The pre-tokenizer of byte-level BPE that cuts texts by a regex first."""
+    """Build a byte-level pre-tokenizer that first splits by a regular expression."""
     cut = pre_tokenizers.Split(Regex(regex), behavior="isolated")
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
@@ -308,7 +308,7 @@ def cut_by(regex: str) -> dict[str, Any]:
     return json.loads(tokenizer.to_str())["pre_tokenizer"]
 
 
-# As in Qwen2's tokenizer.json.
+# The expression in Qwen2's tokenizer.json.
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -357,7 +357,7 @@ def test_gguf_has_its_rewards_here_and_in_llama_cpp(
 def test_gguf_of_a_reranker_is_read_with_its_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As llama.cpp's converter writes Qwen3-Reranker: two rows, and a prompt of its own."""
+    """llama.cpp's converter writes two rows and a prompt for Qwen3-Reranker, and both are read."""
     pytest.importorskip("gguf")
     archive = write_archive(tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3")
     ours = na.RewardModel.from_pretrained(archive)
@@ -367,7 +367,7 @@ def test_gguf_of_a_reranker_is_read_with_its_prompt(
     ours.export(tmp_path / "rm.gguf")
     convert(tmp_path / "rm.gguf", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
-    # As a text, BOS is in front already.
+    # In the rendered text BOS is there already.
     written = [prompt.format(query=q["content"], document=d["content"]) for q, d in TEXTS]
     np.testing.assert_allclose(again.score(TEXTS), ours.score(written) - 0.75, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Models of turns and steps, out: each form has the archive's rewards for its readers."""
+"""Exports of models with rewards per turn or step have the archive's rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.harness.heads import KINDS, write_archive
 
 QUESTION = {"role": "user", "content": "why"}
 QUICK = ("bins with a bias", "step_ends", "\n", "llama", "LlamaForTokenClassification")
-# A kind of head, where it is read, what stands between steps, the decoder and the class it becomes.
+# A kind of head, its position, the step separator, the decoder and the exported class.
 CASES = [
     ("one matrix", "step_ends", "\n\n", "llama", "LlamaForTokenClassification"),
     ("one output and a bias", "step_marks", "\n", "qwen3", "Qwen3ForTokenClassification"),
@@ -31,7 +31,7 @@ CASES = [
     QUICK,
     ("quantiles", "step_marks", "\n", "llama", "LlamaForTokenClassification"),
     ("one matrix", "step_answers", "\n\n", "qwen3", "Qwen3ForTokenClassification"),
-    # transformers has no class for it, but its decoder.
+    # transformers has the decoder, but no class with this head.
     ("one matrix", "step_ends", "\n", "granite", "GraniteForTokenClassification"),
     ("two layers", "step_marks", "\n", "qwen2", "Qwen2ForProcessRewardModel"),
     ("a probability", "step_ends", "\n\n", "llama", "LlamaForTokenClassification"),
@@ -60,7 +60,7 @@ def texts(separator: str | None) -> list[Any]:
 
 
 def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the program in a model card has found."""
+    """Run the program in a model card, and return its variables."""
     _, _, program = (folder / "README.md").read_text().partition("```python\n")
     monkeypatch.chdir(folder.parent)
     variables: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def test_head_of_steps_is_exported_with_its_rewards(
     config = config_of(tmp_path / "out")
     assert config["architectures"] == [architecture]
     assert (config["scored_position"], config.get("step_separator")) == (position, separator)
-    assert "sentence_transformers" not in config  # vLLM would leave its softmax out
+    assert "sentence_transformers" not in config  # vLLM would not apply the softmax
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract() == summary.contract
@@ -120,7 +120,7 @@ def test_head_of_steps_is_exported_with_its_rewards(
 def test_export_says_how_steps_become_one_reward_of_a_text(
     aggregate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No reader of Hugging Face's forms has such a rule: people are told, and have a program."""
+    """Other programs do not aggregate rewards of steps: summary and card tell how."""
     kind = stepped("one matrix", "step_ends", ";")
     kind = dataclasses.replace(kind, rules=(*kind.rules, ("aggregate", aggregate)))
     ours = na.RewardModel.from_pretrained(write_archive(tmp_path / "rm.nemo", kind, "llama"))
@@ -143,7 +143,7 @@ def test_export_says_how_steps_become_one_reward_of_a_text(
             ours.export(tmp_path / "merged", merge=True)
 
 
-# Heads, rules, separators and decoders; a tag is found by vLLM itself.
+# Heads, positions, separators and decoders; vLLM finds the token of a step mark itself.
 VLLM = [
     ("one matrix", "step_ends", "\n\n", "llama"),
     ("one output and a bias", "step_marks", "!", "qwen3"),

@@ -1,4 +1,4 @@
-"""Reward heads of every layout: rewards of the source, kept by evaluation, training and export."""
+"""Heads of every layout keep the source's rewards in evaluation, training and export."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Reward = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
 def linear(hidden: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A layer ``name`` of torch, with a bias if it has one."""
+    """Apply the layer ``name`` like torch's Linear, with its bias if there is one."""
     return hidden @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", torch.zeros(1))
 
 
@@ -246,7 +246,7 @@ def released() -> Iterator[None]:
     release_models()
 
 
-# Of the first step's loss, against that of the source's rewards; bf16 may choose other experts.
+# Tolerance of the first step's loss; bf16 may choose other experts.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 0.15}
 
 
@@ -255,7 +255,7 @@ def test_head_has_the_rewards_of_its_source_and_is_kept(name: str, tmp_path: Pat
     check_the_whole_way(CASES[name], tmp_path)
 
 
-# Rotations that depend on the length of a text, and this is where: TEXTS have 23 to 33 tokens.
+# RoPE that depends on the length; TEXTS have 23 to 33 tokens, so the limits lie between.
 BY_LENGTH = {
     "llama_dynamic": {"max_position_embeddings": 26},
     "phi3_longrope": {"original_max_position_embeddings": 26},
@@ -264,7 +264,7 @@ BY_LENGTH = {
 
 @pytest.mark.parametrize("kind", [*families.BODIES, *BY_LENGTH])
 def test_decoder_goes_the_whole_way(kind: str, tmp_path: Path) -> None:
-    """In a shape that hides nothing, and trained in bf16."""
+    """Every decoder keeps its rewards on the whole path, in bf16 training, too."""
     body = families.BODIES.get(kind, kind)
     shape = families.odd_settings(body)
     case = replace(
@@ -280,7 +280,7 @@ def test_decoder_goes_the_whole_way(kind: str, tmp_path: Path) -> None:
 
 
 def check_the_whole_way(case: Case, tmp_path: Path) -> None:
-    """Convert, score, evaluate, train, serve, export and convert again, each with its rewards."""
+    """Convert, score, evaluate, train, serve, export and convert again; compare all rewards."""
     head = write(case, tmp_path / "hf")
     expected = case.reward(hidden_of(tmp_path / "hf"), head).numpy()
     assert expected.std(axis=0).min() > 0.1
@@ -313,7 +313,7 @@ def check_the_whole_way(case: Case, tmp_path: Path) -> None:
         records,
         validation=records,
         output=tmp_path / "run",
-        # What was logged first stays.
+        # The first logged value is kept.
         callback=lambda progress: logged.update({**progress.metrics, **logged}),
         **SETTINGS,
         **{"trainer.precision": case.precision},
@@ -326,7 +326,7 @@ def check_the_whole_way(case: Case, tmp_path: Path) -> None:
     trained.export(tmp_path / "out")
     if case.exported is not None:
         assert config_of(tmp_path / "out")["architectures"] == [case.exported]
-    # transformers computes in fp32, and so does the archive for it.
+    # transformers computes in fp32, so the archive is scored in fp32, too.
     archive = tmp_path / "run/checkpoints/megatron_gpt.nemo"
     exact = na.RewardModel.from_pretrained(archive, precision="fp32").score(TEXTS)
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
@@ -374,12 +374,12 @@ def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> N
         assert not [name for name in folder.tensors if name.startswith("rm_head")]
 
 
-# Jinja of the prompt that Qwen3-Reranker's card writes around a query and a document.
+# Chat template with the prompt for a query and a document in Qwen3-Reranker's model card.
 RERANKER = (
     "<|im_start|>system\nJudge.<|im_end|>\n<|im_start|>user\n<Query>: {{ messages[0].content }}"
     "\n<Document>: {{ messages[1].content }}<|im_end|>\n<|im_start|>assistant\n"
 )
-# The choice, or what a config names; the body; and the reward from the logits of all tokens.
+# The option --head, or the config; the decoder; and the reward from the logits of all tokens.
 ROWS: dict[str, tuple[str | None, dict[str, Any], str, Callable[[Tensor, Any], Tensor]]] = {
     # Llama-3.1-Nemotron-70B-Reward-HF's card: the first score of the first generated token
     "row 0": ("lm_head:0", {}, "llama_untied", lambda logits, token: logits[..., 0]),
@@ -457,7 +457,7 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
 
 
 def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
-    """As get_score of that modeling_internlm2.py: its token is behind the rendered conversation."""
+    """As in get_score of InternLM2's code: the reward token follows the rendered conversation."""
     write_hf_checkpoint(tmp_path / "llama", "llama_untied")
     theirs = internlm2_names(load_file(tmp_path / "llama/model.safetensors"))
     head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5)) * 0.3

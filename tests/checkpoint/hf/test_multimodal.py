@@ -1,4 +1,4 @@
-"""Text decoders inside models with vision parts, against those models as transformers has them."""
+"""Text decoders in multimodal models compute the same as the models in transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "im
 CLIP = {"model_type": "clip_vision_model", **SMALL, "num_attention_heads": 2, "patch_size": 14}
 PIXTRAL = {**CLIP, "model_type": "pixtral", "head_dim": 16}
 QWEN = {"depth": 1, "num_heads": 2, "patch_size": 14}
-# Rotations whose parts differ for the three coordinates of an image.
+# RoPE with separate channels for the three coordinates of an image.
 MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
 CASES: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -161,7 +161,7 @@ def test_decoder_has_the_same_names_however_the_whole_is_written() -> None:
     )
     assert actual == expected
     assert actual["rotary_base"] == 1000000.0
-    # No flag: what is stored decides.
+    # Without the setting, the stored tensors decide.
     for names, tied in (([], True), (["lm_head.weight"], False)):
         assert decoder_config({"model_type": "llava"}, names)["tie_word_embeddings"] is tied
 

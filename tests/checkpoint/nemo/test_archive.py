@@ -1,4 +1,4 @@
-"""What is unpacked of a tar, how much of it, and what of it is compared with its checksums."""
+"""Unpacking of archives: unsafe members, limits, and checksums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.nemo.archive import (
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.fuzzing import files_of
 
-MEGABYTES = bytes(range(256)) * 2**13  # two of them
+MEGABYTES = bytes(range(256)) * 2**13  # 2 MiB
 FILES = {"config": b"a: 1", "deep/er/weights": MEGABYTES + b"end", "deep/empty": b""}
 
 
@@ -44,7 +44,7 @@ def sums_of(files: dict[str, bytes]) -> bytes:
 
 
 def pack(path: Path, *members: tuple[str, bytes | None], **attributes: Any) -> Path:
-    """A tar of files, and of folders where there is no content; ``attributes`` of all members."""
+    """Write a tar; None as content makes a folder, and all members have the ``attributes``."""
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -57,7 +57,7 @@ def pack(path: Path, *members: tuple[str, bytes | None], **attributes: Any) -> P
 
 
 def refuse(path: Path, scratch: Path, is_needed: Callable[..., bool] = everything) -> str:
-    """What is said of an archive of which nothing is left."""
+    """Return the error for an archive; check that no unpacked file is left."""
     with pytest.raises(CheckpointError) as caught:
         unpack(path, is_needed)
     assert not list(scratch.iterdir())
@@ -108,7 +108,7 @@ def test_archive_that_is_none_or_ends_early_is_named(tmp_path: Path, scratch: Pa
 
 
 def test_archive_names_that_are_refused(tmp_path: Path, scratch: Path) -> None:
-    """Also of a member that nobody wants; nothing is written outside."""
+    """Unsafe names are refused, also of members that are not needed; no file is written outside."""
     outside = tmp_path / "outside"
     outside.mkdir()
     out, odd = (
@@ -154,7 +154,7 @@ def test_archive_is_refused_whose_folders_or_headers_are_nested_without_end(
     for is_needed in (everything, lambda member: member.name == "fine"):
         message = f"{path}: member 'a/a/a/.*'... is 2001 folders deep, wanted at most 64"
         assert re.match(message, refuse(path, scratch, is_needed))
-    # Each such header has the name of the next one, which is another.
+    # Each header contains the name of the next one, which is such a header, too.
     name = tarfile.TarInfo("././@LongLink")
     name.type, name.size = tarfile.GNUTYPE_LONGNAME, 2
     header = name.tobuf(tarfile.GNU_FORMAT) + b"x\0".ljust(512, b"\0")
@@ -171,7 +171,7 @@ def test_archive_is_refused_whose_folders_or_headers_are_nested_without_end(
     os.close(inside)
     with pytest.raises(CheckpointError, match="its folders are nested too deeply"):
         verify_folder(folder, everything)
-    subprocess.run(["rm", "-rf", folder], check=True)  # as shutil.rmtree calls itself
+    subprocess.run(["rm", "-rf", folder], check=True)  # shutil.rmtree is recursive, too
 
 
 def test_archive_has_as_many_members_as_may_be(
@@ -188,7 +188,7 @@ def test_archive_has_as_many_members_as_may_be(
 def test_archive_leaves_a_spare_of_the_disk(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    """The spare, or half of what is free where that is less."""
+    """Some space stays free on the disk, or half of the free space if that is less."""
     size = sum(map(len, FILES.values()))
     path = pack(tmp_path / "a.nemo", *FILES.items(), ("unneeded", b"x" * 1000))
     monkeypatch.setattr(archive_module, "_SPARE_BYTES", spare)
@@ -210,7 +210,7 @@ def test_archive_limit_by_a_setting(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = pack(tmp_path / "a.nemo", ("a", b"x" * 600))
-    # A header, two blocks of content, and the block that ends a tar.
+    # A header, two blocks of content, and the block at the end of a tar.
     monkeypatch.setenv(MAX_BYTES_VARIABLE, "2048")
     shutil.rmtree(unpack(path, everything))
     monkeypatch.setenv(MAX_BYTES_VARIABLE, "2047")
@@ -228,7 +228,7 @@ def test_archive_limit_by_a_setting(
 def test_archive_limit_by_the_size_on_the_disk(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gzip bomb ends there; 256 MiB are always allowed, and no more."""
+    """Unpacking a gzip bomb stops at a multiple of its size; 256 MiB are always allowed."""
     assert archive_module._max_bytes(pack(tmp_path / "empty.nemo")) == 2**28
     path = pack(tmp_path / "a.nemo", ("a", bytes(2**20)))
     path.write_bytes(gzip.compress(path.read_bytes()))
@@ -243,7 +243,7 @@ def test_archive_limit_by_the_size_on_the_disk(
 def test_archive_header_of_many_megabytes_is_not_read(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tarfile would hold all of a name, however long its header says that it is."""
+    """tarfile would read a complete name into memory, whatever length its header claims."""
     path = tmp_path / "a.nemo"
     gzip_read, sizes = gzip.GzipFile.read, list[int]()
 

@@ -1,4 +1,4 @@
-"""An archive that several ranks read stays whole until all are done, and is gone afterwards."""
+"""An unpacked archive stays until all ranks have left the block, and is removed then."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def archive(once: Once) -> Path:
 
 
 def start(archive: Path, folder: Path, failing: str) -> subprocess.Popen[str]:
-    """Two ranks that open ``archive``: one of them fails, or none, or a signal ends both."""
+    """Start two ranks that open ``archive``; one fails, or none, or a signal ends both."""
     for name in ("scratch", "marks"):
         (folder / name).mkdir(parents=True)
     environment = tiny.environment(**tiny.temporary_files_in(folder / "scratch"))

@@ -1,4 +1,4 @@
-"""Folders of NeMo, Megatron and our runs: where their settings, tokenizer and weights are."""
+"""Settings, tokenizer and weights in folders of NeMo, Megatron, and this package's runs."""
 
 from __future__ import annotations
 

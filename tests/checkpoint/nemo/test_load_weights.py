@@ -1,4 +1,4 @@
-"""Settings and weights into a model: both have to fit, and every layout gets the same."""
+"""Loading weights into a model: shapes must fit the settings, and all layouts agree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.harness.contracts import Contracts
 
 LORA = LoraShape(3, 6.0, LORA_TARGETS)
 
-# A setting of model_config.yaml, and what else than its name may be told.
+# Settings of model_config.yaml that do not fit the weights.
 SIZES = [
     {"hidden_size": 10**12},
     {"hidden_size": 2**30},
@@ -96,7 +96,7 @@ def test_settings_are_checked_before_anything_is_allocated(
 def test_weights_of_another_model_are_named(
     unpacked: Path, theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
-    """Too many, too few, or none under the prefix: NeMo 1's settings over NeMo 2's weights."""
+    """Surplus, missing and wrongly prefixed weights are named."""
     norm = "decoder.final_layernorm.weight"
     bias = {"decoder.layers.self_attention.linear_qkv.bias": torch.ones(foreign.LAYERS, 128)}
     with refusals() as refused:
@@ -119,7 +119,7 @@ def test_weights_of_another_model_are_named(
 
 
 def ours(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
-    """An archive as this package writes it."""
+    """Write an archive of this package."""
     output = folder.with_suffix(".nemo")
     import_nemo(nemo1(folder, tensors, tokenizer), output)
     return output
@@ -129,13 +129,13 @@ def ours(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
 def test_ranks_get_what_was_written_and_save_it_as_it_was(
     write: Writer, theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
-    """At TP=2 and at PP=2, from layers stacked and apart; the sums are those of one process."""
+    """At TP=2 and PP=2, from stacked and separate layers; the sums equal those of one process."""
     if write is zarr_folder:
         pytest.importorskip("zarr")
     source = theirs(write)
     done = tiny.run_script("tests/checkpoint/resave.py", str(source), str(tmp_path), processes=2)
     assert done.stdout.count("all ranks know: missing.nemo: no such") == 2 * len(LAYOUTS)
-    # The second rank has no C compiler, so the first one must not round by the kernels either.
+    # The second rank has no C compiler, so no rank may use the C kernels, which round otherwise.
     assert done.stdout.count("kernels are used: False") == 2 * len(LAYOUTS)
     message = "kernels.c is not used, so scoring is slower on this CPU: rank 1: found no C compiler"
     assert done.stderr.count(message) == 1
@@ -155,7 +155,7 @@ def test_ranks_get_what_was_written_and_save_it_as_it_was(
 def test_checkpoint_that_is_opened_has_its_index_read_once(
     index_reads: list[str], layout: Any, tmp_path: Path
 ) -> None:
-    """To train and to score; without checksums every piece is read to be checked, too."""
+    """For training and for scoring; without checksums all shards are read for the check, too."""
     path = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
     shutil.unpack_archive(path, tmp_path / "folder", "tar")
     (tmp_path / "folder" / "checksums.json").unlink()
@@ -168,7 +168,7 @@ def test_checkpoint_that_is_opened_has_its_index_read_once(
 
 
 def test_megatron_config_of_a_gemma_is_that_of_nemo_1(theirs: Theirs, layout: Any) -> None:
-    """Bridge calls the GELU with tanh fast_gelu, and scales embeddings by the provider's class."""
+    """Bridge's names for Gemma's activation and embedding scaling give NeMo 1's settings."""
     numbers = torch.linspace(-4, 4, 101)
     gelu = torch.nn.functional.gelu(numbers, approximate="tanh")
     torch.testing.assert_close(fast_gelu(numbers), gelu)
@@ -181,7 +181,7 @@ def test_megatron_config_of_a_gemma_is_that_of_nemo_1(theirs: Theirs, layout: An
 def test_megatron_config_of_layers_that_differ_is_read_by_its_own_names(
     theirs: Theirs, layout: Any
 ) -> None:
-    """Windows, layers without rotation, and YaRN; what each of them does is compared elsewhere."""
+    """Windows, layers without RoPE, and YaRN are read by megatron-core's names."""
     settings = {
         "window_size": [7, 0],
         "window_attn_skip_freq": 2,
@@ -200,7 +200,7 @@ def test_megatron_config_of_layers_that_differ_is_read_by_its_own_names(
     assert (actual - plain).abs().max() > 1e-2
 
 
-# Of NeMo 2 and Megatron-Bridge: what their models can be, and ours cannot.
+# Settings of NeMo 2 and Megatron-Bridge that this package does not implement.
 NOT_BUILT = [
     ({"rotary_interleaved": True}, "rotary_interleaved: got True"),
     ({"num_moe_experts": 8}, "num_moe_experts: got 8"),
@@ -221,7 +221,7 @@ NOT_BUILT = [
     ({"num_query_groups": None}, "linear_qkv"),
     ({"seq_length": None}, "max_position_embeddings|NoneType|None"),
 ]
-# NeMo 1 sets fields of megatron-core's ``TransformerConfig`` by their names, also in a section.
+# NeMo 1 also sets fields of megatron-core's ``TransformerConfig``, at the top or in a section.
 SECTION = "mcore_customization_config"
 NOT_BUILT_OF_NEMO_1 = [
     ({"softmax_scale": 0.1}, r"model_config\.yaml: softmax_scale: got 0\.1"),
@@ -243,13 +243,13 @@ def test_megatron_config_of_what_is_not_built_is_refused(theirs: Theirs, layout:
             with refused(changes, pattern):
                 load(first, layout)
             edit(first, softmax_scale=None)
-    edit(first, **{SECTION: {"num_microbatches_per_virtual_pipe": 4}})  # changes no result
+    edit(first, **{SECTION: {"num_microbatches_per_virtual_pipe": 4}})  # changes no hidden state
     load(first, layout)
 
 
 @pytest.fixture(scope="module")
 def with_lora(layout: Any, contracts: Contracts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model with LoRA, all of whose matrices have numbers."""
+    """Save a reward model with LoRA whose matrices are all random, and none zero."""
     place = tmp_path_factory.mktemp("lora")
     base = tiny.write_base_nemo(place / "base.nemo")
     loaded = load_pretrained(base, layout, num_attributes=1, precision=Precision.fp32, lora=LORA)

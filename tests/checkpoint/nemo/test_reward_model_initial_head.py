@@ -1,4 +1,4 @@
-"""A second stage begins with a first stage's head, by the names of attributes."""
+"""Training can start from the head of another model, matched by the attributes' names."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.harness import tiny
 from tests.harness.once import Once
 
 
-# Before there is a layout: it is made in one of its own.
+# Created before the layout fixture, because training initialises a layout itself.
 @pytest.fixture(scope="module", autouse=True)
 def first(once: Once) -> Path:
-    """A reward model of helpfulness and verbosity."""
+    """Archive of a reward model of helpfulness and verbosity."""
     return (
         once("first_stage", lambda folder: tiny.write_reward_nemo(folder / "rm.nemo")) / "rm.nemo"
     )
@@ -48,7 +48,7 @@ def contract(first: Path) -> ScoringContract:
 
 
 def of(contract: ScoringContract, *names: str) -> ScoringContract:
-    """The rules of a run of these attributes."""
+    """Return the contract of a run with these attributes."""
     numbers = (1.0,) * len(names)
     return dataclasses.replace(
         contract, attributes=names, attribute_weights=numbers, label_means=numbers

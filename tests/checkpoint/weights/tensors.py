@@ -1,4 +1,4 @@
-"""A few stored tensors, and requests for them."""
+"""A few stored tensors, and state dicts that request them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sharded(key: str, data: torch.Tensor, *offsets: tuple, **options: Any) -> An
 
 
 def request(fill: float | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """An embedding, two stacked layers, an opaque object; of counted numbers, or of ``fill``."""
+    """Build a state dict of an embedding, two stacked layers and an opaque object."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     def tensor(start: float, *shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Weights that are saved and opened: they come back bit for bit, and what does not fit is named."""
+"""Saved weights are read back bit-identical; requests that do not fit are refused by name."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_save_that_fails_in_the_background_is_told_at_the_end(
 
 
 def test_save_on_a_full_disk_says_so_and_how_much_is_free(tmp_path: Path) -> None:
-    """Wherever it fills up, and whatever torch makes of that."""
+    """A full disk is reported with the free space, whichever error torch raises."""
     message = r"cannot be written: (the disk is full|a write was cut off, as by a full disk), with "
     large = {"a": sharded("a", torch.zeros(300, 1000)), "b": sharded("b", torch.zeros(3, 1000))}
     message += r"\d+\.\d [GM]B free there\. Free some"
@@ -196,7 +196,7 @@ def test_own_storage_is_the_same_memory_and_outlives_its_tensor() -> None:
     taken = [torch.full((2**16,), -1) for _ in range(8)]
     assert len(taken) == 8
     assert torch.equal(view, torch.arange(7, 2**16))
-    # Whole tensors and those with holes are left as they are.
+    # Complete tensors and strided views are returned unchanged.
     zeros = torch.zeros(3, 4)
     assert all(
         zero_copy_slice(tensor) is tensor for tensor in (zeros, torch.tensor(1.0), zeros[:, 1])
@@ -204,7 +204,7 @@ def test_own_storage_is_the_same_memory_and_outlives_its_tensor() -> None:
 
 
 def test_run_weights_are_those_that_train(layout: Any) -> None:
-    """With LoRA the adapters and all of the head; without it everything."""
+    """With LoRA only adapters and head are saved, without LoRA everything."""
     model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
     model.rm_head.add_learned_scalars([1.0])
     of_head = {f"model.rm_head.{name}" for name, _ in model.rm_head.named_parameters()}

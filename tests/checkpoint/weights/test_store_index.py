@@ -1,4 +1,4 @@
-"""Untrusted weights, their index and shards: no code runs, and all data is whole and in place."""
+"""Untrusted indexes and shards: no code runs, and missing or misplaced data is found."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EMBEDDING = "model.embedding"
 
 @contextmanager
 def edited_index(folder: Path) -> Iterator[Any]:
-    """The index of the weights in ``folder``, which is written back as the block leaves it."""
+    """Yield the index of the weights in ``folder``, and write it back after the block."""
     metadata = read_metadata(folder)
     yield metadata
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -50,18 +50,18 @@ def index_edit(change: Callable[[Any], object]) -> Callable[[Path], None]:
 
 
 def check_and_load(folder: Path) -> None:
-    """As weights without checksums are opened."""
+    """Check and load weights like those of an archive without checksums."""
     open_weights(folder).check_data(read=True)
     check_loaded(load(folder))
 
 
 def first_info(metadata: Any) -> Any:
-    """Where the first piece is stored."""
+    """Return the storage info of the first shard."""
     return next(iter(metadata.storage_data.values()))
 
 
 def test_code_is_never_run(saved: Path, tmp_path: Path) -> None:
-    """Wherever weights may hold a pickle: it is refused, or not read."""
+    """A pickle in any file of the weights is refused or not read."""
     bomb = Bomb(tmp_path / "executed")
 
     def write(name: str) -> Callable[[Path], object]:
@@ -96,7 +96,7 @@ def test_code_is_never_run(saved: Path, tmp_path: Path) -> None:
 
 
 class Attribute:
-    """Pickled as ``getattr(owner, name)``."""
+    """An object that is pickled as ``getattr(owner, name)``."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.call = (getattr, (owner, name))
@@ -106,7 +106,7 @@ class Attribute:
 
 
 def test_index_getattr_gives_members_of_enums_and_nothing_else(saved: Path) -> None:
-    """Python 3.11.0 to 3.11.3 pickle the member of an enum like this."""
+    """Python 3.11.0 to 3.11.3 pickle enum members with ``getattr``; nothing else may use it."""
     with edited_index(saved) as metadata:
         metadata.planner_data = {"x": Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")}
     assert read_metadata(saved).planner_data == {"x": _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST}
@@ -170,7 +170,7 @@ def wrong_numbers() -> Iterator[tuple[Callable[[Any], object], str]]:
 
 
 def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
-    """A change to the index, and what is told of it: values are named in few words."""
+    """Yield changes of the index with the pattern of the error."""
     long = "x" * 10**6
     much: Any = [1]
     for _ in range(40):
@@ -222,7 +222,7 @@ def test_index_that_is_wrong_is_refused(saved: Path) -> None:
 
 
 def test_index_of_another_kind_is_refused(saved: Path) -> None:
-    """Also where it has what an index has."""
+    """An index of another class is refused, even if it has the same fields."""
     metadata = read_metadata(saved)
     look_alike = SavePlan([])
     vars(look_alike).update(vars(metadata))
@@ -252,7 +252,7 @@ def cut(path: Path, end: int) -> None:
 
 
 def test_index_that_promises_too_much_is_refused(unpacked: Path, layout: Any) -> None:
-    """Settings and index agree on a size that the files lack; anyone can write checksums."""
+    """Sizes in settings and index that the files lack are refused, even with correct checksums."""
     weights, size = unpacked / "model_weights", torch.Size([2**30, 16])
     with edited_index(weights) as metadata:
         entry = metadata.state_dict_metadata["model.embedding.word_embeddings.weight"]
