@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
-from nemo_aligner.checkpoint.nemo.reward_model import BaseCheckpoint, check_initial_head
+from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription, check_initial_head
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.checkpoint.run_lock import RunLock
@@ -54,7 +54,7 @@ class PreparedRun:
 
     config: TrainConfig
     layout: LayoutSizes
-    base: BaseCheckpoint
+    base: CheckpointDescription
     shape: ModelShape
     data: TrainingData
     latest: Saved | None
@@ -99,7 +99,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     Raises:
         AlignerError: settings, data, base checkpoint or layout are unfit.
     """
-    base = BaseCheckpoint.read(str(config.pretrained_checkpoint.restore_from_path))
+    base = CheckpointDescription.read(str(config.pretrained_checkpoint.restore_from_path))
     latest = RunCheckpoints(_checkpoints_folder(config.exp_manager), save_top_k=0).latest()
     earlier = None if latest is None else ScoringContract.from_dict(latest.state.contract)
     shape = _trained_shape(config, base)
@@ -149,11 +149,11 @@ def check_settings(config: TrainConfig) -> None:
     check_loggers(config.exp_manager)
 
 
-def _trained_shape(config: TrainConfig, base: BaseCheckpoint) -> ModelShape:
+def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelShape:
     """The shape of the model to train, which may have another head and LoRA than its base.
 
     Raises:
-        CheckpointError: the base has LoRA, and the settings another one; or see ``BaseCheckpoint``.
+        CheckpointError: the base has LoRA, and the settings another one; or see ``CheckpointDescription``.
     """
     lora = LoraShape.from_settings(config.model.lora)
     check_lora(base.shape.lora, lora, base.path)
@@ -207,7 +207,7 @@ def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) ->
 
 def _build_data(
     config: TrainConfig,
-    base: BaseCheckpoint,
+    base: CheckpointDescription,
     shape: ModelShape,
     earlier: ScoringContract | None,
 ) -> TrainingData:

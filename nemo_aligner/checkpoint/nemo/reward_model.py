@@ -101,7 +101,7 @@ class LoadedRewardModel:
 
 
 @dataclass(frozen=True)
-class BaseCheckpoint:
+class CheckpointDescription:
     """Settings, tokenizer and scoring contract of a checkpoint, read without its weights.
 
     A training run is prepared from it. ``load_pretrained`` opens the checkpoint again for the
@@ -120,7 +120,7 @@ class BaseCheckpoint:
     contract: ScoringContract | None
 
     @classmethod
-    def read(cls, path: str | Path) -> BaseCheckpoint:
+    def read(cls, path: str | Path) -> CheckpointDescription:
         """Open the checkpoint at ``path``; collective.
 
         Raises:
@@ -139,7 +139,7 @@ class BaseCheckpoint:
 
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
     """Read an archive's tokenizer and its contract (None for a base model); collective."""
-    base = BaseCheckpoint.read(path)
+    base = CheckpointDescription.read(path)
     return base.tokenizer, base.contract
 
 
