@@ -342,7 +342,7 @@ class RunCheckpoints:
             has_optimizer = "optimizer" in request
             return load_weights(request, saved.path / STATE_NAME, with_optimizer=has_optimizer)
         except DamagedError as error:
-            advice = on_main(lambda: _how_to_go_on_without(saved.path))
+            advice = on_main(lambda: _advise_without(saved.path))
             raise CheckpointError(f"{error}. {advice}") from error
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
@@ -416,10 +416,10 @@ def _read_or_advise(path: Path) -> Saved:
     try:
         return _read_saved(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_how_to_go_on_without(path)}") from error
+        raise CheckpointError(f"{error}. {_advise_without(path)}") from error
 
 
-def _how_to_go_on_without(damaged: Path) -> str:
+def _advise_without(damaged: Path) -> str:
     """Write the advice: which other checkpoints are complete, and how to resume from them."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]

@@ -153,7 +153,8 @@ def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelSha
     """The shape of the model to train, which may have another head and LoRA than its base.
 
     Raises:
-        CheckpointError: the base has LoRA, and the settings another one; or see ``CheckpointDescription``.
+        CheckpointError: the base has LoRA, and the settings another one; or see
+            ``CheckpointDescription``.
     """
     lora = LoraShape.from_settings(config.model.lora)
     check_lora(base.shape.lora, lora, base.path)
