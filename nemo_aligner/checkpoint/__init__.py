@@ -1,5 +1,19 @@
-"""Checkpoints: of training runs, of NeMo and Megatron, and of Hugging Face, read and written.
+"""Read and write checkpoints: of training runs, of NeMo and Megatron, and of Hugging Face.
 
-Files may be anyone's. Whatever is missing, damaged, unsafe or not supported is a CheckpointError
-that names the file and the place in it, from every function here; docstrings name other errors.
+In the order in which a model passes through them:
+
+- ``hf/`` converts a Hugging Face or GGUF model into a ``.nemo`` archive; ``importing`` does the
+  same for checkpoints of NeMo and Megatron.
+- ``nemo/`` opens, checks and writes ``.nemo`` archives, and loads them into a reward model.
+- ``weights/`` reads and writes tensors in every stored format: distributed checkpoints, zarr.
+- ``run`` saves, resumes and ranks the checkpoints of a training run; ``run_folder`` names the
+  files of such a run, and ``run_lock`` keeps a second job out of its folder.
+- ``merge`` averages finished reward models, and extrapolates from one.
+- ``hf/`` exports a finished model to Hugging Face or GGUF.
+
+Used by all of them: ``decoder_tensors`` (names and shapes of a decoder's tensors) and
+``safe_load`` (YAML, JSON and pickles, read without running code and at a bounded cost).
+
+Files are not trusted. Every function here raises CheckpointError, with the file and the place in
+it, for whatever is missing, damaged, unsafe or not supported; docstrings name other errors only.
 """

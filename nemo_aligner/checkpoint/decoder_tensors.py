@@ -1,4 +1,8 @@
-"""Names and shapes of a decoder's tensors in Megatron, and names of a reward model's outputs."""
+"""Names and unsharded shapes of a decoder's tensors in Megatron's naming.
+
+Converters and loaders compare checkpoints with these tables. The module also checks the names
+that a user gives to the outputs of a reward model.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ from nemo_aligner.utils.errors import ConfigError
 # Megatron's names, without a prefix. Shapes are unsharded.
 
 EMBEDDING = "embedding.word_embeddings.weight"
-# A reward model has a head instead.
+# The language-model head. A reward model has a reward head instead.
 OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
 # Prefix of all tensors of a reward head.
 HEAD_PREFIX = "rm_head."
-# Scalars that a loss learns beside the reward; kept in runs, left out of reward models.
+# Scalars that a loss learns in addition to the reward. Checkpoints of a run have them; finished
+# reward models do not.
 LEARNED_BY_OBJECTIVE = "rm_head.learned"
 LAYERS = "decoder.layers."
 # Prefix of tensor names in archives of this package and of NeMo 1.
@@ -25,7 +30,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def model_tensors(shape: ModelShape) -> Shapes:
-    """Weights outside the layers, except an output layer, without vocabulary padding."""
+    """Return the shapes of the weights outside the layers: embedding and final norm.
+
+    The embedding has no vocabulary padding. The output layer is not included.
+    """
     return {
         EMBEDDING: (shape.vocab_size, shape.hidden_size),
         **_norm(shape, "decoder.final_layernorm."),
@@ -33,10 +41,14 @@ def model_tensors(shape: ModelShape) -> Shapes:
 
 
 def layer_tensors(shape: ModelShape) -> Shapes:
-    """Weights of a layer by their names after ``decoder.layers.<number>.``"""
+    """Return the shapes of one layer's weights, by their names after ``decoder.layers.<number>.``
+
+    A LoRA model's adapters are included.
+    """
     hidden, channels = shape.hidden_size, shape.kv_channels
     heads = shape.num_attention_heads * channels
-    # Queries of all heads, and a key and a value of each query group.
+    # The fused projection computes the queries of all heads, and one key and one value for each
+    # query group.
     rows = heads + 2 * shape.num_query_groups * channels
     tensors: Shapes = {
         "self_attention.linear_qkv.weight": (rows, hidden),
@@ -51,9 +63,10 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         tensors |= _norm(shape, "self_attention.k_layernorm.", key)
     if shape.pre_layernorms:
         tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
-        # Megatron fuses a norm into the linear layer behind it; a router has none to fuse into.
-        of_mlp = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
-        tensors |= _norm(shape, of_mlp)
+        # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts
+        # layer a router follows, which has no fused norm.
+        mlp_norm = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
+        tensors |= _norm(shape, mlp_norm)
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
@@ -63,7 +76,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
 
 
 def _mlp(shape: ModelShape) -> Shapes:
-    """Matrices of an MLP, or of all experts: a gate and a projection to ffn channels, and back."""
+    """Return the shapes of the matrices of a dense MLP, or of the router and all experts."""
     hidden, experts = shape.hidden_size, shape.experts
     if experts is None:
         return {
@@ -76,7 +89,8 @@ def _mlp(shape: ModelShape) -> Shapes:
     sizes = {"experts": (experts.count, experts.width)}
     if experts.shared_width is not None:
         sizes["shared_experts"] = (1, experts.shared_width)
-    # [E, 2, f, h]: gate and projection of each expert are apart, not stacked as in a dense MLP.
+    # [E, 2, f, h]: each expert's gate and up projection have an axis of their own; a dense MLP
+    # stacks their rows.
     for name, (count, width) in sizes.items():
         tensors[f"mlp.{name}.linear_fc1.weight"] = (count, 2, width, hidden)
         tensors[f"mlp.{name}.linear_fc2.weight"] = (count, hidden, width)
@@ -88,9 +102,13 @@ def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
     return {name + kind: (width or shape.hidden_size,) for kind in kinds}
 
 
-def attribute_names(given: Sequence[str], count: int) -> tuple[str, ...]:
-    """Check the names given for ``count`` outputs, and strip them."""
-    names = tuple(name.strip() for name in given)
-    if len(names) != count or len(set(names)) != count or not all(names):
-        raise ConfigError(f"attributes: got {list(names)}, wanted {count} different names")
-    return names
+def attribute_names(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """Strip the names that a user gave to ``count`` outputs, and check them.
+
+    Raises:
+        ConfigError: there are not ``count`` different, non-empty names.
+    """
+    stripped = tuple(name.strip() for name in names)
+    if len(stripped) != count or len(set(stripped)) != count or not all(stripped):
+        raise ConfigError(f"attributes: got {list(stripped)}, wanted {count} different names")
+    return stripped

@@ -1,13 +1,14 @@
-"""Import of NeMo's and Megatron's checkpoints as archives of this package.
+"""Import checkpoints of NeMo and Megatron as archives of this package.
 
-A reward model of NeMo-Aligner becomes one with a scoring contract. Anything its head does beyond a
-linear map is folded into weights and contract, so that scores stay the same:
+A reward model of NeMo-Aligner becomes an archive with a scoring contract. Its head may do more
+than a linear map; the import folds all of it into weights and contract, so scores stay the same:
 
     NeMo-Aligner:  (w . (W h + b) - mean) / std        here:  W' h + offset
 
-``w`` are the attributes' weights with ``merge_attributes``, mean and std those of
-``reward_standardization`` if it is enabled. ``offset`` is the contract's ``label_means``.
-Formulas and keys are those of NeMo-Aligner's ``RewardModelHead`` and ``MegatronGPTRewardModel``.
+``w`` are the attribute weights if ``merge_attributes`` is set; mean and std come from
+``reward_standardization`` if that is enabled. ``offset`` is stored as the contract's
+``label_means``. Formulas and keys are those of NeMo-Aligner's ``RewardModelHead`` and
+``MegatronGPTRewardModel``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _HEAD_KEYS = (
     "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
     "force_head_dtype",
 )  # fmt: skip
-# Scaling that takes effect in NeMo's model customisation, which NeMo-Aligner's reward model skips.
+# NeMo applies these settings when it customises a model, a step that NeMo-Aligner's reward model
+# skips.
 _IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scaling")
 
 
@@ -63,23 +65,24 @@ def import_checkpoint(
     attributes: tuple[str, ...] = (),
     keep_scaling: bool = False,
 ) -> str:
-    """Write ``source`` as the archive ``output``; returns a summary. One process calls it.
+    """Write ``source`` as the archive ``output``, and return a summary. One process calls it.
 
     Builds no model: tensors are read one after the other as they are written.
 
     Args:
-        tokenizer: a folder, or a model's name on the hub; None is the checkpoint's own.
-        config: a ``model_config.yaml`` that replaces the checkpoint's own.
-        template: for reward models, a name as in ``model.data.template``; ``none`` takes raw texts
-            only.
+        source: a checkpoint of NeMo or Megatron, as an archive or a folder.
+        tokenizer: a folder, or a model's name on the hub; None means the checkpoint's tokenizer.
+        config: a ``model_config.yaml`` that replaces the checkpoint's settings.
+        template: for reward models, a name as in ``model.data.template``; with ``none`` the
+            imported model scores raw texts only.
         attributes: names of a reward model's outputs, if there are several.
-        keep_scaling: apply the rope and embedding scaling of the settings. NeMo-Aligner's reward
-            models ignored it, in training as in serving, and by default it is switched off.
+        keep_scaling: apply the RoPE and embedding scaling in the settings. NeMo-Aligner's reward
+            models ignored it in training and in serving, so by default it is switched off.
 
     Raises:
         CheckpointError: see ``open_nemo``, ``model_shape`` and ``fold_head``.
-        ConfigError: the template is missing or unfit, or a base model is given options of a reward
-            model.
+        ConfigError: the template is missing or unfit, or the checkpoint is a base model and an
+            option for reward models is set.
     """
     output = Path(output)
     folder_of_tokenizer = None if tokenizer is None else tokenizer_folder(tokenizer)
@@ -90,29 +93,36 @@ def import_checkpoint(
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
-        given = {"template": template is not None, "attributes": bool(attributes)}
-        _check_options(folder, source, {**given, "keep_scaling": keep_scaling})
-        own_tokenizer = folder.load_tokenizer()
-        settings, ignored = _settings(folder, keep_scaling)
+        options = {
+            "template": template is not None,
+            "attributes": bool(attributes),
+            "keep_scaling": keep_scaling,
+        }
+        _check_options(folder, source, options)
+        loaded_tokenizer = folder.load_tokenizer()
+        settings, ignored = _decoder_settings(folder, keep_scaling)
         shape = model_shape(folder, settings)
-        own_tokenizer.check_fits(shape.vocab_size)  # another model's would give others' rows
+        # Another model's tokenizer would select other tokens' embeddings.
+        loaded_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
         tensors, layers = unread_decoder(folder, shape)
-        # The base model's output layer, which a reward model carries along and never runs.
+        # A reward model of NeMo-Aligner still stores its base model's output layer, unused.
         if head is not None:
             tensors.pop(PREFIX + OUTPUT_LAYER, None)
-        precision = _precision(folder, {**tensors, **layers})
+        precision = _find_precision(folder, {**tensors, **layers})
         contract = None
         if head is not None:
-            contract = _contract(folder, own_tokenizer, *head, template, attributes, precision)
+            contract = _build_contract(
+                folder, loaded_tokenizer, *head, template, attributes, precision
+            )
             tensors[PREFIX + HEAD] = in_memory(head[0])
-        own_tokenizer.save(scratch / "tokenizer")
+        loaded_tokenizer.save(scratch / "tokenizer")
         write_lazy_nemo(output, with_lora(settings, None), tensors, layers, scratch, contract)
-        return _summary(output, folder, ignored, contract)
+        return _summarize(output, folder, ignored, contract)
 
 
-def _settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:
-    """Settings of the decoder, and which of them are switched off."""
+def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of the decoder, and the names of those that are switched off."""
     settings = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
     if HEAD not in folder.tensors or keep_scaling:
         return settings, []
@@ -120,39 +130,43 @@ def _settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], l
     return settings | dict.fromkeys(ignored, False), ignored
 
 
-def _check_options(folder: NemoFolder, source: str | Path, given: Mapping[str, bool]) -> None:
-    """Refuse options of a reward model for a base model."""
-    names = [name for name, is_given in given.items() if is_given]
+def _check_options(folder: NemoFolder, source: str | Path, options: Mapping[str, bool]) -> None:
+    """Refuse a base model if an option for reward models is set.
+
+    Args:
+        options: whether each option is set, by its name.
+    """
+    names = [name for name, is_set in options.items() if is_set]
     if names and HEAD not in folder.tensors:
         raise ConfigError(
-            f"{source}: got {', '.join(names)}, which is for reward models; it is a base "
-            f"model (no {HEAD})"
+            f"{source}: this is a base model (it has no {HEAD}), but {', '.join(names)} is set, "
+            "which is for reward models only. Leave it out"
         )
 
 
-def _summary(
+def _summarize(
     output: Path, folder: NemoFolder, ignored: list[str], contract: ScoringContract | None
 ) -> str:
     config = folder.config
     lines = [
         f"{output}: {config['num_layers']} layers of {config['hidden_size']}",
-        f"vocabulary of {config['vocab_size']}, {folder.vocab_size_from}",
+        f"vocabulary of {config['vocab_size']}, {folder.vocab_size_source}",
     ]
     if contract is None:
         lines.append("a base model")
     else:
         lines.append(f"a reward model of {', '.join(contract.attributes)}")
         lines.append(f"scoring contract {contract.hash}, offsets {list(contract.label_means)}")
-        lines += _about_values(config, contract)
-    lines += [f"{key} is switched off, as NeMo-Aligner never applied it" for key in ignored]
+        lines += _note_critic_values(config, contract)
+    lines += [f"{key} is switched off, because NeMo-Aligner never applied it" for key in ignored]
     return "\n  ".join(lines)
 
 
-def _about_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """Note if a critic starts from other values than NeMo-Aligner's.
+def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
+    """Write a note if a critic starts from other values than NeMo-Aligner's critic would.
 
-    NeMo-Aligner standardizes the weighted sum of the attributes; here each of them is standardized,
-    which is the same if the weights sum to 1.
+    NeMo-Aligner standardizes the weighted sum of the attributes. This package standardizes each
+    attribute, which gives the same values if the weights sum to 1.
     """
     total = sum(contract.attribute_weights)
     is_standard = _section(config, "reward_standardization").get("enable")
@@ -160,21 +174,32 @@ def _about_values(config: Mapping[str, Any], contract: ScoringContract) -> list[
         return []
     return [
         "a critic's values differ from NeMo-Aligner's by a constant: reward_standardization is "
-        f"for each attribute, and attribute_weights sum to {total:g}, not 1"
+        f"applied to each attribute, and attribute_weights sum to {total:g}, not 1"
     ]
 
 
 def fold_head(
     weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Fold NeMo-Aligner's head, of ``weight [A, hidden]`` and ``bias [A]``, into a linear map.
+    """Fold the head of a NeMo-Aligner reward model into a linear map; see the module docstring.
 
-    That is a weight ``[A, hidden]`` and offsets ``[A]``, both fp32.
+    Args:
+        weight: ``[A, hidden]`` for A attributes.
+        bias: ``[A]``.
+        config: the model's settings.
+
+    Returns:
+        A weight ``[A, hidden]`` and offsets ``[A]``, both fp32; A is 1 if attributes are merged.
+
+    Raises:
+        CheckpointError: the head reads more than the last token, or a setting is invalid.
     """
     for key in ("output_sequence", "use_avg_pool"):
         if config.get(key):
-            raise CheckpointError(f"{key}: got true, wanted a head that reads the last token alone")
-    # In NeMo-Aligner's order: W h + b, then the weighted sum, then mean and std.
+            raise CheckpointError(
+                f"{key}: got true, but only heads that read the last token are supported"
+            )
+    # NeMo-Aligner computes W h + b first, then the weighted sum, then mean and std.
     offsets = weight.new_zeros(len(weight)) if bias is None else bias
     regression = _section(config, "regression")
     if regression.get("merge_attributes"):
@@ -187,7 +212,10 @@ def fold_head(
     if standard.get("enable"):
         mean, std = (_numbers(standard, key, len(weight)) for key in ("mean", "std"))
         if mean is None or std is None or 0.0 in std:
-            raise CheckpointError("reward_standardization: wanted a mean, and a std above 0")
+            raise CheckpointError(
+                f"reward_standardization: got mean {shown(mean)} and std {shown(std)}, wanted a "
+                "mean, and a std above 0"
+            )
         spread = torch.tensor(std, dtype=torch.float64)
         offsets = (offsets - torch.tensor(mean, dtype=torch.float64)) / spread
         weight = weight / spread[:, None]
@@ -202,7 +230,7 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | None:
-    """Read one number per attribute; a single number applies to all."""
+    """Read one number for each attribute; a single number applies to all. None if not set."""
     values = section.get(key)
     if values is None:
         return None
@@ -213,13 +241,15 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
 
 
 def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] | None:
+    """Read the head as a weight ``[A, hidden]`` and offsets ``[A]``; None for a base model."""
     stored = folder.tensors
     if HEAD not in stored:
         return None
     size = stored[HEAD][0]
     if size[1:] != (shape.hidden_size,):
         raise CheckpointError(
-            f"{folder.source}: {HEAD}: got shape {list(size)}, wanted rows of {shape.hidden_size}"
+            f"{folder.source}: {HEAD}: got shape {list(size)}, wanted rows of {shape.hidden_size} "
+            "values, the hidden size"
         )
     weight = folder.store.read(folder.prefix + HEAD).float()
     bias = folder.store.read(folder.prefix + HEAD_BIAS).float() if HEAD_BIAS in stored else None
@@ -229,10 +259,10 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] |
         raise CheckpointError(f"{folder.source}: {error}") from error
 
 
-def _precision(
+def _find_precision(
     folder: NemoFolder, tensors: Mapping[str, LazyTensor | list[LazyTensor]]
 ) -> Precision:
-    """Find the precision that holds every number of the decoder's matrices."""
+    """Return the precision that represents every value of the decoder's matrices exactly."""
     stored = []
     for key, entry in tensors.items():
         parts = entry if isinstance(entry, list) else [entry]
@@ -243,14 +273,14 @@ def _precision(
     return _format_of(dtype_of_matrices(stored), folder.source).precision
 
 
-def _format_of(dtype: torch.dtype, where: object) -> NumberFormat:
+def _format_of(dtype: torch.dtype, location: object) -> NumberFormat:
     try:
         return format_of(dtype)
     except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        raise CheckpointError(f"{location}: {error}") from error
 
 
-def _contract(
+def _build_contract(
     folder: NemoFolder,
     tokenizer: Tokenizer,
     weight: Tensor,
@@ -259,26 +289,29 @@ def _contract(
     attributes: tuple[str, ...],
     precision: Precision,
 ) -> ScoringContract:
-    """Build the contract: NeMo-Aligner scores a text's last token, and adds no BOS or EOS."""
+    """Build the contract of an imported reward model.
+
+    NeMo-Aligner reads the reward at the last token, and adds neither BOS nor EOS.
+    """
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
     if kind not in [member.value for member in RewardModelType]:
         raise CheckpointError(f"{folder.source}: reward_model_type: got {shown(kind)}")
     count = len(weight)
-    # Without weights in its settings, NeMo-Aligner merges attributes by their mean.
+    # NeMo-Aligner takes the mean of the attributes if the settings have no weights.
     weights = [1 / count] * count
     if count > 1:
         regression = _section(folder.config, "regression")
         weights = _numbers(regression, "attribute_weights", count) or weights
     try:
         return ScoringContract(
-            template=_template(template, tokenizer),
+            template=_resolve_template(template, tokenizer),
             add_bos=False,
             add_eos=False,
             bos_id=tokenizer.bos_id,
             eos_id=tokenizer.eos_id,
             overlong=Overlong.drop.value,
             seq_length=folder.config.get("encoder_seq_length") or 1024,
-            attributes=_names(attributes, count),
+            attributes=_name_attributes(attributes, count),
             attribute_weights=tuple(weights),
             label_means=tuple(offsets.tolist()),
             dtype=precision.value,
@@ -289,12 +322,13 @@ def _contract(
         raise type(error)(f"{folder.source}: {error}") from error
 
 
-def _template(setting: str | None, tokenizer: Tokenizer) -> str:
+def _resolve_template(setting: str | None, tokenizer: Tokenizer) -> str:
+    """Return the text of the chat template that the option names; empty for raw texts only."""
     if setting is None:
         raise ConfigError(
-            "template: a reward model of others does not say how a conversation becomes text; "
-            f"wanted 'tokenizer', {', '.join(map(repr, BUILT_IN_TEMPLATES))}, a file, or "
-            f"{RAW_TEXT!r} for raw texts only"
+            "template: it is not set, and this reward model does not say how a conversation is "
+            f"rendered as text. Set it to 'tokenizer', {', '.join(map(repr, BUILT_IN_TEMPLATES))}, "
+            f"a file, or {RAW_TEXT!r} for raw texts only"
         )
     if setting == RAW_TEXT:
         return ""
@@ -306,7 +340,8 @@ def _template(setting: str | None, tokenizer: Tokenizer) -> str:
     return template
 
 
-def _names(given: tuple[str, ...], count: int) -> tuple[str, ...]:
-    if given:
-        return attribute_names(given, count)
+def _name_attributes(names: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Check the names that the user gave, or make up ``count`` names if there are none."""
+    if names:
+        return attribute_names(names, count)
     return ("reward",) if count == 1 else tuple(f"attribute_{n}" for n in range(1, count + 1))

@@ -1,8 +1,8 @@
-"""Weighted sums of reward models of one kind.
+"""Merge finished reward models by weighted sums of their weights.
 
-An average of runs that started from one head scores better than each of them, and is more robust
-to distribution shift (WARM, Rame et al. 2024, arXiv:2401.12187). With weights beyond 1 it
-extrapolates what training has changed (ExPO, Zheng et al. 2024, arXiv:2404.16792):
+The average of runs that started from the same head scores better than each of them, and is more
+robust to distribution shift (WARM, Rame et al. 2024, arXiv:2401.12187). With a weight above 1 the
+sum extrapolates the change that training made (ExPO, Zheng et al. 2024, arXiv:2404.16792):
 ``trained + alpha * (trained - base)``.
 """
 
@@ -38,12 +38,13 @@ from nemo_aligner.models.shape import ModelShape, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _SUM_TOLERANCE = 1e-6
-# Contract fields whose weighted sum the merged model has.
+# Contract fields that are merged by a weighted sum, too.
 _SUMMED_FIELDS = ("label_means",)
-# Contract fields that training on from a model may change.
+# Contract fields that may change when a finished model is trained further.
 _HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")
-# Cosine of two heads; 1.00 of runs from one head, 0.02 of runs that drew their own.
-_ALIKE = 0.5
+# Least cosine of two heads that are worth averaging. It is 1.00 for runs that started from the
+# same head, and 0.02 for runs with heads drawn at random.
+_MIN_HEAD_COSINE = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,19 @@ class _Input:
 def merge_checkpoints(
     sources: Sequence[str | Path], weights: Sequence[float], output: str | Path
 ) -> str:
-    """Write ``sum(weight * source)`` as the archive ``output``; returns a summary.
+    """Write ``sum(weight * source)`` as the archive ``output``, and return a summary.
 
     Builds no model: tensors are read one after the other, summed in float64 and rounded once, to
     the dtype of the last source. LoRA is folded into the weights. One process calls it.
 
     Args:
-        sources: reward models of this package, of one shape and one scoring contract.
-        weights: one per source, with sum 1, so that rewards keep their scale.
+        sources: reward models of this package, all with the same shape and scoring contract.
+        weights: one for each source. They sum to 1, so that rewards keep their scale.
 
     Raises:
         ConfigError: there are fewer than two sources, or the weights are unfit.
-        CheckpointError: a source cannot be read, or is another kind of model than the last.
+        CheckpointError: a source cannot be read, or its shape or scoring contract differs from
+            that of the last source.
     """
     _check_weights(sources, weights)
     return _write(sources, weights, Path(output), _SUMMED_FIELDS)
@@ -79,8 +81,9 @@ def merge_checkpoints(
 def extrapolate(base: str | Path, trained: str | Path, alpha: float, output: str | Path) -> str:
     """Write ``trained + alpha * (trained - base)``, as ``merge_checkpoints`` does.
 
-    ``base`` is the model that ``trained`` was trained from. Its head may be of another kind, as if
-    a ranking model goes on from a regression of one attribute; the result is of ``trained``'s kind.
+    ``base`` is the model from which ``trained`` was trained. The kind of reward model may differ
+    between them, for example when a ranking model was trained from a regression model of one
+    attribute; the result has the kind of ``trained``.
     """
     weights = (-alpha, 1 + alpha)
     _check_weights((base, trained), weights)
@@ -95,122 +98,135 @@ def _write(
 ) -> str:
     with single_process(), scratch_beside(output) as scratch, ExitStack() as stack:
         folders = [stack.enter_context(open_nemo(source)) for source in sources]
-        inputs = [_opened(*each) for each in zip(folders, weights, strict=True)]
+        inputs = [
+            _check_input(folder, weight) for folder, weight in zip(folders, weights, strict=True)
+        ]
         last = inputs[-1]
         for other in inputs[:-1]:
-            _check_alike(last, other, may_differ)
-        tensors, layers = _merged(inputs)
+            _check_mergeable(last, other, may_differ)
+        tensors, layers = _merge_tensors(inputs)
         tokenizer = last.folder.load_tokenizer()
         tokenizer.save(scratch / "tokenizer")
-        contract = _merged_contract(inputs)
+        contract = _merge_contracts(inputs)
         config = with_lora(last.folder.config, None)
         write_lazy_nemo(output, config, tensors, layers, scratch, contract)
-        parts = [f"  {each.weight:+.6g} x {each.folder.source}" for each in inputs]
-        parts += _heads_apart(inputs)
-    return "\n".join([f"{output}: scoring contract {contract.hash}", *parts])
+        lines = [f"  {model.weight:+.6g} x {model.folder.source}" for model in inputs]
+        lines += _warn_of_unrelated_heads(inputs)
+    return "\n".join([f"{output}: scoring contract {contract.hash}", *lines])
 
 
-def _heads_apart(inputs: Sequence[_Input]) -> list[str]:
-    """A warning where heads to be averaged have nothing to do with each other."""
-    if min(each.weight for each in inputs) < 0:
-        return []  # an extrapolation, from a head that may be of another kind
-    last, *others = [_head(each.folder) for each in reversed(inputs)]
-    cosine = min(float(torch.cosine_similarity(last, other, dim=0)) for other in others)
-    if cosine >= _ALIKE:
+def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
+    """Return a warning if models are averaged whose heads point in unrelated directions."""
+    if min(model.weight for model in inputs) < 0:
+        return []  # for an extrapolation the heads may be of different kinds
+    last, *earlier = [_read_flat_head(model.folder) for model in reversed(inputs)]
+    cosine = min(float(torch.cosine_similarity(last, head, dim=0)) for head in earlier)
+    if cosine >= _MIN_HEAD_COSINE:
         return []
     return [
-        f"warning: the heads are unlike each other (cosine {cosine:.2f}), and so are the bodies "
-        "under them: the average is probably worse than each model. Start the runs from one head "
+        f"warning: the heads differ in direction (cosine {cosine:.2f}), and so do the models under "
+        "them: the average is probably worse than each model. Start the runs from one head "
         "(pretrained_checkpoint.load_rm_head_weights), or average rewards (ensemble.files)"
     ]
 
 
-def _head(folder: NemoFolder) -> Tensor:
+def _read_flat_head(folder: NemoFolder) -> Tensor:
+    """Read all tensors of a head as one vector."""
     names = sorted(head_names(folder))
     return torch.cat([unread(folder, HEAD_PREFIX + name).read().flatten() for name in names])
 
 
 def _check_weights(sources: Sequence[str | Path], weights: Sequence[float]) -> None:
     if len(sources) < 2:
-        raise ConfigError(f"got {len(sources)} reward models to merge, wanted two or more")
+        raise ConfigError(f"got {len(sources)} reward models to merge, wanted at least two")
     if len(weights) != len(sources):
         raise ConfigError(
             f"got {len(weights)} weights, wanted {len(sources)}, one for each reward model"
         )
     if not all(map(math.isfinite, weights)) or abs(sum(weights) - 1) > _SUM_TOLERANCE:
         raise ConfigError(
-            f"weights: got {list(weights)}, which sum to {sum(weights):g}, wanted a sum of 1: else "
-            "rewards would have another scale"
+            f"weights: got {list(weights)}, which sum to {sum(weights):g}, wanted a sum of 1, "
+            "because another sum would change the scale of the rewards"
         )
 
 
-def _opened(folder: NemoFolder, weight: float) -> _Input:
+def _check_input(folder: NemoFolder, weight: float) -> _Input:
+    """Check that an opened archive is a reward model of this package."""
     contract = contract_of(folder)
     if contract is None or HEAD not in folder.tensors:
         raise CheckpointError(
             f"{folder.source}: it is no reward model of this package (no head, or no scoring "
-            "contract), so its weights cannot be merged with those of one"
+            "contract). Only reward models that this package trained or imported can be merged"
         )
     return _Input(folder, model_shape(folder), contract, weight)
 
 
-def _check_alike(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
-    where = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
+def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
+    """Check that two models have the same shape and, except ``may_differ``, the same contract."""
+    problem = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
     # LoRA may differ, because it is folded into the weights.
-    mine, theirs = (
-        dataclasses.asdict(dataclasses.replace(each.shape, lora=None)) for each in (last, other)
+    last_shape, other_shape = (
+        dataclasses.asdict(dataclasses.replace(model.shape, lora=None)) for model in (last, other)
     )
-    if mine != theirs:
+    if last_shape != other_shape:
         differing = [
-            f"{name}: {mine[name]} -> {theirs[name]}" for name in mine if mine[name] != theirs[name]
+            f"{name}: {value} -> {other_shape[name]}"
+            for name, value in last_shape.items()
+            if value != other_shape[name]
         ]
-        raise CheckpointError(f"{where}: another model: {'; '.join(differing)}")
+        raise CheckpointError(f"{problem}: the models differ: {'; '.join(differing)}")
     differences = last.contract.differences(other.contract)
     if len(last.contract.attributes) != len(other.contract.attributes):
         may_differ = ()
-    of_rules = {name: each for name, each in differences.items() if name not in may_differ}
-    if of_rules:
+    conflicts = {
+        name: difference for name, difference in differences.items() if name not in may_differ
+    }
+    if conflicts:
         raise CheckpointError(
-            f"{where}: another scoring contract: {describe_differences(of_rules)}"
+            f"{problem}: the scoring contracts differ: {describe_differences(conflicts)}"
         )
 
 
-def _merged(
+def _merge_tensors(
     inputs: Sequence[_Input],
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    opened = [unread_decoder(each.folder, each.shape) for each in inputs]
-    weights = [each.weight for each in inputs]
+    """Return the merged tensors outside the layers, and those of all layers, not computed yet."""
+    decoders = [unread_decoder(model.folder, model.shape) for model in inputs]
+    weights = [model.weight for model in inputs]
 
-    def summed(parts: Sequence[LazyTensor]) -> LazyTensor:
+    def merge(parts: Sequence[LazyTensor]) -> LazyTensor:
         last = parts[-1]
-        return LazyTensor(last.shape, last.dtype, partial(_sum, parts, weights))
+        return LazyTensor(last.shape, last.dtype, partial(_weighted_sum, parts, weights))
 
     # A reward model does not use the output layer of its base.
-    outside = [key for key in opened[0][0] if key != PREFIX + OUTPUT_LAYER]
-    tensors = {key: summed([own[key] for own, _ in opened]) for key in outside}
+    outside = [key for key in decoders[0][0] if key != PREFIX + OUTPUT_LAYER]
+    tensors = {key: merge([tensors[key] for tensors, _ in decoders]) for key in outside}
     for name in head_names(inputs[-1].folder):
-        tensors[PREFIX + HEAD_PREFIX + name] = summed(
-            [unread(each.folder, HEAD_PREFIX + name) for each in inputs]
+        tensors[PREFIX + HEAD_PREFIX + name] = merge(
+            [unread(model.folder, HEAD_PREFIX + name) for model in inputs]
         )
     layers = {
-        key: [summed(parts) for parts in zip(*(own[key] for _, own in opened), strict=True)]
-        for key in opened[0][1]
+        key: [merge(parts) for parts in zip(*(layers[key] for _, layers in decoders), strict=True)]
+        for key in decoders[0][1]
     }
     return tensors, layers
 
 
-def _sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
+def _weighted_sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
     total = torch.zeros(parts[-1].shape, dtype=torch.float64)
     for part, weight in zip(parts, weights, strict=True):
-        # float64: with weights of -1 and 2 the parts are larger than their sum.
+        # float64, because with weights such as -1 and 2 the terms are larger than their sum.
         total.add_(part.read().double(), alpha=weight)
     return total.to(parts[-1].dtype)
 
 
-def _merged_contract(inputs: Sequence[_Input]) -> ScoringContract:
-    """Copy the last contract with summed offsets and without statistics that no longer hold."""
+def _merge_contracts(inputs: Sequence[_Input]) -> ScoringContract:
+    """Copy the last contract, with the merged offsets and without the reward statistics.
+
+    The statistics (mean and standard deviation of rewards) were measured on the last model.
+    """
     offsets = [
-        math.fsum(each.weight * each.contract.label_means[column] for each in inputs)
+        math.fsum(model.weight * model.contract.label_means[column] for model in inputs)
         for column in range(len(inputs[-1].contract.attributes))
     ]
     contract = inputs[-1].contract.with_label_means(offsets)

@@ -1,8 +1,9 @@
-"""Checkpoints of a training run: saving in the background, resuming, and keeping the best.
+"""Checkpoints of a training run: save them in the background, resume, and keep the best.
 
-Each has a folder, ``step_00000100/``: ``state/`` is a distributed checkpoint of weights and
-optimizer that any layout can read, ``run_state.json`` the rest. It is written under another name,
-synced to disk and then renamed, so it exists whole or not at all.
+Each checkpoint is a folder, such as ``step_00000100/``. ``state/`` is a distributed checkpoint of
+weights and optimizer that any parallel layout can read; ``run_state.json`` holds everything else.
+The folder is written under another name, synced to disk and then renamed, so a folder of this name
+is always complete.
 
 ``save`` copies the tensors and returns; ``publish`` renames the folder once all ranks have written.
 """
@@ -45,17 +46,18 @@ from nemo_aligner.utils.writing import write_problem
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# Metrics on other validation records are not comparable. These settings tell for states that have
-# no digests of them.
+# Metrics on different validation records are not comparable. States of earlier versions have no
+# digests of the records; for them these settings tell if the records are the same.
 _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
 class ShardedOptimizer(Protocol):
-    """An optimizer that saves its state beside the model's.
+    """An optimizer whose state is saved next to the model's weights.
 
-    ``sharded_state_dict`` returns copies made by ``copy_beside``, which may still be in flight and
-    are overwritten by its next call. The next update waits for them (``before_writing``).
-    ``finish_update`` waits until the last update has reached the model's weights.
+    ``sharded_state_dict`` returns copies made by ``copy_beside``, which may still be in flight.
+    The optimizer's next update waits for them (``before_writing``), and the next call of
+    ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
+    reached the model's weights.
     """
 
     def sharded_state_dict(
@@ -69,19 +71,19 @@ class ShardedOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything of a run but its tensors; NaN and infinity are null in JSON.
+    """The state of a run, apart from its tensors; NaN and infinity become null in JSON.
 
     Attributes:
-        step: steps done.
-        consumed_samples: records trained on.
-        metrics: of a validation after this very step; empty without one.
+        step: number of finished optimizer steps.
+        consumed_samples: number of records trained on.
+        metrics: results of the validation after this step; empty if there was none.
         fingerprint: settings that must not change when the run is resumed.
-        config: resolved settings, for readers.
-        contract: scoring contract, for readers.
+        config: resolved settings; not read back, only for people who look into the file.
+        contract: scoring contract; not read back either.
         best_value: best value so far of the metric for early stopping.
-        validations_since_best: validations after it.
-        validated_on: digest of each validation set's records by its name; None in states of
-            earlier versions.
+        validations_since_best: number of validations since that best value.
+        validated_on: digest of the records of each validation set, by the set's name; None in
+            states of earlier versions.
     """
 
     step: int
@@ -101,19 +103,20 @@ _ADDED = ("best_value", "validations_since_best", "validated_on")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk."""
+    """A checkpoint of a run on disk: its folder, and the content of its ``run_state.json``."""
 
     path: Path
     state: RunState
 
 
 class RunCheckpoints:
-    """Checkpoints of a run in ``folder``, which all ranks share; all methods are collective.
+    """The checkpoints of a run in ``folder``, which all ranks share; all methods are collective.
 
-    Keeps the newest, and the ``save_top_k`` best by the metric ``monitor``. Ties are broken by the
-    loss on the same set, since an accuracy of 1 does not tell how clear the margins are, and then
-    in favour of the earlier one, which spares a save. Checkpoints validated on other records than
-    ``compare_with`` names rank last. A checkpoint is written only while the ``lock`` is held.
+    Keeps the newest checkpoint, and the ``save_top_k`` best ones by the metric ``monitor``. The
+    lower loss on the same validation set breaks a tie, because an accuracy of 1 does not tell how
+    large the margins are. If the losses are equal, too, the earlier checkpoint wins, which spares
+    a save. Checkpoints that were validated on other records than the state in ``compare_with`` rank
+    last. A checkpoint is written only while this job holds the ``lock``.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class RunCheckpoints:
         self._current: RunState | None = None
 
     def compare_with(self, current: RunState) -> None:
-        """Rank first what was validated on the same records as this state's run."""
+        """Rank checkpoints first that were validated on the same records as this state's run."""
         self._current = current
 
     def is_comparable(self, saved: Saved) -> bool:
@@ -145,26 +148,31 @@ class RunCheckpoints:
         return self._current is None or same_validation(saved.state, self._current)
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Allocate the host memory for copies ahead of the first save.
+        """Allocate the host memory for the copies, before the first save.
 
-        Writing to fresh pages can take ten times as long, and would hold up training.
+        The first write to a new page can take ten times as long, and would delay training.
         """
         self._copy(model, optimizer)
 
     def _copy(
         self, model: ShardedModel, optimizer: ShardedOptimizer
     ) -> tuple[dict[str, Any], Wait]:
-        """Copy to host; returns the tensors to write, and a function that waits for the copies."""
+        """Copy weights and optimizer state to host memory.
+
+        Returns:
+            The tensors to write, and a function that waits until the copies have arrived.
+        """
         optimizer.finish_update()
         weights = sharded_weights(model)
-        # The optimizer finds its state by the model's own tensors, so those are replaced last.
+        # The optimizer looks up its state by the model's tensors, so their copies replace them in
+        # ``weights`` only afterwards.
         state = optimizer.sharded_state_dict(weights)
         arrived = copy_tensors(weights, self._host)
         return {"model": weights, "optimizer": state}, arrived
 
     @property
     def has_lost_lock(self) -> bool:
-        """True on the first rank if another job has taken the run's folder."""
+        """True on rank 0 if another job has taken the run's folder."""
         return self._lock is not None and self._lock.is_lost
 
     def check_lock(self) -> None:
@@ -176,7 +184,7 @@ class RunCheckpoints:
             self._lock.check()
 
     def _change_folder(self, change: Callable[[], None]) -> None:
-        """Have rank 0 change the folder, if this job still holds its lock; collective."""
+        """Call ``change`` on rank 0, after checking that this job still holds the folder's lock."""
 
         def change_if_locked() -> None:
             self._check_lock()
@@ -185,7 +193,7 @@ class RunCheckpoints:
         on_main(change_if_locked)
 
     def clean(self) -> None:
-        """Delete leftovers of a killed save or removal; call it before the first save."""
+        """Delete what a killed save or removal left behind; call it before the first save."""
         on_main(lambda: _delete_unfinished(self.folder))
 
     def list_saved(self) -> list[Saved]:
@@ -194,17 +202,20 @@ class RunCheckpoints:
         return on_main(lambda: _list_saved(self.folder))
 
     def latest(self) -> Saved | None:
-        """Newest checkpoint."""
+        """Return the newest checkpoint; None if there is none."""
         saved = self.list_saved()
         return saved[-1] if saved else None
 
     def best(self) -> Saved | None:
-        """Best checkpoint."""
+        """Return the best checkpoint by ``monitor``; None if none has a value of it."""
         ranked = self.ranked()
         return ranked[0] if ranked else None
 
     def leader(self) -> Saved | None:
-        """Best so far on these records, with one that is being written; does not wait for it."""
+        """Return the best checkpoint so far that was validated on the run's current records.
+
+        A checkpoint that is still being written counts, without waiting for it.
+        """
         ranked = self._ranked(self._with_pending())
         return next(filter(self.is_comparable, ranked), None)
 
@@ -213,54 +224,54 @@ class RunCheckpoints:
         return [*on_main(lambda: _list_saved(self.folder)), *pending]
 
     def ranked(self) -> list[Saved]:
-        """Checkpoints with a value of ``monitor``, the best first."""
+        """Return the checkpoints that have a value of ``monitor``, the best first."""
         return self._ranked(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Like ``ranked``, including this process's checkpoints that better ones replaced."""
-        known = {item.path: item for item in (*self._published, *self.list_saved())}
-        return self._ranked(list(known.values()))
+        """Return ``ranked()``, with the deleted checkpoints that this process had written, too."""
+        by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
+        return self._ranked(list(by_path.values()))
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
-        """Tell if a checkpoint with these metrics would be among the best kept."""
+        """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
         if self._sort_key(metrics) is None:
             return False
-        # A step past all others: it loses every tie, as a checkpoint that is saved now does.
+        # With the largest step it loses every tie, as a checkpoint that is saved now does.
         state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
         return newcomer in self._ranked([*self._with_pending(), newcomer])[: self._save_top_k]
 
     def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Start a checkpoint; training may go on when it returns.
+        """Start to write a checkpoint; training may continue when this returns.
 
-        Copies all tensors of this rank's part of the checkpoint to host memory, which later saves
-        reuse. On a GPU the copies may still be in flight; the optimizer's next update waits for
-        them. A pending save is published first.
+        Copies this rank's tensors to host memory, which later saves reuse. On a GPU the copies may
+        still be in flight; the optimizer's next update waits for them. A pending save is published
+        first.
 
         Raises:
             CheckpointError: on every rank, if this checkpoint or the pending one cannot be written.
         """
-        # One save at a time: both would write into the same host memory.
+        # Two saves at a time would copy into the same host memory.
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
-            self._change_folder(lambda: _make_empty(_unnamed(path)))
+            self._change_folder(lambda: _make_empty(_partial_path(path)))
         tensors, arrived = self._copy(model, optimizer)
-        pending = PendingSave(tensors, _unnamed(path) / STATE_NAME, arrived)
+        pending = PendingSave(tensors, _partial_path(path) / STATE_NAME, arrived)
         self._pending = Saved(path, state), pending
 
     @property
     def is_written(self) -> bool:
-        """True if ``publish`` would not have to wait for this rank."""
+        """True if this rank has written its part, so that ``publish`` need not wait for it."""
         return self._pending is None or self._pending[1].is_written
 
     def publish(self) -> Saved | None:
-        """Rename a pending checkpoint once all ranks have written it; None if there is none.
+        """Rename the pending checkpoint once all ranks have written it; None if there is none.
 
-        Then deletes those that are neither the newest nor among the best.
+        Then deletes the checkpoints that are neither the newest nor among the best.
 
         Raises:
-            CheckpointError: on every rank, if any could not write it.
+            CheckpointError: on every rank, if a rank could not write its part.
         """
         if self._pending is None:
             return None
@@ -269,8 +280,8 @@ class RunCheckpoints:
         try:
             pending.finish()
         except CheckpointError:
-            # The partial checkpoint may hold the very space that the disk lacks.
-            on_main(lambda: shutil.rmtree(_unnamed(saved.path), ignore_errors=True))
+            # The disk may be full; the partial checkpoint would keep the space occupied.
+            on_main(lambda: shutil.rmtree(_partial_path(saved.path), ignore_errors=True))
             raise
         with _as_checkpoint_error(saved.path):
             self._change_folder(lambda: _publish(saved))
@@ -279,10 +290,10 @@ class RunCheckpoints:
         return saved
 
     def amend(self, state: RunState) -> None:
-        """Replace the state of the checkpoint of ``state.step``, after a later validation.
+        """Replace the ``run_state.json`` of step ``state.step``, after a later validation.
 
         Raises:
-            CheckpointError: on every rank, if it cannot be written.
+            CheckpointError: on every rank, if the file cannot be written.
         """
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
@@ -290,21 +301,22 @@ class RunCheckpoints:
             on_main(self._prune)
 
     def _prune(self) -> None:
-        """Delete the checkpoints that are not kept: rename now, remove files in the background.
+        """Delete the checkpoints that are neither the newest nor among the best.
 
-        Errors of the previous deletion are raised here.
+        They are renamed now, and their files are deleted in the background. An error of the
+        previous deletion is raised here.
         """
         if self._deletion is not None:
             self._deletion.result()
         saved = _list_saved(self.folder)
-        # The newest is kept whatever its metric: it is where a run goes on.
-        kept = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
-        # A rename is quick and atomic, and training waits for it; the files go in the background.
-        doomed = [_take_name(item.path) for item in saved if item.path not in kept]
+        # A run resumes from the newest checkpoint, so that stays, whatever its metric.
+        retained = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
+        # Training waits for the renames only, which are quick and atomic.
+        doomed = [_rename_removed(item.path) for item in saved if item.path not in retained]
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer, whatever layout saved them."""
+        """Restore weights and optimizer state; the layout that saved them may differ from this."""
         weights = sharded_weights(model)
         request = {
             "model": weights,
@@ -315,33 +327,34 @@ class RunCheckpoints:
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
     def load_model(self, saved: Saved, model: ShardedModel) -> None:
-        """Restore the weights only."""
+        """Restore the weights without the optimizer state."""
         state = self._read_checked(saved, {"model": sharded_weights(model)})
         put_weights(model, state["model"], saved.path)
 
     def _read_checked(self, saved: Saved, request: dict[str, Any]) -> dict[str, Any]:
-        """Load what is requested of a checkpoint, after comparing it with its checksums.
+        """Load the tensors in ``request`` from a checkpoint, after comparing its checksums.
 
         Raises:
-            CheckpointError: on every rank, if it is damaged; it names the other checkpoints.
+            CheckpointError: on every rank, if the checkpoint is damaged. The message names the
+                complete checkpoints next to it.
         """
         try:
             has_optimizer = "optimizer" in request
             return load_weights(request, saved.path / STATE_NAME, with_optimizer=has_optimizer)
         except DamagedError as error:
-            advice = on_main(lambda: _how_to_go_on_without(saved.path))
+            advice = on_main(lambda: _advise_without(saved.path))
             raise CheckpointError(f"{error}. {advice}") from error
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
         def order(item: Saved) -> tuple[Any, ...]:
-            is_of_other_records = not self.is_comparable(item)
-            return is_of_other_records, self._sort_key(item.state.metrics), item.state.step
+            has_other_records = not self.is_comparable(item)
+            return has_other_records, self._sort_key(item.state.metrics), item.state.step
 
         scored = [item for item in saved if self._sort_key(item.state.metrics) is not None]
         return sorted(scored, key=order)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Key by which smaller is better; None if ``monitor`` has no value."""
+        """Return a sort key, smaller is better; None if ``monitor`` has no value."""
         value = metrics.get(str(self.monitor), math.nan)
         if math.isnan(value):
             return None
@@ -351,25 +364,25 @@ class RunCheckpoints:
 
 
 def same_validation(one: RunState, other: RunState) -> bool:
-    """Tell if the runs of these states validate on the same records."""
+    """Tell if two runs, given by their states, validate on the same records."""
     if one.validated_on is not None and other.validated_on is not None:
-        # In this order: the first set's metric decides.
+        # The order counts, too, because the first validation set's metric ranks the checkpoints.
         return [*one.validated_on.items()] == [*other.validated_on.items()]
     first, second = flatten(one.config), flatten(other.config)
     return all(first.get(key) == second.get(key) for key in _VALIDATED_ON)
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse to resume with another model, other data, or another order of it.
+    """Refuse to resume with another model, other data, or another order of the data.
 
     Raises:
         CheckpointError: it names every difference, with both values.
     """
-    before = saved.state.fingerprint
+    previous = saved.state.fingerprint
     differences = [
-        f"{key}: the checkpoint has {before.get(key)!r}, this run {fingerprint.get(key)!r}"
-        for key in dict.fromkeys([*before, *fingerprint])
-        if _as_json(before.get(key)) != _as_json(fingerprint.get(key))
+        f"{key}: the checkpoint has {previous.get(key)!r}, this run {fingerprint.get(key)!r}"
+        for key in dict.fromkeys([*previous, *fingerprint])
+        if _as_json(previous.get(key)) != _as_json(fingerprint.get(key))
     ]
     if differences:
         raise CheckpointError(
@@ -381,6 +394,7 @@ def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    """Turn an OSError in the block into a CheckpointError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -402,11 +416,11 @@ def _read_or_advise(path: Path) -> Saved:
     try:
         return _read_saved(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_how_to_go_on_without(path)}") from error
+        raise CheckpointError(f"{error}. {_advise_without(path)}") from error
 
 
-def _how_to_go_on_without(damaged: Path) -> str:
-    """Say which other checkpoints of a run are complete, and how to resume from them."""
+def _advise_without(damaged: Path) -> str:
+    """Write the advice: which other checkpoints are complete, and how to resume from them."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
@@ -415,11 +429,12 @@ def _how_to_go_on_without(damaged: Path) -> str:
             "exp_manager.explicit_log_dir to a new folder to start a new run"
         )
     are_complete = "is complete" if len(names) == 1 else "are complete"
-    # A run reads the state of all its checkpoints, so each that has none would stop it again.
+    # A run reads the states of all its checkpoints, so one without a state would stop it again.
     in_the_way = [damaged, *(path for path in other_folders if not _has_state(path))]
     return (
-        f"Next to it {', '.join(names)} {are_complete}: move {', '.join(map(str, in_the_way))} to "
-        f"another folder, and the same command goes on from {names[0]}"
+        f"The run can resume from another checkpoint, as {', '.join(names)} {are_complete}: move "
+        f"{', '.join(map(str, in_the_way))} to another folder, and start the same command again; "
+        f"it resumes from {names[0]}"
     )
 
 
@@ -446,22 +461,22 @@ def _read_saved(path: Path) -> Saved:
         version = content.pop("version")
         if version != _VERSION:
             raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
-        known = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
-        state = RunState(**{key: content[key] for key in known})
-        numbers = {
+        stored_names = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
+        state = RunState(**{key: content[key] for key in stored_names})
+        metrics = {
             name: math.nan if value is None else value for name, value in state.metrics.items()
         }
-        return Saved(path, replace(state, metrics=numbers))
+        return Saved(path, replace(state, metrics=metrics))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file}: there is no such file, so the checkpoint is not complete"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
+        raise CheckpointError(f"{file}: it is not a valid state of a run: {error!r}") from error
 
 
 def _as_json(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -474,43 +489,44 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _unnamed(path: Path) -> Path:
-    """Path of a checkpoint while it is being written."""
+def _partial_path(path: Path) -> Path:
+    """Return the path of a checkpoint, or of a file in it, while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
 def _publish(saved: Saved) -> None:
-    """Rename a finished folder once all of it is on disk."""
-    path, unnamed = saved.path, _unnamed(saved.path)
-    (unnamed / RUN_STATE_NAME).write_text(_as_text(saved.state), encoding="utf-8")
-    # The ranks have synced the tensors already; this is for the small files.
-    for folder, _, names in os.walk(unnamed):
+    """Write the state, sync all files to disk, and give the folder its final name."""
+    path, partial_path = saved.path, _partial_path(saved.path)
+    (partial_path / RUN_STATE_NAME).write_text(_format_state(saved.state), encoding="utf-8")
+    # The ranks have synced the tensors already; this syncs the small files.
+    for folder, _, names in os.walk(partial_path):
         for name in names:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
-    # A step that is trained again after a resume from an earlier one.
+    # The step exists already if the run was resumed from an earlier one and trained it again.
     if path.exists():
-        _delete([_take_name(path)])
-    unnamed.rename(path)
+        _delete([_rename_removed(path)])
+    partial_path.rename(path)
     sync_to_disk(path.parent)
 
 
-def _as_text(state: RunState) -> str:
+def _format_state(state: RunState) -> str:
     content = _as_json({"version": _VERSION, **asdict(state)})
     return json.dumps(content, indent=2, allow_nan=False)
 
 
 def _amend(path: Path, state: RunState) -> None:
+    """Replace the state file of the checkpoint at ``path``, atomically."""
     file = path / RUN_STATE_NAME
-    unnamed = _unnamed(file)
-    unnamed.write_text(_as_text(state), encoding="utf-8")
-    sync_to_disk(unnamed)
-    unnamed.replace(file)
+    partial_file = _partial_path(file)
+    partial_file.write_text(_format_state(state), encoding="utf-8")
+    sync_to_disk(partial_file)
+    partial_file.replace(file)
     sync_to_disk(path)
 
 
-def _take_name(path: Path) -> Path:
-    """Rename a checkpoint before deleting it, so that a half-deleted one is not listed."""
+def _rename_removed(path: Path) -> Path:
+    """Rename a checkpoint before it is deleted, so that a half-deleted one is not listed."""
     doomed = path.with_name(path.name + ".removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

@@ -1,4 +1,4 @@
-"""Layout of a training run's folder, and the error for a run given in place of a model."""
+"""Names of the files in a training run's folder, and the error for a run passed as a model."""
 
 from __future__ import annotations
 
@@ -22,28 +22,39 @@ TRACKING_NAME = "tracking.json"
 
 
 def refuse_run(folder: Path, source: Path) -> None:
-    """Raise if ``folder`` is a training run or part of one, and say where its model is.
+    """Raise if ``folder`` is a training run or part of one, and name the run's model.
 
     Args:
         source: name of the folder in errors.
+
+    Raises:
+        CheckpointError: with the path of the finished model, or with how to finish the run.
     """
-    what, checkpoints = _find_run(folder)
+    description, checkpoints = _find_run(folder)
     if checkpoints is None:
         return
     model = checkpoints / MODEL_NAME
     if model.is_file():
-        raise CheckpointError(f"{source}: got {what}, wanted a model; the run's is {model}")
-    steps = sorted(_steps(checkpoints))
+        raise CheckpointError(
+            f"{source}: this is {description}, not a model. Pass the run's model instead: {model}"
+        )
+    steps = sorted(_list_steps(checkpoints))
     advice = "it has no checkpoint yet"
     if steps:
-        advice = f"its training with trainer.rm.max_steps={steps[-1]} writes {model}"
+        advice = (
+            f"start the same training again with trainer.rm.max_steps={steps[-1]}, which writes "
+            f"{model}"
+        )
     raise CheckpointError(
-        f"{source}: got {what}, wanted a model; the run has not finished: {advice}"
+        f"{source}: this is {description}, not a model. The run has not finished: {advice}"
     )
 
 
 def _find_run(folder: Path) -> tuple[str, Path | None]:
-    """Describe a folder as part of a run, and find the run's checkpoints; None if it is none."""
+    """Describe a folder as part of a run, and return the run's folder of checkpoints.
+
+    The second value is None if the folder is no part of a run.
+    """
     if (folder / RUN_STATE_NAME).is_file():
         return "a checkpoint of a training run", folder.parent
     if folder.name == STATE_NAME and (folder.parent / RUN_STATE_NAME).is_file():
@@ -57,15 +68,15 @@ def _find_run(folder: Path) -> tuple[str, Path | None]:
 
 def _holds_checkpoints(folder: Path) -> bool:
     is_named = folder.name == CHECKPOINTS_NAME and (folder / MODEL_NAME).is_file()
-    return is_named or bool(_steps(folder))
+    return is_named or bool(_list_steps(folder))
 
 
-def _steps(checkpoints: Path) -> list[int]:
+def _list_steps(checkpoints: Path) -> list[int]:
     complete = (path for path in step_folders(checkpoints) if (path / RUN_STATE_NAME).is_file())
     return [int(path.name.removeprefix("step_")) for path in complete]
 
 
 def step_folders(checkpoints: Path) -> list[Path]:
-    """The folders of a run's checkpoints, complete or damaged, in any order."""
+    """List the folders of a run's checkpoints, complete or damaged, in any order."""
     paths = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return [path for path in paths if STEP_NAME.fullmatch(path.name) and path.is_dir()]

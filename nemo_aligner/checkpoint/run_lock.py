@@ -1,16 +1,17 @@
-"""The lock on a run's folder: one job at a time trains there.
+"""The lock on a run's folder, so that only one job at a time trains there.
 
-``run.lock`` names the job that holds it: host, process, since when. Rank 0 takes it for all ranks,
-and sets the file's time every few seconds while it lives. A job that is killed leaves the file
-behind, and the next one has to tell such a leftover from a job at work:
+``run.lock`` names the job that holds it: host, process and time. Rank 0 takes the lock for all
+ranks, and updates the file's modification time every few seconds while the job lives. A killed job
+leaves the file behind. The next job has to distinguish such a leftover from a running job:
 
-- On the same machine it asks the system whether that process lives.
-- On another one, or in another container, it watches the file. A new time is a sign of life; after
-  a minute without any the holder counts as dead, and the lock is taken over.
+- On the same machine it looks for the process.
+- On another machine, or in another container, it watches the file. A changed modification time
+  means that the holder lives; after a minute without a change the holder counts as dead, and the
+  new job takes over the lock.
 
-So a job that Slurm or Kubernetes starts again needs no help. The file is created by ``O_EXCL``,
-which is atomic on local disks and on NFS since version 3. Where a holder only slept for a minute,
-as when Slurm suspends a job, it finds its lost lock at its next step, and ends.
+So a job that Slurm or Kubernetes restarts needs no manual step. The file is created with
+``O_EXCL``, which is atomic on local disks and on NFS since version 3. A holder that only slept for
+a minute, as when Slurm suspends a job, notices the lost lock at its next step, and ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
 LOCK_NAME = "run.lock"
 BEAT_S = 10.0
-# Six signs of life that did not come: a file server may stall for some of them.
+# Six missed updates, because a file server may stall for a few of them.
 DEAD_AFTER_S = 60.0
 _POLL_S = 1.0
 
@@ -46,11 +47,14 @@ class Holder:
     """The process that holds a lock.
 
     Attributes:
-        system: boot and process namespace, in which ``pid`` has a meaning; empty if unknown.
-        started: when the process began, in ticks since boot; a pid is used again, this is not.
-        since: when it took the lock, in UTC.
-        job: Slurm's number of it; empty without.
-        token: of this lock alone.
+        host: host name.
+        pid: process id.
+        system: boot id and process namespace in which ``pid`` is valid; empty if unknown.
+        started: start time of the process, in ticks since boot. The system may give the pid to
+            another process later; that process has another start time.
+        since: time at which the process took the lock, in UTC.
+        job: Slurm job id; empty outside Slurm.
+        token: random id of this lock.
     """
 
     host: str
@@ -63,37 +67,39 @@ class Holder:
 
     @classmethod
     def of_this_process(cls) -> Holder:
+        """Describe this process, with a new token."""
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
-            system=_system(),
-            started=_start_of(os.getpid()) or "",
+            system=_name_system(),
+            started=_read_start_time(os.getpid()) or "",
             since=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
             job=os.environ.get("SLURM_JOB_ID", ""),
             token=uuid.uuid4().hex,
         )
 
     def is_alive(self) -> bool | None:
-        """Whether the process lives; None if this machine cannot know."""
-        if not self.system or self.system != _system():
+        """Tell if the process lives; None if it runs on another machine or in another container."""
+        if not self.system or self.system != _name_system():
             return None
         try:
-            os.kill(self.pid, 0)  # sends nothing
+            os.kill(self.pid, 0)  # signal 0 only tests if the process exists
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # it is another user's
-        start = _start_of(self.pid)
-        # Where others' processes are hidden, that there is one of this number has to do.
+            pass  # the process exists and belongs to another user
+        start = _read_start_time(self.pid)
+        # Some systems hide the processes of other users. Then a process with this pid counts as
+        # the holder.
         return start is None or start == self.started
 
     def __str__(self) -> str:
-        of_job = f", Slurm job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{of_job}, since {self.since}"
+        job_text = f", Slurm job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job_text}, since {self.since}"
 
 
-def _system() -> str:
-    """Name this boot of this machine, and the namespace of its process numbers."""
+def _name_system() -> str:
+    """Return the boot id of this machine and its process namespace; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -101,10 +107,14 @@ def _system() -> str:
         return ""
 
 
-def _start_of(pid: int) -> str | None:
-    """When a process began, empty if it has ended; None if that cannot be read."""
+def _read_start_time(pid: int) -> str | None:
+    """Read the start time of a process, in ticks since boot.
+
+    Returns:
+        Empty if the process has ended; None if the time cannot be read.
+    """
     try:
-        # The name, in parentheses, may hold anything.
+        # The process name, in parentheses, may contain spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -113,54 +123,60 @@ def _start_of(pid: int) -> str | None:
 
 
 class RunLock:
-    """A lock that this job holds; ranks other than the first have one without a ``holder``."""
+    """A lock that this job holds. Only rank 0 has a ``holder`` and updates the file.
+
+    Attributes:
+        path: the lock file.
+        is_lost: on rank 0, whether another job has taken the lock since.
+    """
 
     def __init__(self, path: Path, holder: Holder | None) -> None:
         self.path = path
         self.is_lost = False
         self._holder = holder
         self._over = threading.Event()
-        # A daemon, so that a process which ends by an error does not wait for it.
+        # A daemon thread, so that a process that ends with an error does not wait for it.
         self._heart = threading.Thread(target=self._beat, name="run lock", daemon=True)
         if holder is not None:
             self._heart.start()
 
     def check(self) -> None:
-        """Check that this job still holds the lock; a file that somebody deleted is made again.
+        """Check that this job still holds the lock; create the file again if it was deleted.
 
         Raises:
-            CheckpointError: another job has taken it.
+            CheckpointError: another job has taken the lock.
         """
         if self._holder is None:
             return
-        holder = _read(self.path)
+        holder = _read_holder(self.path)
         if holder is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            holder = self._holder if _create(self.path, self._holder) else _read(self.path)
+            is_created = _create_lock(self.path, self._holder)
+            holder = self._holder if is_created else _read_holder(self.path)
         if holder is None or holder.token != self._holder.token:
             raise CheckpointError(
-                f"{self.path}: this run has lost its folder to {holder or 'another job'}, which "
-                f"had no sign of life from this one for {DEAD_AFTER_S:.0f} s. This one ends, and "
-                "its checkpoints are the other's to go on from"
+                f"{self.path}: this run has lost its folder to {holder or 'another job'}, because "
+                f"this job did not update the file for {DEAD_AFTER_S:.0f} s. This job ends; the "
+                "other job continues from its checkpoints"
             )
 
     def release(self) -> None:
-        """Remove the file, unless it is another job's by now."""
+        """Remove the file, unless another job holds the lock by now."""
         if self._holder is None:
             return
         self._over.set()
         self._heart.join()
-        holder = _read(self.path)
+        holder = _read_holder(self.path)
         if holder is not None and holder.token == self._holder.token:
             self.path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         assert self._holder is not None
         while not self._over.wait(BEAT_S):
-            holder = _read(self.path)
+            holder = _read_holder(self.path)
             self.is_lost = holder is not None and holder.token != self._holder.token
             if holder is not None and not self.is_lost:
-                with suppress(OSError):  # the next one may reach the file server again
+                with suppress(OSError):  # the file server may be reachable at the next update
                     os.utime(self.path)
 
 
@@ -168,20 +184,20 @@ class RunLock:
 def lock_run(folder: Path) -> Iterator[RunLock]:
     """Hold the lock of a run's folder during the block; every rank calls it.
 
-    A folder that it made and that is still empty at the end is removed.
+    Creates the folder if needed, and removes it at the end if it is still empty.
 
     Raises:
-        CheckpointError: on every rank, if another job holds it.
+        CheckpointError: on every rank, if another job holds the lock.
         ConfigError: on every rank, if the folder cannot be written to.
     """
     path = folder / LOCK_NAME
-    made: list[Path] = []
+    created_folders: list[Path] = []
     holders: list[Holder] = []
 
-    def take() -> None:
+    def acquire() -> None:
         try:
-            made.extend(_make_folder(folder))
-            holders.append(_take(path))
+            created_folders.extend(_make_folder(folder))
+            holders.append(_acquire_lock(path))
         except OSError as error:
             raise ConfigError(
                 f"exp_manager.explicit_log_dir: {folder} cannot be written to: "
@@ -189,7 +205,7 @@ def lock_run(folder: Path) -> Iterator[RunLock]:
             ) from error
 
     try:
-        on_main(take)
+        on_main(acquire)
         lock = RunLock(path, holders[0] if holders else None)
         try:
             with explaining_full_disk(folder):
@@ -197,32 +213,32 @@ def lock_run(folder: Path) -> Iterator[RunLock]:
         finally:
             lock.release()
     finally:
-        with suppress(OSError):  # it is not empty
-            for part in made:
-                part.rmdir()
+        with suppress(OSError):  # rmdir fails for a folder that is not empty, which shall stay
+            for created_folder in created_folders:
+                created_folder.rmdir()
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Make a folder with its parents; returns those that were missing, the innermost first."""
+    """Make a folder with its parents; return those that were missing, the innermost first."""
     missing = [part for part in (folder, *folder.parents) if not part.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 
 
-def _take(path: Path) -> Holder:
-    """Create the lock, after removing that of a dead job.
+def _acquire_lock(path: Path) -> Holder:
+    """Create the lock file for this process, after removing the lock of a dead job.
 
     Raises:
-        CheckpointError: a living job holds it.
+        CheckpointError: a living job holds the lock.
         OSError: the folder cannot be written to.
     """
-    ours = Holder.of_this_process()
-    while not _create(path, ours):
-        holder = _read(path)
+    local_holder = Holder.of_this_process()
+    while not _create_lock(path, local_holder):
+        holder = _read_holder(path)
         is_alive = None if holder is None else holder.is_alive()
         if is_alive is None:
-            is_alive = _shows_life(path, holder)
-        if is_alive is None:  # it was released meanwhile
+            is_alive = _watch_lock(path, holder)
+        if is_alive is None:  # the lock was released meanwhile
             continue
         if is_alive:
             raise CheckpointError(
@@ -230,13 +246,13 @@ def _take(path: Path) -> Holder:
                 "Wait until it ends, or set exp_manager.explicit_log_dir to another folder. If "
                 f"that job is certainly gone, delete {path}"
             )
-        if _remove(path, holder):
+        if _remove_stale_lock(path, holder):
             say(f"{path}: taken over from a job that has ended: {holder or 'it left no name'}")
-    return ours
+    return local_holder
 
 
-def _create(path: Path, holder: Holder) -> bool:
-    """Create the lock's file; False if there is one."""
+def _create_lock(path: Path, holder: Holder) -> bool:
+    """Create the lock file; return False if it exists already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
@@ -252,25 +268,26 @@ def _create(path: Path, holder: Holder) -> bool:
     return True
 
 
-def _read(path: Path) -> Holder | None:
-    """Who holds the lock; None if there is no file, or nothing in it yet."""
+def _read_holder(path: Path) -> Holder | None:
+    """Read who holds the lock; None if there is no file, or if it is still empty."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _shows_life(path: Path, holder: Holder | None) -> bool | None:
-    """Watch the lock of a job elsewhere until it is touched, or long enough untouched.
+def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
+    """Wait until the holder, on another machine, updates the lock file or counts as dead.
 
     Returns:
-        None if it is removed meanwhile.
+        True if the holder updated the file, False if it counts as dead, None if the file was
+        removed meanwhile.
     """
-    first = _time_of(path)
+    first = _read_modification_time(path)
     if first is None:
         return None
-    # The file server's clock has set it, so that its clock says how old it is.
-    left_s = min(DEAD_AFTER_S, DEAD_AFTER_S - (_now_of(path.parent) - first))
+    # The file server set the modification time, so its age is measured by the server's clock.
+    left_s = min(DEAD_AFTER_S, DEAD_AFTER_S - (_read_server_clock(path.parent) - first))
     if left_s > 0:
         say(
             f"{path}: held by {holder or 'a job without a name'}; "
@@ -279,24 +296,24 @@ def _shows_life(path: Path, holder: Holder | None) -> bool | None:
     end = time.monotonic() + left_s
     while time.monotonic() < end:
         time.sleep(_POLL_S)
-        latest = _time_of(path)
+        latest = _read_modification_time(path)
         if latest != first:
             return None if latest is None else True
     return False
 
 
-def _time_of(path: Path) -> float | None:
-    """When the file was touched; None if it is gone."""
+def _read_modification_time(path: Path) -> float | None:
+    """Read when a file was last modified; None if it is gone."""
     try:
-        # Opened, as NFS may answer from its cache for a file that is not.
+        # Open it first: NFS may answer from its cache for a file that is not open.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
 
 
-def _now_of(folder: Path) -> float:
-    """The time by the clock of the folder's file server."""
+def _read_server_clock(folder: Path) -> float:
+    """Return the current time by the clock of the folder's file server."""
     probe = folder / f".{LOCK_NAME}.{uuid.uuid4().hex}"
     probe.touch()
     try:
@@ -305,11 +322,11 @@ def _now_of(folder: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _remove(path: Path, holder: Holder | None) -> bool:
-    """Remove the lock of a dead job; False if another job has removed it.
+def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
+    """Remove the lock of a dead job; return False if another job has removed it already.
 
-    Several jobs may find the same dead lock. Each locks that very file by ``flock`` before it looks
-    at the path again, so none can remove the new file of a job that was faster.
+    Several jobs may find the same stale lock. Each holds ``flock`` on the stale file before it
+    looks at the path again, so none can remove the new file of a faster job.
     """
     try:
         # NFS grants an exclusive lock only on a file that is open for writing.
@@ -317,18 +334,19 @@ def _remove(path: Path, holder: Holder | None) -> bool:
     except FileNotFoundError:
         return False
     with stale:
-        with suppress(OSError):  # a file server without locks; two jobs would have to meet here
+        # A file server may have no locks. The race then needs two jobs here at the same moment.
+        with suppress(OSError):
             fcntl.flock(stale, fcntl.LOCK_EX)
-        if not _is_at(path, stale) or _read(path) != holder:
+        if not _is_same_file(path, stale) or _read_holder(path) != holder:
             return False
         path.unlink()
     return True
 
 
-def _is_at(path: Path, file: BinaryIO) -> bool:
-    """Tell if ``path`` still names an open file."""
+def _is_same_file(path: Path, file: BinaryIO) -> bool:
+    """Tell if ``path`` still names the open file ``file``."""
     try:
-        # Opened, as in ``_time_of``.
+        # Open it first, for the reason in ``_read_modification_time``.
         with path.open("rb") as current:
             return os.path.samestat(os.fstat(current.fileno()), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Untrusted files, read as plain data at bounded cost.
+"""Read untrusted files as plain data, without running code and at a bounded cost.
 
-Text, YAML and JSON; pickles, such as every file of ``torch.save``; and the index of a distributed
-checkpoint, which is one, too.
+The file has three parts: text, YAML and JSON; pickles, such as every file of ``torch.save``; and
+the index of a distributed checkpoint, which is a pickle, too.
 """
 
 from __future__ import annotations
@@ -26,162 +26,171 @@ from nemo_aligner.utils.errors import CheckpointError, first_line, short, shown
 
 # Text, YAML and JSON.
 
-# A model's settings have some hundred values, and a scoring contract a template of a few kB.
+# A model's settings have about a hundred values, and a scoring contract has a chat template of a
+# few kB, so these limits leave much room.
 MAX_TEXT_BYTES = 2**20
 _MAX_NODES = 100_000
 _MAX_DEPTH = 50
 _MAX_DIGITS = 400
 
 
-def read_yaml(path: Path, where: str | None = None) -> dict[str, Any]:
+def read_yaml(path: Path, name: str | None = None) -> dict[str, Any]:
     """Read a YAML file that holds one mapping, with few aliases.
 
     Args:
-        where: name of the file in errors; None is its path.
+        name: name of the file in errors; None means its path.
 
     Raises:
-        CheckpointError: it is missing, too large, no mapping, or has tags that name code.
+        CheckpointError: the file is missing or too large, holds no mapping, or has tags that name
+            code.
     """
-    text, where = read_text(path, where), where or str(path)
+    text, name = read_text(path, name), name or str(path)
     try:
-        # Composed first: safe_load would unfold aliases of aliases to any size.
+        # Composed and measured first: safe_load would expand aliases of aliases to any size.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
-            _check_size(node, where)
+            _check_size(node, name)
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
-        raise CheckpointError(f"{where}: {_first_line(error)}") from error
-    return _mapping(content, where)
+        raise CheckpointError(f"{name}: {_describe_error(error)}") from error
+    return _check_mapping(content, name)
 
 
-def read_json(path: Path, where: str | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds one object; raises as ``read_yaml`` does."""
-    return parse_json(read_text(path, where), where or str(path))
+def read_json(path: Path, name: str | None = None) -> dict[str, Any]:
+    """Read a JSON file that holds one object; arguments and errors as in ``read_yaml``."""
+    return parse_json(read_text(path, name), name or str(path))
 
 
-def parse_json(text: str, where: str) -> dict[str, Any]:
-    """Parse a JSON object; CheckpointError begins with ``where``."""
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """Parse a JSON object; the CheckpointError begins with ``name``."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: {_first_line(error)}") from error
-    # A value that is nested so deep breaks whoever walks or prints it later.
-    _check_depth(content, where)
-    return _mapping(content, where)
+        raise CheckpointError(f"{name}: {_describe_error(error)}") from error
+    # A more deeply nested value would exceed the recursion limit of code that walks or prints it.
+    _check_depth(content, name)
+    return _check_mapping(content, name)
 
 
-def read_text(path: Path, where: str | None = None) -> str:
-    """Read a small UTF-8 file; raises as ``read_yaml`` does."""
-    where = where or str(path)
+def read_text(path: Path, name: str | None = None) -> str:
+    """Read a small UTF-8 file; arguments and errors as in ``read_yaml``."""
+    name = name or str(path)
     if not path.is_file():
-        raise CheckpointError(f"{where}: no such file")
+        raise CheckpointError(f"{name}: no such file")
     if path.stat().st_size > MAX_TEXT_BYTES:
         raise CheckpointError(
-            f"{where}: got {path.stat().st_size} bytes, wanted at most {MAX_TEXT_BYTES}"
+            f"{name}: got {path.stat().st_size} bytes, wanted at most {MAX_TEXT_BYTES}"
         )
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        raise CheckpointError(f"{name}: {error}") from error
 
 
-def _mapping(content: Any, where: str) -> dict[str, Any]:
+def _check_mapping(content: Any, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise CheckpointError(f"{where}: got {type(content).__name__}, wanted a mapping")
+        raise CheckpointError(f"{name}: got {type(content).__name__}, wanted a mapping")
     return content
 
 
-def _check_depth(content: Any, where: str, depth: int = 0) -> None:
+def _check_depth(content: Any, name: str, depth: int = 0) -> None:
     if depth > _MAX_DEPTH:
-        raise CheckpointError(f"{where}: nested deeper than {_MAX_DEPTH}")
+        raise CheckpointError(f"{name}: nested deeper than {_MAX_DEPTH} levels")
     if isinstance(content, dict | list):
         for part in content.values() if isinstance(content, dict) else content:
-            _check_depth(part, where, depth + 1)
+            _check_depth(part, name, depth + 1)
 
 
-def _check_size(root: yaml.Node, where: str) -> None:
-    """Refuse aliases that expand to more nodes than a config needs, or form a cycle."""
+def _check_size(root: yaml.Node, name: str) -> None:
+    """Refuse aliases that expand to more nodes than a config needs, or that form a cycle."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
         if depth > _MAX_DEPTH:
-            raise CheckpointError(f"{where}: nested deeper than {_MAX_DEPTH}, or within itself")
+            raise CheckpointError(
+                f"{name}: nested deeper than {_MAX_DEPTH} levels, or an alias contains itself"
+            )
         if id(node) not in sizes:
             is_leaf = isinstance(node, yaml.ScalarNode)
             if is_leaf and node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
-                raise CheckpointError(f"{where}: a number of {len(node.value)} digits")
+                raise CheckpointError(f"{name}: a number of {len(node.value)} digits")
             parts = [] if is_leaf else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
-            # Long texts count by their length: an alias may repeat them, too.
-            own = 1 + (len(node.value) // 10 if is_leaf else 0)
-            sizes[id(node)] = own + sum(size(child, depth + 1) for pair in pairs for child in pair)
+            # A long text counts by its length, because an alias may repeat a text, too.
+            node_size = 1 + (len(node.value) // 10 if is_leaf else 0)
+            children = (child for pair in pairs for child in pair)
+            sizes[id(node)] = node_size + sum(size(child, depth + 1) for child in children)
         return sizes[id(node)]
 
     if size(root, 0) > _MAX_NODES:
-        raise CheckpointError(f"{where}: it unfolds to more than {_MAX_NODES} values")
+        raise CheckpointError(f"{name}: its aliases expand to more than {_MAX_NODES} values")
 
 
-def _first_line(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-# Pickles. One can refer to an object many times: nested tuples make a key of a few bytes that takes
-# hours to hash or to print, in torch's weights-only loader, too. So whatever is hashed, called with
-# or printed must be small, counting an object as often as it is referred to.
+# Pickles. A pickle can refer to one object many times. Nested tuples of such references make a
+# dictionary key of a few bytes that takes hours to hash or to print, also in torch's weights-only
+# loader. So every value that is hashed, printed or passed to a call must be small, where an object
+# counts as often as it is referred to.
 
-# The C unpickler does not let a subclass override opcodes.
+# The C unpickler does not let a subclass override opcodes; Python's own unpickler does.
 _PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 def torch_archive(stored: BinaryIO) -> Any:
     """Open a zip file of ``torch.save`` with the reader that ``torch.load`` uses.
 
-    Python's zipfile may pick another member of the same name, and does not tell its offset.
+    Python's zipfile does not give the offset of a member, and may choose another one if two
+    members have the same name.
     """
     stored.seek(0)
     return torch._C.PyTorchFileReader(stored)
 
 
 def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
-    """Bytes of the record ``name`` of ``torch_archive(stored)``.
+    """Return the size in bytes of the record ``name`` of ``torch_archive(stored)``.
 
-    Its ``get_record_size`` is new in torch 2.12.
+    torch's own ``get_record_size`` exists only since torch 2.12.
     """
     start = archive.get_record_header_offset(name)
     members = zipfile.ZipFile(stored).infolist()
     return next(member.file_size for member in members if member.header_offset == start)
 
 
-_MOST_PARTS = 10_000  # of a key or of arguments, which have about a dozen
-_MOST_IN_ALL = 1_000_000  # of all that a file holds beside tensors
+_MAX_KEY_PARTS = 10_000  # in a key or in arguments, which have about a dozen parts
+_MAX_FILE_PARTS = 1_000_000  # in everything that a file holds in addition to tensors
 _PICKLE_NAME = "data.pkl"
 _ZIP_BEGINS = b"PK\x03\x04"
 
 
-def _check_small(value: Any, most: int = _MOST_PARTS, what: str = "a key or an argument") -> None:
-    """Raise UnpicklingError if ``value`` has more than ``most`` parts.
+def _check_small(
+    value: Any, limit: int = _MAX_KEY_PARTS, description: str = "a key or an argument"
+) -> None:
+    """Raise UnpicklingError if ``value`` has more than ``limit`` parts.
 
-    A part counts as often as it is referred to; a text or bytes count their length.
+    A part counts as often as it is referred to; a string or bytes count their length.
     """
-    waiting, parts = [value], 0
-    while waiting:
-        one = waiting.pop()
-        # No recursion: an object that is nested deep enough would end the process.
+    unvisited, parts = [value], 0
+    while unvisited:
+        item = unvisited.pop()
+        # No recursion, because a deeply nested object would overflow the stack.
         inside: Any = ()
-        if isinstance(one, dict):
-            inside = [*one, *one.values()]
-        elif isinstance(one, tuple | list | set | frozenset):
-            inside = one
-        # Classes and functions are ours or torch's, and their insides no part of the file.
-        elif not isinstance(one, type | FunctionType | Enum):
-            inside = getattr(one, "__dict__", {}).values()
-        parts += 1 + len(inside) + (len(one) if isinstance(one, str | bytes) else 0)
-        if parts > most:
-            raise pickle.UnpicklingError(f"it has {what} of more than {most} parts")
-        waiting += inside
+        if isinstance(item, dict):
+            inside = [*item, *item.values()]
+        elif isinstance(item, tuple | list | set | frozenset):
+            inside = item
+        # Classes and functions come from this package or from torch, not from the file.
+        elif not isinstance(item, type | FunctionType | Enum):
+            inside = getattr(item, "__dict__", {}).values()
+        parts += 1 + len(inside) + (len(item) if isinstance(item, str | bytes) else 0)
+        if parts > limit:
+            raise pickle.UnpicklingError(f"it has {description} of more than {limit} parts")
+        unvisited += inside
 
 
-# Operands on the stack that an opcode hashes, or that its errors may print.
+# For each opcode: the operands on the stack that it hashes, or that its errors may print.
 _KEYS_AND_ARGUMENTS: dict[bytes, Callable[[list[Any]], list[Any]]] = {
     pickle.SETITEM: lambda stack: stack[-2:-1],
     pickle.SETITEMS: lambda stack: stack[::2],
@@ -194,22 +203,24 @@ _KEYS_AND_ARGUMENTS: dict[bytes, Callable[[list[Any]], list[Any]]] = {
 }
 
 
-def _of_small_ones(
-    load: Callable[[Any], None], taken: Callable[[list[Any]], list[Any]]
+def _bound_operands(
+    load: Callable[[Any], None], select_operands: Callable[[list[Any]], list[Any]]
 ) -> Callable[[Any], None]:
-    def checked(unpickler: Any) -> None:
-        for value in taken(unpickler.stack):
+    """Wrap the function of one opcode to check the size of its operands first."""
+
+    def load_bounded(unpickler: Any) -> None:
+        for value in select_operands(unpickler.stack):
             _check_small(value)
         load(unpickler)
 
-    return checked
+    return load_bounded
 
 
-def _with_small_ones(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any]:
-    """Wrap an unpickler's ``dispatch`` to refuse large keys and arguments before using them."""
+def _bound_dispatch(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any]:
+    """Return an unpickler's ``dispatch`` that refuses large keys and arguments before use."""
     bounded = {
-        code[0]: _of_small_ones(dispatch[code[0]], taken)
-        for code, taken in _KEYS_AND_ARGUMENTS.items()
+        code[0]: _bound_operands(dispatch[code[0]], select_operands)
+        for code, select_operands in _KEYS_AND_ARGUMENTS.items()
         if code[0] in dispatch
     }
     return {**dispatch, **bounded}
@@ -217,12 +228,13 @@ def _with_small_ones(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, An
 
 @dataclass(eq=False)
 class Outline:
-    """Stand-in for an object that a pickle asks for and that is not built.
+    """Stands in for an object that a pickle would create, and that is not created.
 
     Attributes:
-        name: of a global, such as ``torch._utils._rebuild_tensor_v2``; followed by ``()`` for the
-            result of a call; ``storage`` for a tensor's data.
-        parts: arguments of a call, or the id of a storage; then the items and state set on it.
+        name: name of a global, such as ``torch._utils._rebuild_tensor_v2``; followed by ``()`` for
+            the result of a call; ``storage`` for a tensor's data.
+        parts: arguments of a call, or the id of a storage; then items and state that the pickle
+            sets on the object.
     """
 
     name: str
@@ -246,7 +258,10 @@ _BYTES_FROM_TEXT = "_codecs.encode()"
 
 
 class _OutlineUnpickler(_PythonUnpickler):
-    """Reads what torch's weights-only unpickler reads, with outlines for all but plain data."""
+    """Reads the pickles that torch's weights-only unpickler reads, and creates only plain data.
+
+    Everything else becomes an ``Outline``.
+    """
 
     def find_class(self, module: str, name: str) -> Outline:
         return Outline(f"{module}.{name}")
@@ -256,18 +271,18 @@ class _OutlineUnpickler(_PythonUnpickler):
 
     def load_call(self) -> None:
         arguments = self.stack.pop()
-        called = self.stack.pop()
-        if not isinstance(called, Outline) or not isinstance(arguments, tuple):
-            got = type(called).__name__, type(arguments).__name__
-            raise pickle.UnpicklingError(f"it calls {got[0]} with {got[1]}")
-        if called.name.endswith("bytearray") and not all(map(_is_text, arguments)):
-            # Of an int it would be that many zeros.
+        function = self.stack.pop()
+        if not isinstance(function, Outline) or not isinstance(arguments, tuple):
+            types = type(function).__name__, type(arguments).__name__
+            raise pickle.UnpicklingError(f"it calls {types[0]} with {types[1]}")
+        if function.name.endswith("bytearray") and not all(map(_is_text, arguments)):
+            # bytearray(n) allocates n zeros.
             raise pickle.UnpicklingError("it makes a bytearray from something other than text")
-        self.append(Outline(f"{called.name}()", list(arguments)))
+        self.append(Outline(f"{function.name}()", list(arguments)))
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        _check_small(state, _MOST_IN_ALL, "the state of an object")
+        _check_small(state, _MAX_FILE_PARTS, "the state of an object")
         if not isinstance(self.stack[-1], Outline):
             raise pickle.UnpicklingError(f"it builds {type(self.stack[-1]).__name__}")
         self.stack[-1].parts.append(state)
@@ -275,7 +290,7 @@ class _OutlineUnpickler(_PythonUnpickler):
     dispatch = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _TORCH_CODES}  # noqa: RUF012
     dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = load_call
     dispatch[pickle.BUILD[0]] = load_build
-    dispatch = _with_small_ones(dispatch)
+    dispatch = _bound_dispatch(dispatch)
 
 
 def _is_text(value: Any) -> bool:
@@ -287,32 +302,33 @@ def outline_of(stored: BinaryIO) -> Any:
     """Read a file of ``torch.save``, with an ``Outline`` for everything that is not plain data.
 
     Raises:
-        Exception: of many kinds, if the file is damaged, or would cost more than it should.
+        Exception: of many types, if the file is damaged, or would take too much time or memory.
     """
     stored.seek(0)
     if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-        # torch has another loader for other beginnings, the format before version 1.6.
+        # Files that begin otherwise have the format before torch 1.6, which has another loader.
         raise zipfile.BadZipFile("File is not a zip file of torch.save")
     with zipfile.ZipFile(stored) as archive:
         is_compressed = any(member.compress_type for member in archive.infolist())
     if is_compressed:  # it may expand to any size
-        raise zipfile.BadZipFile("it is compressed, wanted torch's own form")
-    content = torch_archive(stored).get_record(_PICKLE_NAME)
-    found = _OutlineUnpickler(BytesIO(content), encoding="bytes").load()
-    _check_small(found, _MOST_IN_ALL, "content")
-    return found
+        raise zipfile.BadZipFile("it is compressed; torch.save writes uncompressed files")
+    pickled = torch_archive(stored).get_record(_PICKLE_NAME)
+    outline = _OutlineUnpickler(BytesIO(pickled), encoding="bytes").load()
+    _check_small(outline, _MAX_FILE_PARTS, "content")
+    return outline
 
 
 def load_plain(stored: BinaryIO) -> Any:
     """Read tensors, on the CPU, and plain data from a file of ``torch.save``.
 
-    megatron-core's list of safe classes counts as plain data, ``argparse.Namespace`` among them.
+    Objects of the classes that megatron-core lists as safe count as plain data;
+    ``argparse.Namespace`` is one of them.
 
     Raises:
-        Exception: of many kinds, if the file is damaged, would run code, or would cost more than it
-            should.
+        Exception: of many types, if the file is damaged, would run code, or would take too much
+            time or memory.
     """
-    # Parsed twice: the first pass builds nothing and bounds the cost, the second is torch's own.
+    # Parsed twice: the first pass creates no objects and bounds the cost; the second is torch's.
     outline_of(stored)
     stored.seek(0)
     return torch.load(stored, map_location="cpu", weights_only=True)
@@ -320,7 +336,10 @@ def load_plain(stored: BinaryIO) -> Any:
 
 @contextmanager
 def bounded_torch_load() -> Iterator[None]:
-    """Make libraries that call ``torch.load`` read only what ``load_plain`` would."""
+    """Apply the checks of ``load_plain`` to every call of ``torch.load`` during the block.
+
+    It is for libraries that call ``torch.load`` themselves.
+    """
     load = torch.load
 
     def bounded(file: Any, *arguments: Any, **options: Any) -> Any:
@@ -338,9 +357,9 @@ def bounded_torch_load() -> Iterator[None]:
 
 # The index of a distributed checkpoint.
 #
-# ``.metadata`` is a pickle that torch reads with ``pickle.load``. This unpickler builds only the
-# record types of torch.distributed.checkpoint, so a file that passes may be handed to torch
-# afterwards. Whatever it hashes or calls with is bounded as above.
+# ``.metadata`` is a pickle that torch reads with ``pickle.load``. The unpickler below creates only
+# the record types of torch.distributed.checkpoint, so a file that passes is safe for torch to read
+# afterwards. The values that it hashes or passes to calls are bounded as above.
 
 INDEX_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -369,19 +388,21 @@ _ALLOWED = {
 
 
 def _enum_member(owner: Any, name: Any) -> Any:
-    """Stand-in for ``getattr``, with which Python 3.11.0 to 3.11.3 pickle enum members."""
+    """Replace ``getattr``, which Python 3.11.0 to 3.11.3 use to pickle enum members."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
-    raise pickle.UnpicklingError(f"it asks for attribute {shown(name)} of {shown(owner)}")
+    raise pickle.UnpicklingError(f"it reads the attribute {shown(name)} of {shown(owner)}")
 
 
 class _AllowListUnpickler(_PythonUnpickler):
-    dispatch = _with_small_ones(_PythonUnpickler.dispatch)
-    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # not used by any record
+    """Creates only objects of the classes in ``_ALLOWED``."""
+
+    dispatch = _bound_dispatch(_PythonUnpickler.dispatch)
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no index uses these opcodes
         del dispatch[_code[0]]
 
     def load_build(self) -> None:
-        # A pickle may set attributes of objects that it made, but not of classes that it named.
+        # A pickle may set attributes of objects that it created, but not of classes.
         if isinstance(self.stack[-2], type | FunctionType):
             raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
         super().load_build()
@@ -397,11 +418,11 @@ class _AllowListUnpickler(_PythonUnpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the index of the distributed checkpoint in ``folder``, checking that it is harmless.
+    """Read the index of the distributed checkpoint in ``folder``, and check that it is safe.
 
     Raises:
-        CheckpointError: there is no index, it holds more than an index needs, or it points to a
-            file outside ``folder``.
+        CheckpointError: there is no index, it refers to classes or functions that no index needs,
+            or it names a data file outside ``folder``.
     """
     path = folder / INDEX_NAME
     if not path.is_file():
@@ -419,7 +440,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _check_structure(metadata: Any) -> None:
-    """Raise some exception if an index violates its own types."""
+    """Raise an exception of any type if a field of the index has a wrong type or value."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"got {type(metadata).__name__}, wanted a checkpoint index")
     for name, entry in metadata.state_dict_metadata.items():
@@ -433,16 +454,17 @@ def _check_structure(metadata: Any) -> None:
                 raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
                 raise ValueError(f"{shown(name)}: a shape has entries that are not integers")
-    # Offsets and sizes are added and compared later, where True or 1.5 would pass for numbers.
+    # Offsets and sizes are added and compared later; True or 1.5 would pass there unnoticed.
     for index, info in (metadata.storage_data or {}).items():
         _check_name(index.fqn)
         numbers = info.offset, info.length
         if not isinstance(info.relative_path, str) or any(
             type(number) is not int or number < 0 for number in numbers
         ):
-            got = ", ".join(type(value).__name__ for value in (info.relative_path, *numbers))
+            types = ", ".join(type(value).__name__ for value in (info.relative_path, *numbers))
             raise ValueError(
-                f"{shown(index.fqn)}: got {got}, wanted a file, an offset in it and a length"
+                f"{shown(index.fqn)}: got values of the types {types}, wanted a file name, an "
+                "offset in the file and a length"
             )
 
 
@@ -456,7 +478,7 @@ def _check_locations(path: Path, metadata: Metadata) -> None:
         name = info.relative_path
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
             raise CheckpointError(f"{path}: the data file {shown(name)} is not in its folder")
-        # A link would read any file of this machine into the weights.
+        # Through a link, any file of this machine could be read into the weights.
         if (path.parent / name).is_symlink():
             raise CheckpointError(
                 f"{path}: the data file {shown(name)} is a link, wanted a plain file"

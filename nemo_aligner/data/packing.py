@@ -306,7 +306,8 @@ def find_prefix_groups(
         cached: maps the indices of the sequences to group to their cached prefixes; by default all
             sequences, without. The members of a group have the same cached prefix.
         length_dependent_rope: number of the RoPE that a length has (``ModelShape``), as in
-            LongRoPE. The members of a group have the same, because hidden states differ between them.
+            LongRoPE. The members of a group have the same, because hidden states differ between
+            them.
     """
     ordered = _Ordered.of(sequences, cached, length_dependent_rope)
     return [

@@ -14,8 +14,8 @@ This file builds the objective that the settings name and completes the settings
 ``model.objective`` names an entry of ``OBJECTIVES``, or ``package.module:Name`` for a class from
 another package: a dataclass that inherits from ``PairObjective`` or ``RatingObjective``. Its fields
 are its settings (``model.objective_kwargs``), except ``attributes``, ``has_steps`` and, if it has
-them, the attributes' ``weights`` in the merged reward. By default ``model.reward_model_type`` chooses the
-objective.
+them, the attributes' ``weights`` in the merged reward. By default
+``model.reward_model_type`` chooses the objective.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.distributed import get_world_size
 
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
-    BaseCheckpoint,
+    CheckpointDescription,
     load_pretrained,
     load_reward_model,
 )
@@ -91,7 +91,7 @@ def run_check(check: Check, output: Path | None) -> bool:
     Raises:
         AlignerError: the checkpoint is not a reward model, or can score none of the pairs.
     """
-    base = BaseCheckpoint.read(check.checkpoint)
+    base = CheckpointDescription.read(check.checkpoint)
     contract = base.contract
     if contract is None:
         raise CheckpointError(
@@ -503,7 +503,7 @@ def _trained_on(
     recompute: Recompute,
 ) -> np.ndarray:
     """The rewards of a training step's forward pass."""
-    base = BaseCheckpoint.read(checkpoint)
+    base = CheckpointDescription.read(checkpoint)
     contract = base.contract
     assert contract is not None, "its rewards were scored before"
     indices = torch.arange(layout.dp_rank, len(texts), layout.dp)

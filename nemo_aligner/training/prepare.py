@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
-from nemo_aligner.checkpoint.nemo.reward_model import BaseCheckpoint, check_initial_head
+from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription, check_initial_head
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.checkpoint.run_lock import RunLock
@@ -64,7 +64,7 @@ class PreparedRun:
 
     config: TrainConfig
     layout: LayoutSizes
-    base: BaseCheckpoint
+    base: CheckpointDescription
     shape: ModelShape
     data: TrainingData
     latest: Saved | None
@@ -115,7 +115,7 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     check_may_resume(latest, config.exp_manager)
     if latest is not None:
         check_objective_exists(latest)
-    base = BaseCheckpoint.read(str(config.pretrained_checkpoint.restore_from_path))
+    base = CheckpointDescription.read(str(config.pretrained_checkpoint.restore_from_path))
     resumed = None if latest is None else ScoringContract.from_dict(latest.state.contract)
     shape = _trained_shape(config, base)
     config = _resolve_defaults(config, shape, resumed or base.contract)
@@ -164,7 +164,7 @@ def check_settings(config: TrainConfig) -> None:
     check_loggers(config.exp_manager)
 
 
-def _trained_shape(config: TrainConfig, base: BaseCheckpoint) -> ModelShape:
+def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelShape:
     """Return the shape of the model to train, which may have another head and LoRA than its base.
 
     Raises:
@@ -224,7 +224,7 @@ def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) ->
 
 def _build_data(
     config: TrainConfig,
-    base: BaseCheckpoint,
+    base: CheckpointDescription,
     shape: ModelShape,
     resumed: ScoringContract | None,
 ) -> TrainingData:

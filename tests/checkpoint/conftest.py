@@ -1,4 +1,4 @@
-"""What several tests of checkpoints have in common."""
+"""Fixtures and options that several tests of checkpoints share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ QUICK, AT_A_TIME = 100, 1000
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Mutations' ``seeds``: as many as --mutations says, the first ones in a quick test."""
+    """Parametrize tests of mutations by ``seeds``: as many as --mutations says.
+
+    A quick run takes only the first seeds.
+    """
     if "seeds" in metafunc.fixturenames:
         count = metafunc.config.getoption("mutations")
-        # No part is so small that all of it may load, or none.
+        # Parts are large enough that in each some mutations load, and some are refused.
         bounds = [0, *range(QUICK, count - QUICK, AT_A_TIME), count]
         parts = [range(*pair) for pair in pairwise(bounds)]
         metafunc.parametrize("seeds", parts, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
@@ -35,33 +38,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def fuzz(
     layout: Any, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Damaged, range], None]:
-    """Every seed's mutation of a checkpoint is loaded as it may be, or refused."""
+    """Check that the mutation of every seed is loaded as allowed, or refused."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     return lambda damaged, seeds: Fuzzer(damaged, layout, tmp_path / "fuzz", scratch).check(seeds)
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, Any]]:
-    """Has the hub give a folder, whatever it is asked for; what that was is in the result."""
+    """Make the hub return a folder for every request; the result records the requests."""
     import huggingface_hub
 
     def give(folder: Path) -> dict[str, Any]:
-        asked: dict[str, Any] = {}
+        requests: dict[str, Any] = {}
 
         def download(name: str, **options: Any) -> str:
-            asked.update(name=name, **options)
+            requests.update(name=name, **options)
             return str(folder)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        monkeypatch.chdir(tmp_path)  # where no folder has the name
-        return asked
+        # a folder of this name in the working directory would be used instead
+        monkeypatch.chdir(tmp_path)
+        return requests
 
     return give
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model's archive with rope scaling and an output layer of its own."""
+    """Archive of a base model with RoPE scaling and an untied output layer."""
     path = tmp_path_factory.mktemp("base") / "base.nemo"
     return tiny.write_base_nemo(path, tie_word_embeddings=False, rope_parameters=foreign.ROPE)
 
@@ -81,11 +85,11 @@ def theirs(tensors: foreign.Tensors, tokenizer_folder: Path, tmp_path: Path) -> 
     def write(
         writer: foreign.Writer = foreign.nemo1,
         name: str = "theirs",
-        others: Mapping[str, Tensor | None] | None = None,
+        replacements: Mapping[str, Tensor | None] | None = None,
         **settings: Any,
     ) -> Path:
-        found = {**tensors, **(others or {})}
-        stored = {key: tensor for key, tensor in found.items() if tensor is not None}
+        written = {**tensors, **(replacements or {})}
+        stored = {key: tensor for key, tensor in written.items() if tensor is not None}
         return writer(tmp_path / name, stored, tokenizer_folder, **settings)
 
     return write
@@ -99,7 +103,7 @@ def tiny_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def unpacked(tiny_archive: Path, tmp_path: Path) -> Path:
-    """The archive unpacked, as untrusted ones are: without checksums."""
+    """Folder with the unpacked archive, without checksums like archives of other programs."""
     folder = tmp_path / "folder"
     shutil.unpack_archive(tiny_archive, folder, "tar")
     (folder / "checksums.json").unlink()
@@ -108,7 +112,7 @@ def unpacked(tiny_archive: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(layout: Any, tmp_path: Path) -> Path:
-    """The weights of ``weights/tensors.py``, as this package saves them."""
+    """Folder with the tensors of ``weights/tensors.py``, saved by this package."""
     from nemo_aligner.checkpoint.weights.save import save_weights
 
     save_weights(request(), tmp_path / "weights")
@@ -117,16 +121,16 @@ def saved(layout: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def index_reads() -> Iterator[list[str]]:
-    """The indexes of distributed checkpoints that are opened to be read, whoever does it."""
-    found: list[str] = []
+    """Record the paths of all indexes of distributed checkpoints that are opened for reading."""
+    paths: list[str] = []
     is_watching = True
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if is_watching and event == "open" and arguments[1] in ("r", "rb"):
             path = str(arguments[0])
             if path.endswith(".metadata"):
-                found.append(path)
+                paths.append(path)
 
     sys.addaudithook(watch)
-    yield found
-    is_watching = False  # such a hook cannot be taken away
+    yield paths
+    is_watching = False  # an audit hook cannot be removed

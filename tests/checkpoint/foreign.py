@@ -30,7 +30,7 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# What makes a Gemma of the settings below: in NeMo 1's, and in Megatron-Bridge's.
+# Changes that make the settings below those of a Gemma, for NeMo 1 and for Megatron-Bridge.
 NEMO1_GEMMA = {
     "activation": "geglu",
     "openai_gelu": True,
@@ -48,17 +48,17 @@ BRIDGE_GEMMA = {
     "rope_scaling_factor": 1.0,
     "scale_factor": None,
 }
-PADDED = 384  # rows of embeddings, of which the tokenizer has tiny.SHAPE["vocab_size"]
+PADDED = 384  # rows of the embedding; the tokenizer has only tiny.SHAPE["vocab_size"] tokens
 HEX = "0123456789abcdef" * 2
-ITERATION = "iter_0000123"  # of Megatron-LM's run
+ITERATION = "iter_0000123"  # folder of a step in Megatron-LM's run
 LAYERS = tiny.SHAPE["num_hidden_layers"]
 Tensors = dict[str, Tensor]
-# Writes a checkpoint of these tensors, this tokenizer and changed settings, and says what to open.
+# Writes a checkpoint with these tensors, tokenizer and changed settings; returns its path.
 Writer = Callable[..., Path]
 
 
 def tensors_of(path: Path) -> Tensors:
-    """An archive's tensors, whole, without the prefix; norms are made to differ from 1."""
+    """Read an archive's unsharded tensors by their names without prefix; change norms from 1."""
     from megatron.core import dist_checkpointing
 
     from nemo_aligner.checkpoint.nemo.archive import open_nemo
@@ -79,7 +79,7 @@ def tensors_of(path: Path) -> Tensors:
 
 
 def save(folder: Path, tensors: Tensors, prefix: str, **common: Any) -> None:
-    """By megatron-core: ``tensors`` under ``prefix``, and what lies beside them in real ones."""
+    """Save ``tensors`` with megatron-core under ``prefix``, with entries of real checkpoints."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
@@ -97,7 +97,7 @@ def save(folder: Path, tensors: Tensors, prefix: str, **common: Any) -> None:
 
 
 def per_layer(tensors: Tensors) -> Tensors:
-    """The same with names of its own for every layer, as newer Megatron writes them."""
+    """Return the tensors with separate names for each layer, like newer Megatron versions."""
     split = {}
     for key, tensor in tensors.items():
         if key.startswith("decoder.layers."):
@@ -110,7 +110,7 @@ def per_layer(tensors: Tensors) -> Tensors:
 
 
 def nemo1_config(**changes: Any) -> dict[str, Any]:
-    """``model_config.yaml`` as NeMo 1.x has it: no ``vocab_size``, keys of training beside."""
+    """Build NeMo 1's ``model_config.yaml``: without ``vocab_size``, and with keys of training."""
     return {
         "mcore_gpt": True,
         "micro_batch_size": 1,
@@ -141,7 +141,7 @@ def nemo1_config(**changes: Any) -> dict[str, Any]:
 
 
 def nemo1(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
-    """An unpacked NeMo 1.x archive."""
+    """Write an unpacked archive of NeMo 1."""
     save(folder / "model_weights", tensors, "model.")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(nemo1_config(**changes)))
     shutil.copytree(tokenizer, folder / f"{HEX}_tokenizer")
@@ -153,7 +153,7 @@ def nemo1_tar_gz(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any
 
 
 def pack(folder: Path, path: Path, mode: str) -> Path:
-    """As NeMo packs it; ``mode`` ``w`` or ``w:gz``."""
+    """Pack a folder as an archive like NeMo; ``mode`` is ``w`` or ``w:gz``."""
     with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
         archive.add(folder, ".")
     return path
@@ -164,7 +164,7 @@ def function(name: str) -> dict[str, Any]:
 
 
 def provider(**changes: Any) -> dict[str, Any]:
-    """Fields of ``TransformerConfig`` and its heirs, as NeMo 2 and Bridge write them."""
+    """Build the fields of ``TransformerConfig`` and its subclasses that NeMo 2 and Bridge write."""
     return {
         "activation_func": function("torch.nn.functional.silu"),
         "add_bias_linear": False,
@@ -203,7 +203,7 @@ def provider(**changes: Any) -> dict[str, Any]:
 
 
 def nemo2_settings(**changes: Any) -> str:
-    """``context/model.yaml``, as NeMo 2's ``io_dump`` names it."""
+    """Build ``context/model.yaml`` with the names of NeMo 2's ``io_dump``."""
     model = {
         "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
         "config": {
@@ -229,7 +229,7 @@ def nemo2(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Pa
 
 
 def bridge(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) -> Path:
-    """A run's folder of Megatron-Bridge; gives ``iter_0000010``."""
+    """Write the folder of a run of Megatron-Bridge; return its ``iter_0000010``."""
     inner = folder / "iter_0000010"
     save(inner, per_layer(tensors), "")
     target = "megatron.bridge.models.llama.llama_provider.Llama31ModelProvider"
@@ -294,7 +294,7 @@ def megatron_lm(
 
 
 def put_common_among_shards(folder: Path, common: Any) -> None:
-    """Have a checkpoint hold ``common`` beside its tensors as since megatron-core 0.17."""
+    """Store ``common`` like a shard, as megatron-core does since version 0.17."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
     from nemo_aligner.checkpoint.safe_load import read_metadata
@@ -302,13 +302,13 @@ def put_common_among_shards(folder: Path, common: Any) -> None:
     piece, key = folder / "__9_0.distcp", "common_state/shard_0_1"
     stored = io.BytesIO()
     torch.save([common], stored)
-    before, length = b"another piece", len(stored.getvalue())
-    piece.write_bytes(before + stored.getvalue() + b"the next one")
+    prefix, length = b"another piece", len(stored.getvalue())
+    piece.write_bytes(prefix + stored.getvalue() + b"the next one")
     (folder / "common.pt").unlink(missing_ok=True)
     metadata = read_metadata(folder)
     info = type(next(iter(metadata.storage_data.values())))
     metadata.state_dict_metadata[key] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(key)] = info(piece.name, len(before), length)
+    metadata.storage_data[MetadataIndex(key)] = info(piece.name, len(prefix), length)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 

@@ -22,8 +22,8 @@ from nemo_aligner.utils.errors import AlignerError
 from tests.harness import tiny
 
 SECONDS = 60
-MEMORY = 2**31  # what a case may take beside what the process has
-SHOWN = 4000  # of an error's characters
+MEMORY = 2**31  # memory that a case may use in addition to that of the process
+SHOWN = 4000  # characters of an error
 TINY = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -31,11 +31,11 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-# YAML of a few lines that unfolds to billions of items.
+# YAML of a few lines whose aliases expand to billions of items ("billion laughs").
 LAUGHS = "\n".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]" for n in range(12)
 )
-BOMB = "executed"  # a file that untrusted code would make
+BOMB = "executed"  # a file that only untrusted code would create
 DEEP: Any = []
 for _ in range(200):
     DEEP = [DEEP]
@@ -44,7 +44,7 @@ NASTY = [
     2**63, 10**400, "", "text", "3", "x" * 100_000, "\x00", "\ud800", "../../etc", "/etc/hostname",
     [], [1, 2], [None], {}, {"a": "b"}, DEEP,
 ]  # fmt: skip
-# Into code that an untrusted template may not reach.
+# Expressions by which a template would reach Python objects that it must not reach.
 ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 LOOP = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 TEMPLATES = [
@@ -58,16 +58,16 @@ TEMPLATES = [
 ]  # fmt: skip
 Files = dict[str, bytes]
 Make = Callable[[Files, random.Random], Files]
-ALL = ("config", "weights", "tokenizer")  # the fields of Content
+ALL = ("config", "weights", "tokenizer")  # all fields of Content
 
 
 class TooLong(BaseException):
-    """Of a kind that nobody takes for an error in a file."""
+    """Raised when a case takes too long; its type is never caught as an error of a file."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What an archive loads as."""
+    """Content of a loaded archive, for comparison."""
 
     config: str
     weights: str
@@ -76,14 +76,14 @@ class Content:
 
 @dataclass(frozen=True)
 class Mutation:
-    """``make`` gives the files of a damaged checkpoint; ``alters``: what may load otherwise."""
+    """A kind of damage: ``make`` damages the files, ``alters`` names content that may change."""
 
     make: Make
     alters: tuple[str, ...] = ()
 
 
 def load(path: Path, layout: Any) -> Content:
-    """A base model's content, or a reward model's with its contract."""
+    """Load the content of a base model, or of a reward model with its contract."""
     with open_nemo(path, with_weights=False) as folder:
         contract = folder.contract
     if contract is None:
@@ -98,24 +98,24 @@ def load(path: Path, layout: Any) -> Content:
 
 
 def some_bytes(data: bytes, rng: random.Random) -> bytes:
-    """A few bytes flipped, cut out, doubled, or the end cut off."""
+    """Flip, remove or duplicate a few bytes, or cut off the end."""
     if not data:
         return b"\x80"
     start = rng.randrange(len(data))
     end = min(len(data), start + rng.choice([1, 1, 2, 8, 512]))
-    how = rng.randrange(4)
-    if how == 0:
+    action = rng.randrange(4)
+    if action == 0:
         flipped = bytes(byte ^ (1 << rng.randrange(8)) for byte in data[start:end])
         return data[:start] + flipped + data[end:]
-    if how == 1:
+    if action == 1:
         return data[:start] + data[end:]
-    if how == 2:
+    if action == 2:
         return data[:end] + data[start:]
     return data[:start]
 
 
 def with_nasty_value(content: Any, rng: random.Random) -> Any:
-    """JSON or YAML data with one value, key or item, somewhere in it, changed or lost."""
+    """Change or remove one value, key or item in JSON or YAML data."""
     changed = copy.deepcopy(content)
     part = changed
     while True:
@@ -128,12 +128,12 @@ def with_nasty_value(content: Any, rng: random.Random) -> Any:
         if not part[key]:
             break
         part = part[key]
-    how = rng.randrange(8)
-    if how == 0:
+    action = rng.randrange(8)
+    if action == 0:
         del part[key]
-    elif how == 1 and isinstance(part, dict):
+    elif action == 1 and isinstance(part, dict):
         part[rng.choice(["", "x", "\ud800", "__class__", "0"])] = part.pop(key)
-    elif how == 2:
+    elif action == 2:
         other = rng.choice(keys)
         part[key], part[other] = part[other], part[key]
     else:
@@ -146,7 +146,7 @@ def edited(files: Files, name: str, change: Callable[[bytes], bytes]) -> Files:
 
 
 def files_of(folder: Path) -> Files:
-    """Every file below ``folder`` by its path there."""
+    """Read every file below ``folder``, by its relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -166,7 +166,7 @@ def text_of(value: Any) -> bytes:
 
 
 def damage(*endings: str) -> Make:
-    """A mutation: some bytes of a file whose name ends with one of ``endings``."""
+    """Build a mutation that damages bytes of a file whose name ends with one of ``endings``."""
 
     def some_bytes_of(files: Files, rng: random.Random) -> Files:
         name = rng.choice([name for name in files if name.endswith(endings)])
@@ -177,12 +177,12 @@ def damage(*endings: str) -> Make:
 
 
 def two_files(files: Files, rng: random.Random) -> Files:
-    """Files lost, doubled under another name, or with each other's content."""
+    """Remove a file, copy it under another name, or swap the contents of two files."""
     first, second = rng.sample(sorted(files), 2)
-    how = rng.randrange(3)
-    if how == 0:
+    action = rng.randrange(3)
+    if action == 0:
         return {name: data for name, data in files.items() if name != first}
-    if how == 1:
+    if action == 1:
         return {**files, first: files[second], second: files[first]}
     other = rng.choice(["x.safetensors", "model.safetensors", "special_tokens_map.json", "x.py"])
     return {**files, other: files[first]}
@@ -202,7 +202,7 @@ class Damaged:
 
 
 class Fuzzer:
-    """Meets a checkpoint's mutations by its way in, in ``folder``."""
+    """Opens mutated checkpoints in ``folder``, and checks the results."""
 
     def __init__(self, damaged: Damaged, layout: Any, folder: Path, scratch: Path) -> None:
         self._damaged, self._layout = damaged, layout
@@ -211,55 +211,58 @@ class Fuzzer:
         assert isinstance(self._wanted, Content), self._wanted
 
     def check(self, seeds: range) -> None:
-        """Every seed's mutation is loaded as it may be, or refused; some are, and some are not."""
+        """Check the mutation of every seed; some must be loaded, and some refused."""
         mutations = self._damaged.mutations
         loaded = sum(self._is_loaded(mutations[seed % len(mutations)], seed) for seed in seeds)
         least = len(seeds) // 50
         assert least < loaded < len(seeds) - least, f"{loaded} of {len(seeds)} loaded"
 
     def _is_loaded(self, mutation: Mutation, seed: int) -> bool:
-        """Whether what the mutation made was loaded; raises where anything else came of it."""
+        """Tell if the mutated files were loaded; fail for any result that is not allowed."""
         rng = random.Random(seed)
         what = f"{mutation.make.__name__}, seed {seed}"
         files = mutation.make(self._damaged.files, rng)
         try:
             with limited():
-                got = self._content(files)
+                content = self._content(files)
         except BaseException as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {str(error)[:500]}") from error
         assert not Path(BOMB).exists(), f"{what}: it ran code"
-        if isinstance(got, str):
-            # Where an archive is damaged inside, it may be named as it was unpacked.
+        if isinstance(content, str):
+            # If an archive is damaged inside, the error may name the folder into which it was
+            # unpacked.
             places = [self._folder] if self._damaged.convert else [self._folder, self._scratch]
-            is_named = any(str(place) in got for place in places)
-            assert is_named, f"{what}: the error names no file: {got[:500]}"
-            assert len(got) < SHOWN, f"{what}: {len(got)} characters of error: {got[:500]}"
+            is_named = any(str(place) in content for place in places)
+            assert is_named, f"{what}: the error names no file: {content[:500]}"
+            assert len(content) < SHOWN, (
+                f"{what}: {len(content)} characters of error: {content[:500]}"
+            )
             return False
         for part in ALL:
             if part not in mutation.alters:
-                wanted = getattr(self._wanted, part)
-                assert getattr(got, part) == wanted, f"{what}: it loads with another {part}"
+                expected = getattr(self._wanted, part)
+                assert getattr(content, part) == expected, f"{what}: it loads with another {part}"
         return True
 
     def _content(self, files: Files) -> Content | str:
-        """What ``files`` load as, or the error that refuses them; nothing is left behind."""
+        """Return the content of ``files``, or the error; check that no files are left over."""
         shutil.rmtree(self._folder, ignore_errors=True)
         source, output = self._folder / "theirs", self._folder / "out" / "ours.nemo"
         write_files(source, files)
-        before = sorted(self._folder.rglob("*"))
-        convert, given = self._damaged.convert, source / self._damaged.source
+        files_before = sorted(self._folder.rglob("*"))
+        convert, argument = self._damaged.convert, source / self._damaged.source
         try:
             if convert is None:
-                return load(given, self._layout)
-            convert(given, output)
+                return load(argument, self._layout)
+            convert(argument, output)
         except AlignerError as error:
-            left = [path for path in self._folder.rglob("*") if path not in before]
+            left = [path for path in self._folder.rglob("*") if path not in files_before]
             assert not [path for path in left if path != output.parent], f"it left {left}"
             if caused_by_memory(error):
                 raise MemoryError(str(error)) from error
             return str(error)
         finally:
-            # torch makes a folder for its compiler when it is first asked; nothing here uses it.
+            # torch creates a folder for its compiler at its first use, which does not count.
             names = [path.name for path in self._scratch.iterdir()]
             assert all(name.startswith("torchinductor") for name in names), f"it left {names}"
         assert sorted(output.parent.iterdir()) == [output]
@@ -274,19 +277,19 @@ def caused_by_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """At most a minute, and little memory: what would take more ends as an exception here."""
+    """Limit time to a minute and memory to a little; exceeding either raises an exception."""
 
     def stop(*unused: Any) -> None:
         raise TooLong(f"longer than {SECONDS} s")
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    _, most = limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
-    before = signal.signal(signal.SIGALRM, stop)
+    _, hard_limit = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard_limit))
+    previous_handler = signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)

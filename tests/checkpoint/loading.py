@@ -1,4 +1,4 @@
-"""What tests of opened checkpoints have in common: load, compare, damage."""
+"""Helpers to load, compare and damage checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.checkpoint.foreign import Tensors
 from tests.harness import tiny
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
-# Writes a checkpoint of another program into a folder of this name; see the fixture ``theirs``.
+# Writes a checkpoint of another program to a folder; see the fixture ``theirs``.
 Theirs = Callable[..., Path]
 
 
@@ -49,7 +49,7 @@ def load(path: Path, layout: Any, attributes: int = 1) -> Any:
 
 
 def scores(model: Any, layout: Any) -> Tensor:
-    """Of SEQUENCES."""
+    """Score the token lists SEQUENCES with a model."""
     from nemo_aligner.batch.packed import PackedBatch
     from nemo_aligner.models.step import infer
 
@@ -57,17 +57,17 @@ def scores(model: Any, layout: Any) -> Tensor:
 
 
 def check(model: Any, tensors: Tensors) -> None:
-    """Every parameter is the tensor that was written for it; padding is not looked at."""
+    """Check that every parameter equals the tensor written for it, without padding."""
     metadata = {"non_homogeneous_layers": True}
-    wanted = foreign.per_layer(tensors)
+    expected = foreign.per_layer(tensors)
     seen = set()
     for entry in model.sharded_state_dict(metadata=metadata).values():
         if "rm_head" in entry.key or "_extra_state" in entry.key:
             continue
         rows = tiny.SHAPE["vocab_size"] if "embedding" in entry.key else None
-        torch.testing.assert_close(entry.data[:rows], wanted[entry.key][:rows], rtol=0, atol=0)
+        torch.testing.assert_close(entry.data[:rows], expected[entry.key][:rows], rtol=0, atol=0)
         seen.add(entry.key)
-    assert seen == wanted.keys() - {"output_layer.weight", "rm_head.weight", "rm_head.bias"}
+    assert seen == expected.keys() - {"output_layer.weight", "rm_head.weight", "rm_head.bias"}
 
 
 def head_of(attributes: int) -> Tensors:

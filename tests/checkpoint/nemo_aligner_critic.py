@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnCpu(TorchFunctionMode):
-    """What is asked for on CUDA, or in page-locked memory, is made in plain memory."""
+    """Context in which tensors for CUDA or pinned memory are created in plain memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Nothing:
 
 
 class Decoder(nn.Module):
-    """In place of megatron-core's GPTModel: a row of tokens has the states that were given."""
+    """Replaces megatron-core's GPTModel: returns the given hidden states of a row of tokens."""
 
     states: dict[tuple[int, ...], Tensor]
 
@@ -57,15 +57,15 @@ class Decoder(nn.Module):
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """The first stage has none."""
+        """Ignore the input; the first pipeline stage has none."""
 
     def forward(self, input_ids: Tensor, **unused: Any) -> Tensor:
-        """``[B, S] -> [S, B, D]``."""
+        """Return the hidden states ``[S, B, D]`` of tokens ``[B, S]``."""
         return torch.stack([self.states[tuple(row)] for row in input_ids.tolist()], dim=1)
 
 
 class MegatronGPTModel(nn.Module):
-    """NeMo's, without all that trains, loads and logs."""
+    """NeMo's base class, without training, loading and logging."""
 
     with_distributed_adam = use_mcore_dist_optim = False
     tokenizer = SimpleNamespace(eos_id=0)
@@ -92,15 +92,15 @@ class MegatronGPTModel(nn.Module):
 
 
 def split(batch: Any, parts: int) -> Iterator[Any]:
-    """NeMo's ``get_iterator_k_split``: equal parts of a list, or of a mapping."""
+    """Replace NeMo's ``get_iterator_k_split``: split a list or a mapping into equal parts."""
     if isinstance(batch, dict):
         columns = [value.tensor_split(parts) for value in batch.values()]
         return iter([dict(zip(batch, rows, strict=True)) for rows in zip(*columns, strict=True)])
-    return iter(list(zip(*[each.tensor_split(parts) for each in batch], strict=True)))
+    return iter(list(zip(*[tensor.tensor_split(parts) for tensor in batch], strict=True)))
 
 
 def masks_and_positions(tokens: Tensor, *unused: Any) -> tuple[Tensor, None, Tensor]:
-    """NeMo's ``get_ltor_masks_and_position_ids``; the given states have seen theirs."""
+    """Replace NeMo's ``get_ltor_masks_and_position_ids``, whose results the decoder ignores."""
     rows, width = tokens.shape
     positions = torch.arange(width).expand(rows, width)
     return torch.ones(rows, 1, width, width, dtype=torch.bool), None, positions
@@ -120,7 +120,7 @@ NEMO: dict[str, Any] = {
 
 
 class Nemo(MetaPathFinder, Loader):
-    """Every module ``nemo...``; its names are those of ``NEMO``, or stand for nothing."""
+    """Imports every module ``nemo...``; its names are those in ``NEMO``, or ``Nothing``."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "nemo" else None
@@ -131,42 +131,44 @@ class Nemo(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It is empty."""
+        """Do nothing, because the module is empty."""
 
 
-def run_case(critics: Any, cfg: dict[str, Any], head: dict[str, Tensor], given: Any) -> Any:
-    """What NeMo-Aligner makes of one model: rewards, values and the loss."""
-    model = critics.MegatronGPTCriticModel(OmegaConf.create({**given["cfg"], **cfg}), trainer=None)
-    model.load_state_dict({f"model.{name}": each for name, each in head.items()})
+def run_case(critics: Any, cfg: dict[str, Any], head: dict[str, Tensor], inputs: Any) -> Any:
+    """Compute rewards, values and the loss of one model with NeMo-Aligner's code."""
+    model = critics.MegatronGPTCriticModel(OmegaConf.create({**inputs["cfg"], **cfg}), trainer=None)
+    model.load_state_dict({f"model.{name}": tensor for name, tensor in head.items()})
     model.rm_state_dict_cpu = model.critic_state_dict_cpu = model.state_dict()
     model.prepare_for_training()
-    loss, _ = model.get_loss_and_metrics(dict(given["batch"]), forward_only=False)
+    loss, _ = model.get_loss_and_metrics(dict(inputs["batch"]), forward_only=False)
     with torch.no_grad():
-        rewards, values = model.infer_rm_critic((given["batch"]["tokens"], given["lengths"]))
+        rewards, values = model.infer_rm_critic((inputs["batch"]["tokens"], inputs["lengths"]))
     return {"rewards": rewards, "values": values, "loss": loss}
 
 
 def main(given_path: str, found_path: str) -> None:
-    """Of every case in one file the numbers into the other."""
+    """Read the cases from one file, and write their results to the other."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models import gpt
 
-    given = torch.load(given_path)
+    inputs = torch.load(given_path)
     gpt.GPTModel = Decoder
     sys.meta_path.insert(0, Nemo())
     torch.cuda.synchronize = lambda: None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     critics = importlib.import_module("nemo_aligner.models.nlp.gpt.megatron_gpt_critic")
-    rows: Sequence[Any] = given["batch"]["tokens"].tolist()
-    Decoder.states = {tuple(row): each for row, each in zip(rows, given["hidden"], strict=True)}
+    rows: Sequence[Any] = inputs["batch"]["tokens"].tolist()
+    Decoder.states = {
+        tuple(row): states for row, states in zip(rows, inputs["hidden"], strict=True)
+    }
     with OnCpu():
-        found = {
-            name: run_case(critics, cfg, head, given)
-            for name, (cfg, head) in given["cases"].items()
+        results = {
+            name: run_case(critics, cfg, head, inputs)
+            for name, (cfg, head) in inputs["cases"].items()
         }
-    torch.save({"ran": critics.__file__, **found}, found_path)
+    torch.save({"ran": critics.__file__, **results}, found_path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of what has to be refused: one test tells every case that was not."""
+"""Check tables of inputs that must be refused; a test reports all wrong cases at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.checkpoint.fuzzing import files_of, write_files
 
 LONGEST = 2000  # characters of an error
 Refused = Callable[[object, str], AbstractContextManager[None]]
-# What is done to a checkpoint's folder, and the pattern of the error that refuses it.
+# Changes of a checkpoint's folder, with the pattern of the expected error.
 Damages = Iterable[tuple[Callable[[Path], object], str]]
 
 
@@ -30,19 +30,19 @@ def refusals(kind: type[Exception] = CheckpointError) -> Iterator[Refused]:
         try:
             yield
         except Exception as error:
-            said = str(error)
-            is_right = isinstance(error, kind) and re.search(pattern, said)
-            if not is_right or len(said) > LONGEST:
-                wrong[str(case)] = f"{type(error).__name__}: {said[:500]}; wanted {pattern}"
+            message = str(error)
+            is_right = isinstance(error, kind) and re.search(pattern, message)
+            if not is_right or len(message) > LONGEST:
+                wrong[str(case)] = f"{type(error).__name__}: {message[:500]}; wanted {pattern}"
         else:
             wrong[str(case)] = f"it was taken; wanted {pattern}"
 
     yield refused
-    assert not wrong, "\n".join(f"{case}: {told}" for case, told in wrong.items())
+    assert not wrong, "\n".join(f"{case}: {problem}" for case, problem in wrong.items())
 
 
 def overwrite(name: str, content: bytes | str) -> Callable[[Path], object]:
-    """The damage that a file has other content."""
+    """Return a damage that replaces the content of a file."""
     data = content if isinstance(content, bytes) else content.encode()
     return lambda folder: (folder / name).write_bytes(data)
 
@@ -53,12 +53,12 @@ def check_damages(
     use: Callable[[Path], object],
     kind: type[Exception] = CheckpointError,
 ) -> None:
-    """``use(folder)`` refuses each damage; ``folder`` is put back as it was after each."""
-    kept = files_of(folder)
+    """Check that ``use(folder)`` refuses each damage; restore ``folder`` after each."""
+    original = files_of(folder)
     with refusals(kind) as refused:
         for number, (damage, pattern) in enumerate(damages):
             damage(folder)
             with refused(f"{number}: {pattern}", pattern):
                 use(folder)
             shutil.rmtree(folder)
-            write_files(folder, kept)
+            write_files(folder, original)

@@ -95,7 +95,7 @@ def with_member(
     rng: random.Random | None = None,
     **attributes: Any,
 ) -> Members:
-    """With the content, or the header, of the member at ``index`` changed; default: of any file."""
+    """Change content or header of the member at ``index``, or of a random file."""
     if index is None:
         assert rng is not None
         index = rng.choice([i for i, (member, _) in enumerate(members) if member.isreg()])
@@ -110,7 +110,7 @@ def flip_archive(members: Members, rng: random.Random) -> bytes:
 
 
 def flip_header(members: Members, rng: random.Random) -> bytes:
-    """Bytes of a header, its checksum put right again."""
+    """Change bytes of a header, and correct its checksum."""
     data = bytearray(pack(members))
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         start = rng.choice([member.offset for member in archive])
@@ -129,12 +129,12 @@ def flip_member(members: Members, rng: random.Random) -> bytes:
 
 
 def change_named(members: Members, name: str, change: Callable[[bytes], bytes]) -> bytes:
-    (index,) = (i for i, found in enumerate(members) if found[0].name.endswith(f"/{name}"))
+    (index,) = (i for i, member in enumerate(members) if member[0].name.endswith(f"/{name}"))
     return pack(with_member(members, change, index))
 
 
 def flip_index(members: Members, rng: random.Random) -> bytes:
-    """The pickle that says where the weights are, or what lies beside it."""
+    """Damage the index of the weights, or the plain data next to it."""
     name = rng.choice([".metadata", ".metadata", "common.pt", "metadata.json"])
     return change_named(members, f"model_weights/{name}", lambda data: some_bytes(data, rng))
 
@@ -160,16 +160,16 @@ def retype(members: Members, rng: random.Random) -> bytes:
 
 
 def rearrange(members: Members, rng: random.Random) -> bytes:
-    """A member lost, doubled or moved, or two files with each other's content."""
+    """Remove, duplicate or move a member, or swap the contents of two files."""
     changed = list(members)
     files = [i for i, (member, _) in enumerate(members) if member.isreg()]
     first, second = rng.sample(files, 2)
-    how = rng.randrange(4)
-    if how == 0:
+    action = rng.randrange(4)
+    if action == 0:
         del changed[first]
-    elif how == 1:
+    elif action == 1:
         changed.insert(second, changed[first])
-    elif how == 2:
+    elif action == 2:
         changed.insert(second, changed.pop(first))
     else:
         (one, a), (two, b) = changed[first], changed[second]
@@ -182,7 +182,7 @@ def edit_config(members: Members, rng: random.Random) -> bytes:
     return change_named(members, CONFIG, lambda data: make({CONFIG: data}, rng)[CONFIG])
 
 
-# Of others' archives, these change what is as good as it was.
+# In archives without checksums these changes may give a valid checkpoint.
 HARMLESS = (flip_member, flip_index, rename, rearrange, edit_config)
 MUTATIONS = (flip_archive, flip_header, retype, *HARMLESS)
 
@@ -205,14 +205,14 @@ def ours(theirs: Theirs, archive: Path) -> Damaged:
 
 def others(theirs: Theirs, archive: Path) -> Damaged:
     members = members_of(archive.read_bytes())
-    unchecked = [found for found in members if not found[0].name.endswith("checksums.json")]
-    kept = ("config", "tokenizer")
-    return archive_of(unchecked, lambda change: ALL if change in HARMLESS else kept)
+    unchecked = [member for member in members if not member[0].name.endswith("checksums.json")]
+    unchecked_parts = ("config", "tokenizer")
+    return archive_of(unchecked, lambda change: ALL if change in HARMLESS else unchecked_parts)
 
 
 def change_yaml(name: str) -> list[Mutation]:
     def settings(files: Files, rng: random.Random) -> Files:
-        """A value, key or item that is another one, or lost."""
+        """Change or remove a value, key or item of the settings."""
         content = yaml.safe_load(files[name])
         if rng.random() < 0.5:
             content = with_nasty_value(content, rng)
@@ -222,17 +222,17 @@ def change_yaml(name: str) -> list[Mutation]:
         return {**files, name: yaml.safe_dump(content).encode()}
 
     def yaml_text(files: Files, rng: random.Random) -> Files:
-        """Lines of YAML that are more than values."""
+        """Change or insert lines of YAML with tags, aliases and other syntax."""
 
         def change(data: bytes) -> bytes:
             lines = data.decode().splitlines()
             index = rng.randrange(len(lines))
-            how = rng.randrange(4)
-            if how == 0:
+            choice = rng.randrange(4)
+            if choice == 0:
                 return some_bytes(data, rng)
-            if how == 1:
+            if choice == 1:
                 return rng.choice([data.decode().encode("utf-16"), b"\xff" + data, b"", data * 2])
-            if how == 2:
+            if choice == 2:
                 key, _, _ = lines[index].partition(":")
                 lines[index] = f"{key}: {rng.choice(LINES).partition(': ')[2]}"
             else:
@@ -257,18 +257,18 @@ def tracker(files: Files, rng: random.Random) -> Files:
 
 
 def arguments(files: Files, rng: random.Random) -> Files:
-    """What Megatron-LM was called with, in other types; or another object, or one that is code."""
+    """Change Megatron-LM's arguments: other types, other objects, or pickled code."""
     name = next(name for name in files if name.endswith("common.pt"))
     content = torch.load(io.BytesIO(files[name]), weights_only=False)
     values = [*NASTY, torch.zeros(2), torch.float16, Namespace(a=1), (1, 2), b"x", BOMBS, {1: 2}]
-    how = rng.randrange(10)
-    if how == 0:
+    action = rng.randrange(10)
+    if action == 0:
         content = rng.choice(values)
-    elif how == 1:
+    elif action == 1:
         content["args"] = rng.choice(values)
     else:
-        given = vars(content["args"])
-        given[rng.choice([*given, *KEYS])] = rng.choice(values)
+        settings = vars(content["args"])
+        settings[rng.choice([*settings, *KEYS])] = rng.choice(values)
     stream = io.BytesIO()
     torch.save(content, stream)
     return {**files, name: stream.getvalue()}
@@ -281,10 +281,10 @@ def array_of(files: Files, rng: random.Random) -> str:
 def zarr_header(files: Files, rng: random.Random) -> Files:
     def change(data: bytes) -> bytes:
         header = json.loads(data)
-        how = rng.randrange(5)
-        if how == 0:
+        action = rng.randrange(5)
+        if action == 0:
             return some_bytes(data, rng)
-        if how == 1:
+        if action == 1:
             return json.dumps(with_nasty_value(header, rng)).encode()
         key = rng.choice(sorted(HEADERS))
         header[key] = rng.choice(HEADERS[key])
@@ -294,18 +294,18 @@ def zarr_header(files: Files, rng: random.Random) -> Files:
 
 
 def zarr_piece(files: Files, rng: random.Random) -> Files:
-    """A piece lost, cut, added, or under another name; or zarr's other files beside."""
+    """Remove, cut, add or rename a chunk, or add other files of zarr."""
     array = array_of(files, rng).rpartition("/")[0]
     pieces = [name for name in files if name.startswith(f"{array}/") and "zarray" not in name]
     piece = rng.choice(pieces)
-    how = rng.randrange(5)
-    if how == 0:
+    action = rng.randrange(5)
+    if action == 0:
         return {name: data for name, data in files.items() if name != piece}
-    if how == 1:
+    if action == 1:
         return edited(files, piece, lambda data: some_bytes(data, rng))
-    if how == 2:
+    if action == 2:
         return {**files, f"{array}/{rng.choice(['9', '9.9', '.zgroup', '.zattrs', 'x'])}": b"{"}
-    if how == 3:
+    if action == 3:
         return {**files, piece: files[rng.choice(sorted(files))]}
     other = f"{array}/{rng.choice(['-1.0', '00', '0.0.0.0.0', '1e9'])}"
     return {other if name == piece else name: data for name, data in files.items()}
@@ -338,7 +338,7 @@ def zarr(theirs: Theirs, archive: Path) -> Damaged:
 
 
 def aligner(theirs: Theirs, archive: Path) -> Damaged:
-    """A reward model of NeMo-Aligner, merged and standardized."""
+    """A reward model of NeMo-Aligner with merged attributes and standardized rewards."""
     settings = {
         "reward_model_type": "regression",
         "regression": {

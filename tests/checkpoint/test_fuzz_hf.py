@@ -1,4 +1,4 @@
-"""Damaged and hostile folders of Hugging Face and GGUF files: each is converted, or refused."""
+"""Damaged and hostile Hugging Face folders and GGUF files are converted or refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.checkpoint.fuzzing import (
     two_files,
     with_nasty_value,
 )
-from tests.checkpoint.hf.gguf.writing import LLAMA3, write_gguf, write_sentencepiece
+from tests.checkpoint.hf.gguf_writing import LLAMA3, write_gguf, write_sentencepiece
 from tests.harness import families, tiny
 
 gguf = pytest.importorskip("gguf")
@@ -55,7 +55,7 @@ def change_json(name: str) -> Make:
 
 
 def bad_json(files: Files, rng: random.Random) -> Files:
-    """A file that is hardly JSON any more."""
+    """Damage the syntax of a JSON file."""
     names = [name for name in files if name.endswith(".json")]
     name = rng.choice(names)
     data = files[name]
@@ -67,7 +67,7 @@ def bad_json(files: Files, rng: random.Random) -> Files:
         lambda: data.decode().encode("utf-16"),
         lambda: b"\xef\xbb\xbf" + data,
         lambda: b"\xff" + data,
-        lambda: data[:middle] + b"," + data.lstrip()[1:],  # every key twice
+        lambda: data[:middle] + b"," + data.lstrip()[1:],  # every key occurs twice
         lambda: text_of(rng.choice(NASTY)),
         lambda: data[:middle] + b', "x": ' + b"9" * 5000 + b"}",
         lambda: data[:middle] + b', "x": NaN}',
@@ -78,7 +78,7 @@ def bad_json(files: Files, rng: random.Random) -> Files:
 
 
 def config_key(files: Files, rng: random.Random) -> Files:
-    """A key of the model's family, or another one, with a value that it should not have."""
+    """Give a key of the family, or another key, a wrong value."""
     config = json.loads(files["config.json"])
     if rng.random() < 0.3:
         config["model_type"] = rng.choice(FAMILIES)
@@ -88,18 +88,18 @@ def config_key(files: Files, rng: random.Random) -> Files:
 
 
 def weight_header(files: Files, rng: random.Random) -> Files:
-    """The header's JSON with a value changed, or in other bytes, or of another length."""
+    """Change a value, bytes or the length of a safetensors header."""
 
     def change(data: bytes) -> bytes:
         (size,) = struct.unpack("<Q", data[:8])
         header, numbers = data[8 : 8 + size], data[8 + size :]
-        how = rng.randrange(5)
-        if how == 0:
+        action = rng.randrange(5)
+        if action == 0:
             size = rng.choice([0, 1, size - 1, size + 8, len(data), 2**31, 2**63, 2**64 - 1])
             return struct.pack("<Q", size) + header + numbers
-        if how == 1:
+        if action == 1:
             header = some_bytes(header, rng)
-        elif how == 2:
+        elif action == 2:
             header = text_of(with_nasty_value(json.loads(header), rng))
         else:
             header = text_of(other_entry(json.loads(header), rng))
@@ -110,17 +110,17 @@ def weight_header(files: Files, rng: random.Random) -> Files:
 
 
 def other_entry(header: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A tensor with another dtype, shape or offset, as if it were meant."""
+    """Change dtype, shape or offset of a tensor consistently."""
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
-    how = rng.randrange(4)
-    if how == 0:
+    action = rng.randrange(4)
+    if action == 0:
         kinds = ["F64", "F16", "BF16", "I32", "U8", "BOOL", "F8_E4M3", "F4", "C64", "I64"]
         entry["dtype"] = rng.choice(kinds)
-    elif how == 1:
+    elif action == 1:
         entry["shape"] = rng.choice(
             [entry["shape"][::-1], [1, *entry["shape"]], [], [0], [2**40, 2**40], [2**62, 2]]
         )
-    elif how == 2:
+    elif action == 2:
         other = header[rng.choice([name for name in header if name != "__metadata__"])]
         entry["data_offsets"] = other["data_offsets"]
     else:
@@ -131,44 +131,44 @@ def other_entry(header: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def index(files: Files, rng: random.Random) -> Files:
-    """Where the index says that tensors are."""
+    """Change the file names in an index of shards."""
     content = json.loads(files[INDEX])
     names = content["weight_map"]
-    where = rng.choice(sorted(names))
-    how = rng.randrange(5)
-    if how == 0:
-        names[where] = rng.choice(
+    tensor_name = rng.choice(sorted(names))
+    action = rng.randrange(5)
+    if action == 0:
+        names[tensor_name] = rng.choice(
             [
                 "../theirs/model-00001-of-00002.safetensors", "/etc/hostname", "..", "", ".",
                 "config.json", "missing.safetensors", "a/b", "a\x00b", "\ud800", "x" * 300, "a\nb",
                 *names.values(), *NASTY,
             ]
         )  # fmt: skip
-    elif how == 1:
-        names[rng.choice(["x", "", "\ud800", "lm_head.weight", "score.bias"])] = names[where]
-    elif how == 2:
-        del names[where]
-    elif how == 3:
+    elif action == 1:
+        names[rng.choice(["x", "", "\ud800", "lm_head.weight", "score.bias"])] = names[tensor_name]
+    elif action == 2:
+        del names[tensor_name]
+    elif action == 3:
         content["weight_map"] = rng.choice(NASTY)
     else:
-        return {name: data for name, data in files.items() if name != names[where]}
+        return {name: data for name, data in files.items() if name != names[tensor_name]}
     return {**files, INDEX: text_of(content)}
 
 
 def template(files: Files, rng: random.Random) -> Files:
-    """A chat template that does not end, is huge, fails, or reaches for code."""
+    """Replace the chat template by one that does not end, is huge, fails, or reaches for code."""
     text = rng.choice(TEMPLATES)
     if rng.random() < 0.5:
         return {**files, "chat_template.jinja": text.encode("utf-8", "surrogatepass")}
     config = json.loads(files["tokenizer_config.json"])
     named = [{"name": "default", "template": text}, {"name": "x"}, None]
     config["chat_template"] = rng.choice([text, named, rng.choice(NASTY)])
-    kept = {name: data for name, data in files.items() if name != "chat_template.jinja"}
-    return {**kept, "tokenizer_config.json": text_of(config)}
+    remaining = {name: data for name, data in files.items() if name != "chat_template.jinja"}
+    return {**remaining, "tokenizer_config.json": text_of(config)}
 
 
 def code(files: Files, rng: random.Random) -> Files:
-    """Names of code that other programs would run."""
+    """Add names of code that other programs would run."""
     bomb = f"open({BOMB!r}, 'w')\nclass A:\n    from_pretrained = print\n".encode()
     name = rng.choice(["config.json", "tokenizer_config.json"])
     classes = ["x.A", "x.A"]
@@ -178,7 +178,7 @@ def code(files: Files, rng: random.Random) -> Files:
 
 
 def contract(files: Files, rng: random.Random) -> Files:
-    """Fields of our own export's contract, the hash put right again."""
+    """Change fields of an export's scoring contract, and correct its hash."""
     content = json.loads(files[CONTRACT])
     names = rng.sample(sorted(content.keys() - {"hash"}), rng.choice([1, 1, 2]))
     for name in names:
@@ -223,7 +223,7 @@ OURS = [
 
 
 def base(folder: Path) -> Damaged:
-    """In two files and an index."""
+    """A base model in two shards with an index."""
     tiny.write_hf_checkpoint(folder / "whole", tie_word_embeddings=False, **TINY)
     model = LlamaForCausalLM.from_pretrained(folder / "whole")
     model.save_pretrained(folder / "parts", max_shard_size="30KB")
@@ -237,7 +237,7 @@ def reward(folder: Path) -> Damaged:
 
 
 def ours(folder: Path) -> Damaged:
-    """With a contract, as an export writes it."""
+    """An exported reward model with its scoring contract."""
     tiny.write_hf_reward_model(folder / "ours", **TINY)
     made = convert_hf_to_nemo(folder / "ours", folder / "reward.nemo").contract
     assert made is not None
@@ -271,7 +271,7 @@ OTHER_VALUES = [
 
 
 class Parts:
-    """A file by fields and tensors' entries, with where in it the numbers of the header are."""
+    """Positions of the fields, tensor entries and numbers in a GGUF header."""
 
     def __init__(self, data: bytes, folder: Path) -> None:
         path = folder / NAME
@@ -306,7 +306,7 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
     parts = Parts(data, folder)
 
     def number(files: Files, rng: random.Random) -> Files:
-        """A count, length, type, size or offset in the header, or a field's value."""
+        """Change a count, length, type, size or offset in the header, or the value of a field."""
 
         def change(data: bytes) -> bytes:
             offset, size = rng.choice(parts.numbers)
@@ -322,18 +322,18 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
         return edited(files, NAME, lambda data: some_bytes(data[:split], rng) + data[split:])
 
     def field(files: Files, rng: random.Random) -> Files:
-        """A field lost, doubled, of another name or of another type."""
+        """Remove, duplicate or rename a field, or change its type."""
 
         def change(data: bytes) -> bytes:
             name = rng.choice(sorted(parts.fields))
             start, end = parts.fields[name]
             value_from = start + 8 + len(name.encode())
-            how = rng.randrange(6)
-            if how == 0:
+            choice = rng.randrange(6)
+            if choice == 0:
                 new, count = b"", -1
-            elif how == 1:
+            elif choice == 1:
                 new, count = data[start:end] * 2, 1
-            elif how == 2:
+            elif choice == 2:
                 other = rng.choice(["x", "llama.x", "", "general.alignment", "tokenizer.ggml.pre"])
                 named = struct.pack("<Q", len(other)) + other.encode()
                 new, count = named + data[value_from:end], 0
@@ -350,25 +350,25 @@ def header_of(folder: Path, data: bytes) -> list[Mutation]:
 
 
 def aligned(fields: bytes, data: bytes, parts: Parts) -> bytes:
-    """A file of other fields, its tensors where they are looked for."""
+    """Return the file with a new header, with the tensors aligned behind it."""
     header = fields + data[parts.tensors_from : parts.tensors_to]
     return header + b"\x00" * (-len(header) % 32) + data[parts.data_from :]
 
 
 def gguf_of(folder: Path, **options: Any) -> Damaged:
-    """A GGUF file of the folder's checkpoint."""
+    """Write a checkpoint folder as a GGUF file."""
     data = write_gguf(folder / NAME, folder / "hf", **options).read_bytes()
     return Damaged({NAME: data}, header_of(folder, data), convert_hf_to_nemo, NAME)
 
 
 def byte_level(folder: Path) -> Damaged:
-    """A Llama with GPT-2's kind of tokenizer."""
+    """A Llama with a byte-level tokenizer like GPT-2's."""
     tiny.write_hf_checkpoint(folder / "hf", **TINY)
     return gguf_of(folder)
 
 
 def quantised(folder: Path) -> Damaged:
-    """A Gemma 2, whose weights are packed, with sentencepiece's kind of tokenizer."""
+    """A Gemma 2 with quantized weights and a sentencepiece tokenizer."""
     _, write_tokenizer = write_sentencepiece(["<pad>", "<mask>", "<eos>", "<bos>", "<unk>"])
     families.write_hf_checkpoint(folder / "hf", "gemma2")
     kind = gguf.GGMLQuantizationType.Q8_0
@@ -376,7 +376,7 @@ def quantised(folder: Path) -> Damaged:
 
 
 def scaled(folder: Path) -> Damaged:
-    """A Llama 3.1, whose rotation is a tensor."""
+    """A Llama 3.1, whose RoPE factors are a tensor."""
     tiny.write_hf_checkpoint(folder / "hf", rope_parameters=LLAMA3, **TINY)
     return gguf_of(folder)
 

@@ -1,4 +1,4 @@
-"""What is imported is the model that was written, and scores as it did."""
+"""Imported checkpoints have the source's weights, settings and scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.training import critic_steps
 
 STANDARD = {"enable": True, "mean": 0.5, "std": 2.0}
 THREE = {"num_attributes": 3, "merge_attributes": True, "attribute_weights": [0.3, 0.7, -1.0]}
-# What a critic may start from: its attributes, and its settings.
+# Reward models from which a critic starts: number of attributes, and settings.
 CRITICS: dict[str, tuple[int, dict[str, Any]]] = {
     "even": (3, {"regression": {"num_attributes": 3}}),
     "weighted": (3, {"regression": {**THREE, "merge_attributes": False}}),
@@ -60,7 +60,7 @@ def wanted_scores(
     layout: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Tensor:
-    """Of the model of NeMo 1."""
+    """Score the sequences with the model of NeMo 1."""
     folder = nemo1(tmp_path_factory.mktemp("wanted") / "nemo1", tensors, tokenizer_folder)
     return scores(load(folder, layout).model, layout)
 
@@ -75,21 +75,21 @@ def test_import_keeps_settings_weights_and_scores(
     layout: Any,
     tmp_path: Path,
 ) -> None:
-    """The settings as Hugging Face's converter has them; opened in place and imported."""
+    """Opened in place and imported, a checkpoint has the converted model's settings and scores."""
     from nemo_aligner.models.shape import ModelShape
 
     source, output = theirs(write), tmp_path / "ours.nemo"
     assert "a base model" in import_nemo(source, output)
-    with open_nemo(base, with_weights=False) as wanted, open_nemo(source) as got:
-        shape = ModelShape.from_config(wanted.config)
+    with open_nemo(base, with_weights=False) as expected, open_nemo(source) as actual:
+        shape = ModelShape.from_config(expected.config)
         rows = foreign.PADDED if write is megatron_lm else shape.vocab_size
         wanted_shape = dataclasses.replace(shape, vocab_size=rows)
-        assert ModelShape.from_config(got.config) == wanted_shape
+        assert ModelShape.from_config(actual.config) == wanted_shape
     for path in (source, output):
         loaded = load(path, layout)
         check(loaded.model, tensors)
         assert loaded.tokenizer.chat_template == tiny.CHATML
-        # Not the weights alone: the settings make the same model of them, rope scaling included.
+        # The settings define the same model, too, including RoPE scaling.
         assert torch.equal(scores(loaded.model, layout), wanted_scores)
     stored = foreign.tensors_of(output)
     rows = tiny.SHAPE["vocab_size"]
@@ -98,14 +98,14 @@ def test_import_keeps_settings_weights_and_scores(
 
 
 def test_import_says_whose_vocabulary_it_takes(theirs: Theirs, tmp_path: Path) -> None:
-    for name, write, settings, wanted in (
+    for name, write, settings, expected in (
         ("a", nemo1, {}, "320, by its tokenizer"),
         ("b", nemo1, {"override_vocab_size": foreign.PADDED}, "384, by override_vocab_size"),
         ("c", megatron_lm, {"vocab_size": None}, "384, by padded_vocab_size"),
         ("d", megatron_lm, {"vocab_size": 320}, "320, by vocab_size"),
     ):
-        said = import_nemo(theirs(write, name, **settings), tmp_path / f"{name}.nemo")
-        assert f"vocabulary of {wanted}" in said
+        summary = import_nemo(theirs(write, name, **settings), tmp_path / f"{name}.nemo")
+        assert f"vocabulary of {expected}" in summary
 
 
 def test_import_with_a_tokenizer_of_the_hub(
@@ -116,39 +116,39 @@ def test_import_with_a_tokenizer_of_the_hub(
     layout: Any,
     tmp_path: Path,
 ) -> None:
-    asked, source = hub(tokenizer_folder), theirs()
+    requests, source = hub(tokenizer_folder), theirs()
     shutil.rmtree(source / f"{foreign.HEX}_tokenizer")
     import_nemo(source, tmp_path / "ours.nemo", tokenizer="some-org/Base")
-    assert asked["name"] == "some-org/Base"
-    assert asked["allow_patterns"] == ["*.json", "*.jinja"]
+    assert requests["name"] == "some-org/Base"
+    assert requests["allow_patterns"] == ["*.json", "*.jinja"]
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
-    with pytest.raises(CheckpointError, match=r"theirs: got no tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"theirs: it has no tokenizer\.json"):
         import_nemo(source, tmp_path / "again.nemo", tokenizer=source)
 
 
 def test_import_gives_tokens_of_the_config_the_ids_of_transformers(
     theirs: Theirs, tmp_path: Path
 ) -> None:
-    """A token that tokenizer.json lacks is one token, wherever a folder's tokenizer is read."""
+    """A token that only tokenizer_config.json has is one token wherever the folder is read."""
     source, rows = theirs(), tiny.SHAPE["vocab_size"]
     tokenizer = source / f"{foreign.HEX}_tokenizer"
     rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = {"content": "<step>", **rules, "special": True}
     edit(tokenizer, "tokenizer_config.json", added_tokens_decoder={rows: added})
     text = "the<step>cat<|im_end|>  dog"
-    wanted = AutoTokenizer.from_pretrained(tokenizer)(text, add_special_tokens=False).input_ids
-    assert rows in wanted
+    expected = AutoTokenizer.from_pretrained(tokenizer)(text, add_special_tokens=False).input_ids
+    assert rows in expected
 
     import_nemo(source, tmp_path / "own.nemo")
     import_nemo(source, tmp_path / "given.nemo", tokenizer=tokenizer)
-    # Training reads a checkpoint of NeMo in place, too.
+    # Training reads a checkpoint of NeMo without an import, too.
     for path in (source, tmp_path / "own.nemo", tmp_path / "given.nemo"):
         with open_nemo(path, with_weights=False) as folder:
             assert folder.config["vocab_size"] == rows + 1
-            assert folder.load_tokenizer().encode(text) == wanted
-    assert read_tokenizer(tokenizer).encode(text) == wanted
+            assert folder.load_tokenizer().encode(text) == expected
+    assert read_tokenizer(tokenizer).encode(text) == expected
 
-    # A contract has the fingerprint of the files unchanged.
+    # With a contract the files are used unchanged, because it has their fingerprint.
     (source / "scoring_contract.json").write_text("{}")
     (tokenizer / "scoring_contract.json").write_text("{}")
     with open_nemo(source, with_weights=False) as folder:
@@ -164,11 +164,11 @@ def test_import_gives_tokens_of_the_config_the_ids_of_transformers(
 def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
     theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
-    """Against NeMo-Aligner's own formula on the last hidden state of the same decoder."""
+    """Scores equal NeMo-Aligner's formula on the last hidden state of the same decoder."""
     from nemo_aligner.models.step import infer
     from nemo_aligner.serving.engine.scorer import load_scorer
 
-    # The hidden states: an identity as the head. NeMo-Aligner applies no rope scaling.
+    # An identity as the head gives the hidden states. NeMo-Aligner applies no RoPE scaling.
     identity = {"rm_head.weight": torch.eye(64)}
     plain = theirs(nemo1, "plain", identity, scale_positional_embedding=False)
     decoder = load(plain, layout, attributes=64)
@@ -188,23 +188,23 @@ def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
         )
         import_nemo(archive, tmp_path / f"{case}.nemo", template="tokenizer")
         scorer = load_scorer(tmp_path / f"{case}.nemo", layout, micro_batch_tokens=256)
-        got = torch.from_numpy(score_all(scorer, texts))
+        actual = torch.from_numpy(score_all(scorer, texts))
         names = {1: ("reward",), 3: ("attribute_1", "attribute_2", "attribute_3")}
-        assert scorer.contract.attributes == names[got.shape[1]], case
+        assert scorer.contract.attributes == names[actual.shape[1]], case
 
         ids = [scorer.contract.encode(decoder.tokenizer, text).token_ids for text in texts]
         assert ids[0] == decoder.tokenizer.encode("the cat sleeps")  # no BOS, no EOS
         hidden = infer(decoder.model, [PackedBatch.pack(ids)], layout)
-        wanted = hidden @ head["rm_head.weight"].T + head["rm_head.bias"]
+        expected = hidden @ head["rm_head.weight"].T + head["rm_head.bias"]
         regression = settings.get("regression", {})
         if regression.get("merge_attributes"):
             weights = regression.get("attribute_weights", [1 / attributes] * attributes)
-            wanted = (wanted @ torch.tensor(weights))[:, None]
+            expected = (expected @ torch.tensor(weights))[:, None]
         if "reward_standardization" in settings:
-            wanted = (wanted - STANDARD["mean"]) / STANDARD["std"]
-        assert (wanted[0] - wanted[1]).abs().min() > 0.01
+            expected = (expected - STANDARD["mean"]) / STANDARD["std"]
+        assert (expected[0] - expected[1]).abs().min() > 0.01
         torch.testing.assert_close(
-            got, wanted, rtol=0, atol=1e-5, msg=lambda said, case=case: f"{case}: {said}"
+            actual, expected, rtol=0, atol=1e-5, msg=lambda message, case=case: f"{case}: {message}"
         )
 
 
@@ -219,7 +219,7 @@ def test_import_of_a_nemo_aligner_regression_model_starts_the_same_critic(
     ``reward_standardization``, which its ``infer`` applies to values, too.
     """
     rollout = critic_steps.make_rollout(3)
-    _, returns, before, mask = map(torch.from_numpy, vars(rollout).values())
+    _, returns, previous_values, mask = map(torch.from_numpy, vars(rollout).values())
     hidden = hidden_states(theirs, layout, rollout.tokens)
     off = []
     for case, (attributes, settings) in CRITICS.items():
@@ -230,18 +230,18 @@ def test_import_of_a_nemo_aligner_regression_model_starts_the_same_critic(
         if "reward_standardization" in settings:
             values = (values - STANDARD["mean"]) / STANDARD["std"]
         now = values[:, :-1]
-        clipped = before + (now - before).clamp(-CLIP, CLIP)
+        clipped = previous_values + (now - previous_values).clamp(-CLIP, CLIP)
         worst = torch.maximum((now - returns) ** 2, (clipped - returns) ** 2)
         loss = 0.5 * worst[mask.bool()].mean()
 
-        got, got_loss = our_critic(import_critic(theirs, case, tmp_path), rollout, layout)
-        if (got - values).abs().max() > 1e-5 or abs(got_loss / loss.item() - 1) > 1e-5:
-            off.append(f"{case}: {got[0, :3]} for {values[0, :3]}, loss {got_loss} for {loss}")
+        actual, got_loss = our_critic(import_critic(theirs, case, tmp_path), rollout, layout)
+        if (actual - values).abs().max() > 1e-5 or abs(got_loss / loss.item() - 1) > 1e-5:
+            off.append(f"{case}: {actual[0, :3]} for {values[0, :3]}, loss {got_loss} for {loss}")
     assert not off, "\n".join(off)
 
 
 def hidden_states(theirs: Theirs, layout: Any, tokens: np.ndarray) -> Tensor:
-    """``[N, S, 64]`` of the decoder, as NeMo-Aligner runs it, after every token."""
+    """Compute the decoder's hidden states ``[N, S, 64]`` like NeMo-Aligner."""
     from nemo_aligner.models.step import infer
 
     identity = {"rm_head.weight": torch.eye(64)}
@@ -251,7 +251,7 @@ def hidden_states(theirs: Theirs, layout: Any, tokens: np.ndarray) -> Tensor:
 
 
 def import_critic(theirs: Theirs, case: str, folder: Path) -> Path:
-    """NeMo-Aligner's reward model of ``CRITICS``, imported."""
+    """Import the NeMo-Aligner reward model of a case in ``CRITICS``."""
     attributes, settings = CRITICS[case]
     kind = "regression" if attributes > 1 else "binary_ranking"
     source = theirs(nemo1, case, head_of(attributes), **settings, reward_model_type=kind)
@@ -260,7 +260,7 @@ def import_critic(theirs: Theirs, case: str, folder: Path) -> Path:
 
 
 def our_critic(archive: Path, rollout: Rollout, layout: Any) -> tuple[Tensor, float]:
-    """Its values ``[N, S]``, and the loss of a step on the whole rollout."""
+    """Compute this package's values ``[N, S]``, and the loss of one step on the rollout."""
     sizes = "model.micro_batch_tokens=256", f"model.global_batch_size={len(rollout)}"
     clip = f"model.loss_clip_val={CLIP}"
     folder = archive.with_suffix("")
@@ -273,7 +273,7 @@ def our_critic(archive: Path, rollout: Rollout, layout: Any) -> tuple[Tensor, fl
 def test_import_of_a_nemo_aligner_model_has_the_numbers_of_nemo_aligners_own_critic(
     theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
-    """Rewards, values and loss by the code of NeMo-Aligner 0.7.0, on the same hidden states."""
+    """Rewards, values and loss equal those of NeMo-Aligner 0.7.0's code."""
     from nemo_aligner.serving.engine.scorer import load_scorer
 
     rollout = critic_steps.make_rollout(3)
@@ -281,14 +281,14 @@ def test_import_of_a_nemo_aligner_model_has_the_numbers_of_nemo_aligners_own_cri
     sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), len(rollout))
     model = {"hidden_size": 64, "output_sequence": True, "pipeline_model_parallel_size": 1}
     learning = {"loss_clip_val": CLIP, "megatron_amp_O2": False, "forward_micro_batch_size": 1}
-    given = {
+    inputs = {
         "cfg": {**sizes, **model, **learning},
-        "batch": {name: torch.from_numpy(each) for name, each in vars(rollout).items()},
+        "batch": {name: torch.from_numpy(values_) for name, values_ in vars(rollout).items()},
         "lengths": torch.from_numpy(lengths),
         "hidden": hidden_states(theirs, layout, rollout.tokens),
         "cases": {name: (cfg, head_of(width)) for name, (width, cfg) in CRITICS.items()},
     }
-    wanted = run_nemo_aligner(given, tmp_path)
+    expected = run_nemo_aligner(inputs, tmp_path)
     off = {}
     for case in CRITICS:
         archive = import_critic(theirs, case, tmp_path)
@@ -297,18 +297,18 @@ def test_import_of_a_nemo_aligner_model_has_the_numbers_of_nemo_aligners_own_cri
         values, loss = our_critic(archive, rollout, layout)
         rewards = torch.from_numpy(scorer.score_token_lists(rows))
         assert values.shape == tokens.shape
-        found = {"rewards": rewards, "values": values, "loss": torch.tensor(loss)}
-        for name, got in found.items():
-            by_them = torch.as_tensor(wanted[case][name])
-            if got.shape != by_them.shape or (got - by_them).abs().max() > 1e-5:
-                off[case, name] = (got, by_them)
+        results = {"rewards": rewards, "values": values, "loss": torch.tensor(loss)}
+        for name, actual in results.items():
+            by_them = torch.as_tensor(expected[case][name])
+            if actual.shape != by_them.shape or (actual - by_them).abs().max() > 1e-5:
+                off[case, name] = (actual, by_them)
     assert not off
 
 
 def test_import_says_where_a_critic_starts_from_other_values(
     theirs: Theirs, tmp_path: Path
 ) -> None:
-    """Theirs standardizes what is merged, ours each attribute: the same if weights sum to 1."""
+    """NeMo-Aligner standardizes the merged reward, this package each attribute."""
     apart = {**THREE, "merge_attributes": False}
     for case, regression, differs in (
         ("apart", apart, True),
@@ -317,16 +317,16 @@ def test_import_says_where_a_critic_starts_from_other_values(
     ):
         settings = {"regression": regression, "reward_standardization": STANDARD}
         source = theirs(nemo1, case, head_of(3), **settings, reward_model_type="regression")
-        said = import_nemo(source, tmp_path / f"{case}.nemo", template="none")
-        assert ("attribute_weights sum to 0, not 1" in said) is differs, case
+        summary = import_nemo(source, tmp_path / f"{case}.nemo", template="none")
+        assert ("attribute_weights sum to 0, not 1" in summary) is differs, case
 
 
-def run_nemo_aligner(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What its critic makes of it, in a process whose ``nemo_aligner`` is the one of NVIDIA."""
+def run_nemo_aligner(inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run NVIDIA's ``nemo_aligner`` in a process, and return its results."""
     package_folder = package("nemo-aligner==0.7.0")
     script = Path(__file__).with_name("nemo_aligner_critic.py")
     paths = folder / "given.pt", folder / "found.pt"
-    torch.save(given, paths[0])
+    torch.save(inputs, paths[0])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), *map(str, paths)],
         env={**os.environ, "PYTHONPATH": str(package_folder)},
@@ -334,17 +334,17 @@ def run_nemo_aligner(given: dict[str, Any], folder: Path) -> dict[str, Any]:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(paths[1])
-    assert Path(found.pop("ran")).is_relative_to(package_folder)
-    return dict(found)
+    results = torch.load(paths[1])
+    assert Path(results.pop("ran")).is_relative_to(package_folder)
+    return dict(results)
 
 
 def test_import_keeps_scaling_where_it_is_asked_for(theirs: Theirs, tmp_path: Path) -> None:
     source = theirs(nemo1, "theirs", head_of(1))
     for keep in (False, True):
         path = tmp_path / f"{keep}.nemo"
-        said = import_nemo(source, path, template="none", keep_scaling=keep)
-        assert ("scale_positional_embedding is switched off" in said) is not keep
+        summary = import_nemo(source, path, template="none", keep_scaling=keep)
+        assert ("scale_positional_embedding is switched off" in summary) is not keep
         with open_nemo(path, with_weights=False) as folder:
             assert folder.config["scale_positional_embedding"] is keep
             assert folder.contract is not None
@@ -352,38 +352,38 @@ def test_import_keeps_scaling_where_it_is_asked_for(theirs: Theirs, tmp_path: Pa
 
 
 def test_import_with_a_config_in_place_of_the_archives_own(theirs: Theirs, tmp_path: Path) -> None:
-    """For reward models that were trained with rotary_base 10000, whatever their settings say."""
+    """A file replaces the archive's settings, such as a wrong rotary_base."""
     settings = {"reward_standardization": STANDARD}
     source = theirs(nemo1, "theirs", head_of(1), rotary_base=500000.0, **settings)
     archive = foreign.pack(source, tmp_path / "theirs.nemo", "w")
-    wanted = theirs(nemo1, "wanted", head_of(1), rotary_base=10000.0, **settings)
-    config = wanted / "model_config.yaml"
+    expected = theirs(nemo1, "wanted", head_of(1), rotary_base=10000.0, **settings)
+    config = expected / "model_config.yaml"
     import_nemo(archive, tmp_path / "a.nemo", template="tokenizer", config=config)
-    import_nemo(wanted, tmp_path / "b.nemo", template="tokenizer")
+    import_nemo(expected, tmp_path / "b.nemo", template="tokenizer")
     with (
-        open_nemo(tmp_path / "a.nemo", with_weights=False) as got,
+        open_nemo(tmp_path / "a.nemo", with_weights=False) as actual,
         open_nemo(tmp_path / "b.nemo", with_weights=False) as same,
     ):
-        assert got.config["rotary_base"] == 10000.0
-        assert got.config == same.config
-        assert got.contract == same.contract is not None
+        assert actual.config["rotary_base"] == 10000.0
+        assert actual.config == same.config
+        assert actual.contract == same.contract is not None
 
 
 def test_weights_that_are_not_finite_are_named_by_an_import_and_by_training(
     theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
-    """Neither writes a model, nor blames the records that it would be trained on."""
+    """Weights with NaN are named, no model is written, and no record is blamed."""
     fc2 = "decoder.layers.mlp.linear_fc2.weight"
     damaged = tensors[fc2].clone()
     damaged[2, 1, 7] = math.nan
     head = {"rm_head.weight": torch.full((1, 64), math.inf)}
-    told = "that are NaN or infinite in float32, the first at "
+    problem = "that are NaN or infinite in float32, the first at "
     with refusals() as refused:
-        for name, others, message in (
-            ("body", {fc2: damaged}, rf"body: model\.{fc2}: got 1 of \d+ values {told}"),
-            ("head", head, rf"head: model\.rm_head\.weight: got 64 of 64 values {told}"),
+        for name, replacements, message in (
+            ("body", {fc2: damaged}, rf"body: model\.{fc2}: got 1 of \d+ values {problem}"),
+            ("head", head, rf"head: model\.rm_head\.weight: got 64 of 64 values {problem}"),
         ):
-            source = theirs(nemo1, name, others)
+            source = theirs(nemo1, name, replacements)
             template = "none" if name == "head" else None
             with refused(f"import {name}", message):
                 import_nemo(source, tmp_path / "ours.nemo", template=template)
@@ -414,7 +414,7 @@ def test_import_refuses_a_reward_model_that_would_change(theirs: Theirs, tmp_pat
                 import_nemo(sources[name], output)
     with refusals(ConfigError) as refused:
         for options, message in (
-            ({}, "template: a reward model"),
+            ({}, "template: it is not set"),
             ({"template": "tokenizer", "attributes": ("a",)}, "attributes: got"),
             ({"template": "tokenizer", "attributes": ("a", "")}, "attributes: got"),
         ):
@@ -445,19 +445,19 @@ def test_import_verb_names_attributes(theirs: Theirs, tmp_path: Path) -> None:
 def test_attribute_names_are_as_many_as_outputs_and_differ() -> None:
     assert attribute_names([" help", "style "], 2) == ("help", "style")
     with refusals(ConfigError) as refused:
-        for given in (["a"], ["a", "b", "c"], ["a", "a"], ["a", " a "], ["a", ""], ["a", " "]):
-            with refused(given, r"attributes: got \['a'.*\], wanted 2 different names"):
-                attribute_names(given, 2)
+        for names in (["a"], ["a", "b", "c"], ["a", "a"], ["a", " a "], ["a", ""], ["a", " "]):
+            with refused(names, r"attributes: got \['a'.*\], wanted 2 different names"):
+                attribute_names(names, 2)
 
 
 def test_import_gives_a_contract_the_dtype_that_holds_every_matrix(
     theirs: Theirs, tensors: Tensors, tmp_path: Path
 ) -> None:
-    """As a conversion has it; the norms, here fp32, do not count."""
+    """The contract has the dtype of the matrices; the norms, here fp32, do not count."""
     wide, narrow = torch.float32, torch.bfloat16
-    got = {}
+    dtypes = {}
     for case in ((narrow, narrow), (narrow, wide), (wide, narrow)):
-        name = f"{len(got)}"
+        name = f"{len(dtypes)}"
         stored = {
             key: tensor.to(case[0] if key.startswith("embedding.") else case[1])
             for key, tensor in tensors.items()
@@ -467,5 +467,5 @@ def test_import_gives_a_contract_the_dtype_that_holds_every_matrix(
                     template="none")  # fmt: skip
         with open_nemo(tmp_path / f"{name}.nemo", with_weights=False) as folder:
             assert folder.contract is not None
-            got[case] = folder.contract["dtype"]
-    assert got == {(narrow, narrow): "bf16", (narrow, wide): "fp32", (wide, narrow): "fp32"}
+            dtypes[case] = folder.contract["dtype"]
+    assert dtypes == {(narrow, narrow): "bf16", (narrow, wide): "fp32", (wide, narrow): "fp32"}

@@ -1,4 +1,4 @@
-"""Merged reward models: every weight and offset is the sum it should be, and scores follow."""
+"""Merged reward models have the weighted sums of weights and offsets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Vary = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reward models that differ in how long a text may be, and their bases."""
+    """Folder with reward models whose contracts differ in the length limit, and their bases."""
     folder = tmp_path_factory.mktemp("merge")
     tiny.write_reward_nemo(folder / "first.nemo")
     tiny.write_reward_nemo(folder / "shorter.nemo", seq_length=64)
@@ -45,7 +45,7 @@ def first(folder: Path) -> Path:
 
 @pytest.fixture
 def vary(first: Path, layout: ParallelLayout, tmp_path: Path) -> Vary:
-    """Writes the first model anew, with noise of a seed on its upper layer and head."""
+    """Save the first model with random noise on its last layer and head."""
 
     def vary(
         name: str,
@@ -68,11 +68,11 @@ def vary(first: Path, layout: ParallelLayout, tmp_path: Path) -> Vary:
 
 
 def stored(path: Path) -> dict[str, Tensor]:
-    """Its tensors, the embedding without the rows that pad the vocabulary."""
+    """Read an archive's tensors; the embedding without vocabulary padding."""
     with open_nemo(path) as folder:
-        found = {name: folder.store.read(folder.prefix + name) for name in folder.tensors}
-        found[EMBEDDING] = found[EMBEDDING][: folder.config["vocab_size"]]
-        return found
+        tensors = {name: folder.store.read(folder.prefix + name) for name in folder.tensors}
+        tensors[EMBEDDING] = tensors[EMBEDDING][: folder.config["vocab_size"]]
+        return tensors
 
 
 def score(path: Path, layout: ParallelLayout) -> Any:
@@ -84,27 +84,27 @@ def test_merge_sums_weights_and_offsets(
 ) -> None:
     second = vary("second.nemo", 1, (0.5, -1.5))
     output = tmp_path / "merged.nemo"
-    said = merge_checkpoints([first, second], [0.25, 0.75], output)
-    assert "+0.75 x" in said
+    summary = merge_checkpoints([first, second], [0.25, 0.75], output)
+    assert "+0.75 x" in summary
     of_first, of_second, merged = stored(first), stored(second), stored(output)
     assert merged.keys() == of_first.keys()
-    heads = (each["rm_head.weight"].flatten() for each in (of_first, of_second))
-    cosine = float(torch.cosine_similarity(*heads, dim=0))  # below 0.5
-    assert f"warning: the heads are unlike each other (cosine {cosine:.2f})" in said
+    heads = (tensors["rm_head.weight"].flatten() for tensors in (of_first, of_second))
+    cosine = float(torch.cosine_similarity(*heads, dim=0))  # below the limit of 0.5
+    assert f"warning: the heads differ in direction (cosine {cosine:.2f})" in summary
     for key, tensor in merged.items():
-        wanted = 0.25 * of_first[key].double() + 0.75 * of_second[key].double()
-        assert torch.equal(tensor, wanted.to(tensor.dtype)), key
+        expected = 0.25 * of_first[key].double() + 0.75 * of_second[key].double()
+        assert torch.equal(tensor, expected.to(tensor.dtype)), key
     contract = load_reward_model(output, layout).contract
     assert contract.label_means == (0.75, -0.5)
-    assert contract.hash in said
+    assert contract.hash in summary
     assert np.ptp(score(output, layout)) > 0
 
 
 def test_merge_of_a_model_with_itself_scores_as_before(
     first: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    said = merge_checkpoints([first] * 3, [1 / 3] * 3, tmp_path / "merged.nemo")
-    assert "warning" not in said
+    summary = merge_checkpoints([first] * 3, [1 / 3] * 3, tmp_path / "merged.nemo")
+    assert "warning" not in summary
     np.testing.assert_array_equal(score(tmp_path / "merged.nemo", layout), score(first, layout))
 
 
@@ -131,7 +131,7 @@ def test_merge_verb_averages_by_default(
     first: Path, vary: Vary, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*arguments: object) -> int:
-        return run_merge(merge_parser().parse([str(each) for each in arguments]))
+        return run_merge(merge_parser().parse([str(argument) for argument in arguments]))
 
     second, output = vary("second.nemo", 2), tmp_path / "mean.nemo"
     assert run("--input", first, second, f"--output={output}") == 0
@@ -146,12 +146,12 @@ def test_merge_verb_averages_by_default(
 
 def test_merge_refuses_weights_that_would_change_the_scale(first: Path, tmp_path: Path) -> None:
     with refusals(ConfigError) as refused:
-        for weights, told in (
+        for weights, message in (
             ([0.5, 0.4], "sum to 0.9, wanted a sum of 1"),
             ([float("nan"), 1.0], "wanted a sum of 1"),
             ([1.0], "got 1 weights, wanted 2"),
         ):
-            with refused(weights, told):
+            with refused(weights, message):
                 merge_checkpoints([first, first], weights, tmp_path / "merged.nemo")
     assert not list(tmp_path.iterdir())
 
@@ -161,12 +161,12 @@ def test_merge_refuses_models_of_another_kind(
 ) -> None:
     output, bf16 = tmp_path / "merged.nemo", vary("bf16.nemo", 1, precision=Precision.bf16)
     with refusals() as refused:
-        for other, told in (
+        for other, message in (
             (folder / "first.base", "it is no reward model of this package"),
             (folder / "shorter.nemo", r"shorter\.nemo: .* with .*: model.data.seq_length: "),
-            (bf16, "another scoring contract: trainer.precision: 'fp32' -> 'bf16'"),
+            (bf16, "the scoring contracts differ: trainer.precision: 'fp32' -> 'bf16'"),
         ):
-            with refused(other.name, told):
+            with refused(other.name, message):
                 merge_checkpoints([other, first], [0.5, 0.5], output)
     with pytest.raises(ConfigError, match="got 1 reward models to merge"):
         merge_checkpoints([first], [1.0], output)

@@ -1,4 +1,4 @@
-"""The lock on a run's folder: who holds it, who may take it over, and who has lost it."""
+"""The lock on a run's folder: holding it, taking it over, and losing it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ELSEWHERE = Holder("node7", 4711, "another boot", "99", "2026-01-02 03:04:05 UTC
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A holder elsewhere is watched for a second, not for a minute."""
+    """Let a holder on another machine count as dead after a second instead of a minute."""
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     monkeypatch.setattr(run_lock, "DEAD_AFTER_S", 1.0)
     monkeypatch.setattr(run_lock, "_POLL_S", 0.02)
@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def holding(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process of this machine, which holds the lock of ``tmp_path``."""
+    """A process on this machine that holds the lock of ``tmp_path``."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=tiny.environment()) as other:
@@ -67,15 +67,15 @@ def test_lock_is_one_jobs_and_gone_after_it(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=text), lock_run(folder):
             pass
         lock.check()
-    assert not folder.parent.exists()  # as nothing was written
+    assert not folder.parent.exists()  # because nothing was written there
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
     with lock_run(folder):
         pass
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
     (tmp_path / "file").touch()
-    wanted = r"exp_manager.explicit_log_dir: .*file/run cannot be written to: "
-    with pytest.raises(ConfigError, match=wanted), lock_run(tmp_path / "file" / "run"):
+    pattern = r"exp_manager.explicit_log_dir: .*file/run cannot be written to: "
+    with pytest.raises(ConfigError, match=pattern), lock_run(tmp_path / "file" / "run"):
         pass
 
 
@@ -85,16 +85,16 @@ def test_lock_of_a_killed_process_is_taken_over_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run_lock, "_shows_life", None)  # nobody waits
+    monkeypatch.setattr(run_lock, "_watch_lock", None)  # fails if the lock were watched
     text = rf"another job trains in this folder: process {holding.pid} on \S+, since 20"
     with pytest.raises(CheckpointError, match=text), lock_run(tmp_path):
         pass
     holding.send_signal(signal.SIGKILL)
-    # Dead, but still a zombie of this process.
+    # The process is dead, but still a zombie.
     os.waitid(os.P_PID, holding.pid, os.WEXITED | os.WNOWAIT)
     with lock_run(tmp_path):
         pass
-    # Its number is another process's by now: this one's.
+    # Another process has the holder's pid by now: this one.
     again = replace(Holder.of_this_process(), started="1", token="x")
     write(tmp_path, again)
     with lock_run(tmp_path):
@@ -131,7 +131,7 @@ def test_lock_of_another_machine_is_taken_over_without_a_sign_of_life(
     output = capsys.readouterr().out
     assert f"{path}: held by {name}; waiting up to " in output
     assert f"{path}: taken over from a job that has ended: {name}" in output
-    # Untouched for long, by the clock of the disk: nobody waits.
+    # Not updated for long by the file server's clock, so it is taken over without waiting.
     for content in (json.dumps(asdict(ELSEWHERE)), ""):
         path.write_text(content)
         os.utime(path, (1e9, 1e9))
@@ -169,7 +169,7 @@ def test_dead_lock_is_taken_by_one_of_several_jobs(tmp_path: Path) -> None:
 
 
 class Unsaved:
-    """A model, or its optimizer, that must not be saved."""
+    """A model or an optimizer that must not be saved."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} of a run that has lost its lock")
@@ -179,7 +179,7 @@ def test_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path) -> None:
     with launch(), lock_run(tmp_path) as lock:
         checkpoints = RunCheckpoints(tmp_path / "checkpoints", lock=lock)
         lock.path.unlink()
-        checkpoints.check_lock()  # which somebody deleted: it is there again
+        checkpoints.check_lock()  # somebody deleted the file, so it is created again
         assert lock.path.exists()
         assert not checkpoints.has_lost_lock
         path = write(tmp_path, ELSEWHERE)
@@ -189,7 +189,7 @@ def test_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="lost its folder to process 4711 on node7"):
             checkpoints.amend(RunState(1, 8))
         lock._heart.join(0.5)
-        assert checkpoints.has_lost_lock  # by its own look at the file
-        assert path.stat().st_mtime == 1e9  # and it keeps no other's lock alive
+        assert checkpoints.has_lost_lock  # the thread that updates the file has noticed
+        assert path.stat().st_mtime == 1e9  # and the thread does not update another job's lock
         assert not (tmp_path / "checkpoints").exists()
     assert path.exists()

@@ -102,7 +102,7 @@ def test_lora_is_loaded_by_peft_with_the_same_rewards(
         f"--output={adapter}",
         f"--adapter-of={inputs / 'base.hf'}",
     ).stdout
-    assert "checked: 7 texts, alone and padded" in said
+    assert "checked: 7 samples, in batches of one and padded" in said
     done = subprocess.run(
         [
             str(peft_python),

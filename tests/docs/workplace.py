@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.evaluation.tasks import find_task
-from tests.checkpoint.hf.gguf.writing import write_gguf
+from tests.checkpoint.hf.gguf_writing import write_gguf
 from tests.config.nemo_aligner_files import write_file
 from tests.harness import families, tiny
 from tests.harness.launching import ROOT

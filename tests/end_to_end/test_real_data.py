@@ -19,7 +19,7 @@ import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.readers import ReaderConfig, read_records
-from tests.checkpoint.hf.test_heads_out import ids_of, printed
+from tests.checkpoint.hf.test_export_heads import ids_of, printed
 from tests.data.files import published, rows_of
 from tests.harness import tiny
 from tests.harness.environments import vllm_python

@@ -346,14 +346,14 @@ def single_experts(
     family: Any, config: Any, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Tensors with the names of files; in memory transformers has those of all experts in one."""
-    from nemo_aligner.checkpoint.hf.source import with_single_experts
+    from nemo_aligner.checkpoint.hf.source import split_fused_experts
     from nemo_aligner.checkpoint.weights.save import LazyTensor
 
     given = {
         name: LazyTensor(tuple(each.shape), each.dtype, each.clone, each.__getitem__)
         for name, each in tensors.items()
     }
-    found = with_single_experts(family, family.rules(config), given)
+    found = split_fused_experts(family, family.rules(config), given)
     return {name: each.read() for name, each in found.items()}
 
 

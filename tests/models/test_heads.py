@@ -140,7 +140,7 @@ def test_head_that_is_trained_on_is_the_same_or_a_new_one(archive: Path, layout:
 
 def test_head_is_merged_whole(archive: Path, tmp_path: Path) -> None:
     sources = (archive.with_name("linear.nemo"), archive)
-    with pytest.raises(CheckpointError, match="another model: head"):
+    with pytest.raises(CheckpointError, match="the models differ: head"):
         merge_checkpoints(sources, (0.5, 0.5), tmp_path / "no.nemo")
     merge_checkpoints((archive, archive), (0.25, 0.75), tmp_path / "same.nemo")
     with open_nemo(archive) as one, open_nemo(tmp_path / "same.nemo") as other:

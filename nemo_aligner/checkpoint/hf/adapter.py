@@ -1,7 +1,7 @@
-"""Export of LoRA as an adapter of peft, to be loaded onto its base model.
+"""Export LoRA adapters and the reward head as an adapter for peft.
 
-Names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: the matrices beside each linear
-layer, and the reward head as a module that was trained and saved whole.
+The names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: two matrices for each linear
+layer, and the complete reward head.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
     compare,
+    compute_reference_logits,
     encode_texts,
     has_class,
-    our_logits,
 )
 from nemo_aligner.checkpoint.hf.export import (
+    atomic_folder,
     choose_pad,
-    folder_when_whole,
     write_json,
     write_tokenizer,
 )
@@ -31,8 +31,8 @@ from nemo_aligner.checkpoint.hf.heads import quiet_about_heads
 from nemo_aligner.checkpoint.hf.reward_archive import (
     ExportOptions,
     RewardArchive,
-    as_exported,
-    head_of,
+    build_exported_head,
+    convert_logits,
 )
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
@@ -63,17 +63,23 @@ def export_adapter(
 ) -> str:
     """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
 
-    ``base`` is the model that peft is to load: a folder, or a name. Weights keep their dtype, and
-    the head its form, as an adapter of peft has only one. One process calls it. If the base is a
-    folder, the adapter is loaded onto it, and must give the archive's rewards within 1e-4 before
-    the folder gets its name.
+    One process calls it. If the base is a folder, the adapter is loaded onto it, and must compute
+    the archive's rewards within 1e-4 before ``output`` gets its name.
+
+    Args:
+        base: the base model that peft shall load: a folder, or a name on the hub.
+        options: weights keep their dtype and the head its form, whatever the options say, because
+            peft supports no other form.
+
+    Returns:
+        Lines to print.
 
     Raises:
         CheckpointError: ``output`` exists, the archive is unsafe, no reward model or without LoRA,
-            or the adapter does not score like it.
+            or the adapter computes other rewards.
     """
     output = Path(output)
-    with folder_when_whole(output) as staging, open_nemo(archive) as folder:
+    with atomic_folder(output) as staging, open_nemo(archive) as folder:
         return _export_adapter(folder, staging, output, base, layout, options)
 
 
@@ -89,37 +95,39 @@ def _export_adapter(
 
     archive = RewardArchive.of(folder)
     if archive.lora is None:
-        raise CheckpointError(f"{folder.source}: it has no LoRA, so it has no adapter to write")
+        raise CheckpointError(
+            f"{folder.source}: it has no LoRA adapter. Export it without --adapter-of"
+        )
     shape = ModelShape.from_config(folder.config)
     if shape.experts is not None and set(archive.lora.targets) & EXPERT_LINEARS.keys():
         raise CheckpointError(
-            f"{folder.source}: it has LoRA on experts, which no adapter of peft has for single "
-            "experts; export it without --adapter-of"
+            f"{folder.source}: it has LoRA on experts, which peft does not support. Export it "
+            "without --adapter-of"
         )
-    say(f"scoring texts with {folder.source} ...")
+    say(f"scoring samples with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
     check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
-    head, exported = head_of(archive, contract, options)
+    head, exported = build_exported_head(archive, contract, options)
     texts = encode_texts(contract, loaded.tokenizer)
-    logits = our_logits(loaded.model, texts, layout)
-    logits = as_exported(logits, contract, head, merge=options.merge)
-    pad_token, pad_id = choose_pad(loaded.tokenizer, {each.token_ids[-1] for each in texts})
+    logits = compute_reference_logits(loaded.model, texts, layout)
+    logits = convert_logits(logits, contract, head, merge=options.merge)
+    pad_token, pad_id = choose_pad(loaded.tokenizer, {text.token_ids[-1] for text in texts})
     if pad_id >= archive.config["vocab_size"]:
         raise CheckpointError(
             f"{folder.source}: its tokenizer has no pad token, and an adapter cannot add one to "
-            "the base model; export it without --adapter-of"
+            "the base model. Export it without --adapter-of"
         )
     say(f"writing {output} ...")
     _write_tensors(archive, head.tensors[HF_HEAD], staging / _WEIGHTS_NAME)
-    write_json(staging / _CONFIG_NAME, _config(archive, archive.lora, base))
+    write_json(staging / _CONFIG_NAME, _build_config(archive, archive.lora, base))
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
-    written = (output.name, exported, pad_token, folder.source, options.base_license)
+    card_arguments = (output.name, exported, pad_token, folder.source, options.base_license)
     model_type = archive.family.to_hf(archive.config)["model_type"]
-    is_whole = has_class(REWARD_SUFFIX, model_type)
-    card = model_card(*written, contract.dtype, base, is_loaded_whole=is_whole)
+    is_known = has_class(REWARD_SUFFIX, model_type)
+    card = model_card(*card_arguments, contract.dtype, base, is_loaded_with_head=is_known)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [
         f"{output}: adapter of {base}: LoRA of {archive.lora}, and the head of "
@@ -128,26 +136,29 @@ def _export_adapter(
     ]
     if not Path(base).is_dir():
         return "\n".join([*lines, f"NOT CHECKED: {base} is not a folder on this machine"])
-    say(f"scoring the same texts with {base} ...")
+    say(f"scoring the same samples with {base} ...")
     tokenizer = AutoTokenizer.from_pretrained(staging, local_files_only=True)
-    model = _adapted(base, staging, archive.lora.scale, pad_id)
+    model = _load_adapted(base, staging, archive.lora.scale, pad_id)
     difference = compare(tokenizer, model, exported, texts, logits)
-    checked = f"checked: {len(texts)} texts, alone and padded; the largest difference of a reward"
-    return "\n".join([*lines, f"{checked} is {difference:.1e}"])
+    lines.append(
+        f"checked: {len(texts)} samples, in batches of one and padded; the largest difference of "
+        f"a reward is {difference:.1e}"
+    )
+    return "\n".join(lines)
 
 
 def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
     tensors = {f"{_PREFIX}{HF_HEAD}": head}
     for name, low, high in archive.adapters():
         linear = _PREFIX + name.removesuffix(".weight")
-        # safetensors refuses two names for the same storage.
+        # A copy, because safetensors refuses two names for the same storage.
         tensors[f"{linear}.lora_A.weight"] = low.clone()
         tensors[f"{linear}.lora_B.weight"] = high.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any]:
-    # peft matches by the end of a module's name, in every layer.
+def _build_config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any]:
+    # peft matches target_modules with the ends of the modules' names, in every layer.
     names = [name.removesuffix(".weight") for name, *_ in archive.adapters()]
     return {
         "peft_type": "LORA",
@@ -165,8 +176,8 @@ def _config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any
     }
 
 
-def _class_for(base: str) -> Any:
-    """transformers' class of a reward model on ``base``, or what it would be if there were one."""
+def _reward_model_class(base: str) -> Any:
+    """Return transformers' class of reward models for ``base``, or build one like it."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.modeling_layers import GenericForSequenceClassification
@@ -179,28 +190,29 @@ def _class_for(base: str) -> Any:
     return type("RewardModel", bases, {})
 
 
-def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
-    """Load the base model with the adapter in ``folder``, in fp32."""
+def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
+    """Load the base model with transformers in fp32, and fold the adapter in ``folder`` into it."""
     tensors = load_file(folder / _WEIGHTS_NAME)
     head = tensors.pop(_PREFIX + HF_HEAD)
     try:
-        with quiet_about_heads(), bounded_torch_load():  # its weights may be pickles
-            model = _class_for(base).from_pretrained(
+        with quiet_about_heads(), bounded_torch_load():  # the base's weights may be pickles
+            model = _reward_model_class(base).from_pretrained(
                 base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
             )
-    except Exception as error:  # third-party code on files that may be wrong
-        raise CheckpointError(f"transformers does not load {base}: {error}") from error
-    # Set by hand: loading with peft would need it installed here.
+    except Exception as error:  # third-party code may raise anything
+        raise CheckpointError(f"transformers cannot load {base}: {error}") from error
+    # The adapter is applied here, so that peft need not be installed.
     model.score.weight.data = head
     model.config.pad_token_id = pad_id
     names = {name.rpartition(".lora_")[0] for name in tensors}
     for name in names:
-        low, high = (tensors[f"{name}.lora_{each}.weight"] for each in "AB")
+        low, high = (tensors[f"{name}.lora_{letter}.weight"] for letter in "AB")
         weight = model.get_parameter(f"{name.removeprefix(_PREFIX)}.weight")
         if weight.shape != (high.size(0), low.size(1)):
             raise CheckpointError(
-                f"{base}: {name.removeprefix(_PREFIX)}: got shape {list(weight.shape)}, wanted "
-                f"{[high.size(0), low.size(1)]}: it is not the base of this reward model"
+                f"{base}: {name.removeprefix(_PREFIX)}: got shape {list(weight.shape)}, but the "
+                f"adapter has {[high.size(0), low.size(1)]}, so this is not the base of the reward "
+                "model. Pass the model from which it was trained"
             )
         weight.data = folded(weight.data, low, high, scale)
     return model.to(current_device()).eval()

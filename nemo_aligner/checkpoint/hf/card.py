@@ -1,4 +1,4 @@
-"""Model card of an exported reward model; its text is ``model_card.md.jinja``."""
+"""Write the model card of an exported reward model; its text is in ``model_card.md.jinja``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,24 @@ def model_card(
     base: str | None = None,
     *,
     form: str = LINEAR.last,
-    is_loaded_whole: bool = True,
+    is_loaded_with_head: bool = True,
 ) -> str:
-    """Render ``README.md`` of the folder ``name``; the run is looked up beside ``archive``.
+    """Render the model card, ``README.md``, of an exported folder.
 
-    ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
-    folder is an adapter of that model. ``form`` is the head's (``HeadOut``). Unless
-    ``is_loaded_whole`` transformers has a class for the decoder only.
+    Args:
+        name: name of the folder.
+        contract: scoring contract of the exported model.
+        pad_token: the pad token.
+        archive: the exported archive. Checkpoints of its run in the same folder tell how the model
+            was trained.
+        base_license: licence of the base model.
+        trained_in: precision before the export, by the names of the contract.
+        base: name of the base model if the folder is an adapter.
+        form: form of the head (``ExportedHead.form``).
+        is_loaded_with_head: whether transformers has a class that loads decoder and head. If not,
+            the card has a program that computes the head.
     """
-    assert base is None or not contract.has_steps, "an adapter has no steps"
+    assert base is None or not contract.has_steps, "adapters support no rewards per step"
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -49,26 +58,26 @@ def model_card(
         base=base,
         form=form,
         layer=form.removesuffix(".bias").partition(".2")[0],
-        is_loaded_whole=is_loaded_whole,
+        is_loaded_with_head=is_loaded_with_head,
         means=list(contract.label_means),
         marker=contract.reply_marker and list(contract.reply_marker),
         values=[] if readout is None else [list(row) for row in readout.numbers],
         quoted=json.dumps,
-        training="\n".join(_training(archive))
+        training="\n".join(_describe_training(archive))
         or "The archive does not say what it was trained on.",
         dict=dict,
         zip=zip,
     )
 
 
-def _training(archive: Path) -> Iterator[str]:
-    """Describe the training, from the checkpoints that a run keeps beside its archive."""
+def _describe_training(archive: Path) -> Iterator[str]:
+    """Describe the training by the checkpoints of its run, in the same folder as the archive."""
     states = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
     ]
     if not states:
-        yield "The archive is not in its run's folder, so its data are unknown."
+        yield "The archive is not in its run's folder, so its training data are unknown."
         return
     settings, samples = states[-1]["config"], states[-1]["consumed_samples"]
     base = Path(settings["pretrained_checkpoint"]["restore_from_path"]).name
@@ -80,16 +89,20 @@ def _training(archive: Path) -> Iterator[str]:
         names = ", ".join(f"`{Path(file).name}`" for file in files)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
-    # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
-    found = [{k: v for k, v in each["metrics"].items() if k.count("/") == 1} for each in states]
-    rows = list(dict.fromkeys(name for metrics in found for name in metrics))
+    # With one "/": "validation-<file>/accuracy", not "validation-<file>/by_source/...".
+    metrics_by_step = [
+        {key: value for key, value in state["metrics"].items() if key.count("/") == 1}
+        for state in states
+    ]
+    rows = list(dict.fromkeys(name for metrics in metrics_by_step for name in metrics))
     if rows:
         steps = [f"after step {state['step']}" for state in states]
         yield from ("", f"| | {' | '.join(steps)} |", "|---" * (1 + len(steps)) + "|")
         for name in rows:
-            yield f"| {name} | {' | '.join(_number(metrics.get(name)) for metrics in found)} |"
+            values = (_format_metric(metrics.get(name)) for metrics in metrics_by_step)
+            yield f"| {name} | {' | '.join(values)} |"
 
 
-def _number(value: float | None) -> str:
-    """Format the value of a metric; "" if it had none on its data."""
+def _format_metric(value: float | None) -> str:
+    """Format the value of a metric; empty for a metric without a value."""
     return "" if value is None else f"{value:.4g}"

@@ -1,7 +1,11 @@
-"""Check of a written Hugging Face folder against the reward model it was made from.
+"""Compare an exported Hugging Face folder with the reward model from which it was exported.
 
-Token ids, and the places at which steps are read, are made as the model card's program makes them,
-by transformers' tokenizer and chat template alone.
+``export`` calls it before an export gets its name. A few samples are tokenized and scored with
+transformers and with this package, and token ids, reading positions and logits are compared. The
+transformers side follows the program in the exported model card: it uses only transformers'
+tokenizer, chat template and model.
+
+The last part of the file runs models that do not fit into memory, one layer or module at a time.
 """
 
 from __future__ import annotations
@@ -26,11 +30,11 @@ from nemo_aligner.checkpoint.hf.heads import (
     TOKEN_SUFFIX,
     BodyWithHead,
     find_head,
-    forget_lengths,
     is_of_head,
+    length_dependent_rope,
     load_with_head,
     reads_steps,
-    rotary_by_length,
+    reset_dynamic_rope,
 )
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
 from nemo_aligner.contract.contract import ScoringContract
@@ -45,11 +49,12 @@ from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.utils.errors import CheckpointError, DataError
 
 TOLERANCE = 1e-4
-_RELATIVE_TOLERANCE = 1e-5  # for rewards so large that fp32 is no more precise
-_LONGEST = 512
+_RELATIVE_TOLERANCE = 1e-5  # for large rewards, where fp32 is not more precise
+_MAX_CHECKED_TOKENS = 512
 
 
-def _turns(*contents: str) -> Text:
+def _alternate_turns(*contents: str) -> Text:
+    """Build a conversation in which the user and the assistant speak in turn."""
     return [
         {"role": ("user", "assistant")[number % 2], "content": content}
         for number, content in enumerate(contents)
@@ -57,18 +62,18 @@ def _turns(*contents: str) -> Text:
 
 
 TEXTS: tuple[Text, ...] = (
-    _turns("2+2?", "4"),
-    _turns("Name three rivers.", "The Rhine, the Nile and the Amazon.\nShall I go on?"),
-    _turns("Ça va ?", "Très bien, merci 🙂", "你好", "print('hello')\t# 1 < 2 & 3 > 2"),
-    _turns("A long story!", " ".join(f"On day {day} it rained." for day in range(99))),
+    _alternate_turns("2+2?", "4"),
+    _alternate_turns("Name three rivers.", "The Rhine, the Nile and the Amazon.\nShall I go on?"),
+    _alternate_turns("Ça va ?", "Très bien, merci 🙂", "你好", "print('hello')\t# 1 < 2 & 3 > 2"),
+    _alternate_turns("A long story!", " ".join(f"On day {day} it rained." for day in range(99))),
     "x",
     "A text without roles: it is scored as it stands.",
     "  spaces,\n\nlines\n",
 )
 
 
-# Steps of a reply, or what is said in turn.
-_REPLIES = (
+# Each entry has the steps of one response, or the assistant's turns of one conversation.
+_STEPS = (
     ("4",),
     ("2+2=4, and", "4+3=7;", "so it is 7!"),
     ("Zuerst: ça va 🙂", "你好", "print('hello')\t# 1 < 2 & 3 > 2", "no"),
@@ -77,14 +82,14 @@ _REPLIES = (
 
 @dataclass(frozen=True)
 class CheckedText:
-    """A text with its token ids by the contract, and how it is scored.
+    """A sample to compare, with its token ids by the scoring contract.
 
     Attributes:
-        text: a conversation, or what stands in a raw text.
-        token_ids: at full length.
-        scored: their end, short enough for a check; with steps all of them.
-        reads: places in ``scored`` at which steps are read; without steps the last.
-        steps: of the reply, or what is said in turn; none for a text that is read as a whole.
+        text: a conversation, or a raw text.
+        token_ids: token ids of the whole sample.
+        scored: the last token ids, few enough for a quick check; with steps, all token ids.
+        reads: positions in ``scored`` at which steps are read; without steps, the last position.
+        steps: steps of the response, or the assistant's turns; empty for a sample with one reward.
     """
 
     text: Text
@@ -95,39 +100,50 @@ class CheckedText:
 
 
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
-    """Select the texts that the contract accepts; those with steps, if it reads steps."""
-    encode = _encode_steps if contract.has_steps else _encode_whole
+    """Tokenize the samples that the contract accepts; with steps, if it reads steps.
+
+    Raises:
+        CheckpointError: the contract accepts none of them.
+    """
+    encode = _encode_steps if contract.has_steps else _encode_samples
     texts = list(encode(contract, tokenizer))
     if not texts:
-        raise CheckpointError("the scoring contract accepts none of the texts to be checked")
+        raise CheckpointError(
+            "the scoring contract accepts none of the samples with which an export is checked"
+        )
     return texts
 
 
-def _encode_whole(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[CheckedText]:
+def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[CheckedText]:
     for text in TEXTS:
         try:
             (ids,) = contract.tokenize(tokenizer, [text])
         except DataError:
             continue  # there is no chat template, or it refuses this conversation
-        scored = ids[-min(contract.seq_length, _LONGEST) :]
+        scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
-            continue  # its reader takes no ids that were cut
+            continue  # the marker, by which the response is found, may have been cut off
         yield CheckedText(text, ids, scored, (len(scored) - 1,))
 
 
 def _encode_steps(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[CheckedText]:
-    for steps in _REPLIES:
-        for text in _written(contract, steps):
+    for steps in _STEPS:
+        for text in _write_steps(contract, steps):
             try:
-                found = contract.encode(tokenizer, text)
+                encoded = contract.encode(tokenizer, text)
             except DataError:
                 continue
-            if found.reads is not None and len(found.reads) == len(steps) and not found.truncated:
-                yield CheckedText(text, found.token_ids, found.token_ids, found.reads, steps)
+            has_all_reads = encoded.reads is not None and len(encoded.reads) == len(steps)
+            if encoded.reads is not None and has_all_reads and not encoded.truncated:
+                ids = encoded.token_ids
+                yield CheckedText(text, ids, ids, encoded.reads, steps)
 
 
-def _written(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
-    """A conversation and a raw text with these steps; none if the separator is within one."""
+def _write_steps(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
+    """Write the steps as a conversation and, if the contract allows, as a raw text.
+
+    Returns nothing if the step separator occurs within a step.
+    """
     question = {"role": "user", "content": "2+2+3?"}
     if contract.scored_position == TURNS:
         replies = ({"role": "assistant", "content": step} for step in steps)
@@ -137,53 +153,60 @@ def _written(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
     if any(separator in step for step in steps):
         return []
     reply = separator.join(steps) + separator * (contract.scored_position == MARKS)
-    asked: Text = [question, {"role": "assistant", "content": reply}]
-    return [asked] if contract.scored_position == ANSWERS else [asked, reply]
+    conversation: Text = [question, {"role": "assistant", "content": reply}]
+    return [conversation] if contract.scored_position == ANSWERS else [conversation, reply]
 
 
-def our_logits(
+def compute_reference_logits(
     model: GPTRewardModel, texts: Sequence[CheckedText], layout: ParallelLayout
 ) -> Tensor:
-    """Compute the head's outputs ``[S, A]`` float32 of all texts, a row for each text or step.
+    """Compute the head's outputs for all samples with this package.
 
-    They lack the contract's label means.
+    Returns:
+        float32 ``[S, A]``, a row for each sample, or for each step. The contract's label means are
+        not added.
     """
-    token_lists = [each.scored for each in texts]
-    reads = SequenceReads.number([each.reads for each in texts]) if texts[0].steps else None
-    budget = sum(map(len, token_lists))  # the weights are read once
+    token_lists = [text.scored for text in texts]
+    reads = SequenceReads.number([text.reads for text in texts]) if texts[0].steps else None
+    # All samples fit into one pack, so that the weights are read only once.
+    budget = sum(map(len, token_lists))
     packs = pack_sequences(token_lists, budget, reads, model.length_dependent_rope)
-    shape = (sum(len(each.reads) for each in texts), model.rm_head.weight.size(0))
+    shape = (sum(len(text.reads) for text in texts), model.rm_head.weight.size(0))
     return gather_rewards(infer(model, packs, layout), packs, shape, layout)
 
 
 def check_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
 ) -> float:
-    """Load ``folder`` with transformers and compare; returns the largest difference of a logit.
+    """Load ``folder`` with transformers, and compare token ids and logits.
 
     Args:
-        logits: ``[S, A]``, by ``our_logits`` and as exported.
+        logits: expected ``[S, A]``, from ``compute_reference_logits``, in the exported form.
+
+    Returns:
+        The largest difference of a logit.
 
     Raises:
-        CheckpointError: transformers cannot load it, makes other token ids, or its logits in fp32
-            differ by more than 1e-4 plus 1e-5 of their size, alone or padded beside a longer text.
+        CheckpointError: transformers cannot load the folder, computes other token ids, or computes
+            logits in fp32 that differ by more than 1e-4 plus 1e-5 of their size, in a batch of one
+            or padded in a batch with a longer sample.
     """
-    return compare(*_load_written(folder), contract, texts, logits)
+    return compare(*_load_exported(folder), contract, texts, logits)
 
 
-def _load_written(folder: Path) -> tuple[Any, Any]:
+def _load_exported(folder: Path) -> tuple[Any, Any]:
     """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32."""
     try:
-        tokenizer, model = _load(folder)
-    except Exception as error:  # third-party code on files that may be wrong
-        raise CheckpointError(f"transformers cannot load what was written: {error}") from error
+        tokenizer, model = _load_with_transformers(folder)
+    except Exception as error:  # third-party code may raise anything
+        raise CheckpointError(f"transformers cannot load the exported files: {error}") from error
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
         raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
     return tokenizer, model
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     from transformers import (
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
@@ -192,32 +215,35 @@ def _load(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # local_files_only: a name in a config must not make the check ask the network.
+    # local_files_only, so that a name in a config does not start a download.
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    found = open_source(folder)
-    stored = {name for name in found.tensors if is_of_head(name)}
-    has_bias = reads_steps(found)
+    source = open_source(folder)
+    stored = {name for name in source.tensors if is_of_head(name)}
+    has_bias = reads_steps(source)
     is_linear = stored == ({HF_HEAD, SCORE_WITH_BIAS} if has_bias else {HF_HEAD})
-    architecture, model_type = str(found.config["architectures"][0]), found.config["model_type"]
+    architecture, model_type = str(source.config["architectures"][0]), source.config["model_type"]
     if not (is_linear and has_class(architecture, model_type)):
-        head = find_head(found)
-        assert head is not None  # it was just written
-        model = load_with_head(str(folder), found, head, "auto").to(current_device()).eval()
+        head = find_head(source)
+        assert head is not None  # the export has just written it
+        model = load_with_head(str(folder), source, head, "auto").to(current_device()).eval()
         compute_in_fp32(model)
         return tokenizer, model
-    # In the dtype of the files, which are then mapped instead of copied.
+    # In the files' dtype, because transformers then maps the files instead of copying them.
     auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
     model, report = auto.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
-    lost = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
-    if lost:
-        raise CheckpointError(f"tensors do not match: {', '.join(map(str, lost))}")
+    differing = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
+    if differing:
+        raise CheckpointError(
+            "the exported tensors are not those that transformers expects; they differ in "
+            f"{', '.join(map(str, differing))}"
+        )
     model = model.to(current_device()).eval()
-    # The files have the head in fp32; transformers has cast it to the body's dtype.
-    model.score.weight.data = found.tensors[HF_HEAD].read().to(model.device)
+    # The files have the head in fp32, but transformers has cast it to the decoder's dtype.
+    model.score.weight.data = source.tensors[HF_HEAD].read().to(model.device)
     if has_bias:
-        model.score.bias.data = found.tensors[SCORE_WITH_BIAS].read().to(model.device)
+        model.score.bias.data = source.tensors[SCORE_WITH_BIAS].read().to(model.device)
     compute_in_fp32(model)
     return tokenizer, model
 
@@ -229,56 +255,74 @@ def compare(
     texts: Sequence[CheckedText],
     logits: Tensor,
 ) -> float:
-    """Compare a tokenizer and a model that were loaded from a folder; see ``check_folder``."""
-    for each in texts:
-        _check_ids(tokenizer, contract, each)
-    alone = [_their_logits(model, tokenizer, [each])[0] for each in texts]
-    padded = list(alone)
-    # Where a batch is rotated by its longest text, only a text alone has a reward of its own.
-    numbers = [] if rotary_by_length(model) else range(len(texts))
-    by_length = sorted(numbers, key=lambda row: len(texts[row].scored))
+    """Compare a loaded tokenizer and model as ``check_folder`` does."""
+    for text in texts:
+        _check_ids(tokenizer, contract, text)
+    single = [_transformers_logits(model, tokenizer, [text])[0] for text in texts]
+    padded = list(single)
+    # If RoPE depends on the longest sequence of a batch, rewards are comparable only in batches
+    # of one, so padded batches are not compared.
+    indices = [] if length_dependent_rope(model) else range(len(texts))
+    by_length = sorted(indices, key=lambda index: len(texts[index].scored))
     for shorter, longer in pairwise(by_length):
-        padded[shorter] = _their_logits(model, tokenizer, [texts[shorter], texts[longer]])[0]
-    return differ_most(torch.cat(alone), torch.cat(padded), logits, texts)
+        pair = [texts[shorter], texts[longer]]
+        padded[shorter] = _transformers_logits(model, tokenizer, pair)[0]
+    return check_difference(torch.cat(single), torch.cat(padded), logits, texts)
 
 
-def differ_most(
-    alone: Tensor, padded: Tensor, logits: Tensor, texts: Sequence[CheckedText]
+def check_difference(
+    single: Tensor, padded: Tensor, logits: Tensor, texts: Sequence[CheckedText]
 ) -> float:
-    """Largest difference of a library's logits, ``[S, A]``, from ours, if within tolerance."""
-    rows = [each.text for each in texts for _ in each.reads]
-    for how, got in (("alone", alone), ("padded", padded)):
-        _check_logits(how, got, logits, rows)
-    return float(torch.stack([alone - logits, padded - logits]).abs().max())
+    """Compare a library's logits with those of this package, and return the largest difference.
+
+    Args:
+        single: the library's logits ``[S, A]`` in batches of one.
+        padded: its logits in padded batches.
+        logits: the expected logits.
+
+    Raises:
+        CheckpointError: a difference exceeds the tolerance.
+    """
+    rows = [checked.text for checked in texts for _ in checked.reads]
+    for batch_kind, library_logits in (("in a batch of one", single), ("padded", padded)):
+        _check_logits(batch_kind, library_logits, logits, rows)
+    return float(torch.stack([single - logits, padded - logits]).abs().max())
 
 
 def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) -> None:
-    text, wanted = checked.text, checked.token_ids
+    """Compare transformers' token ids and positions of steps with those of the contract."""
+    text, expected = checked.text, checked.token_ids
     if not checked.steps:
-        ids = _their_ids(tokenizer, contract, text)
-        if ids != wanted:
+        ids = _transformers_ids(tokenizer, contract, text)
+        if ids != expected:
             raise CheckpointError(
-                f"transformers tokenizes {text!r} as {ids}, wanted the scoring contract's {wanted}"
+                f"transformers tokenizes {text!r} as {ids}, but the scoring contract as {expected}"
             )
         return
-    ids, reads = _their_steps(tokenizer, contract, checked)
-    if (ids, reads) != (wanted, checked.reads):
+    ids, reads = _transformers_steps(tokenizer, contract, checked)
+    if (ids, reads) != (expected, checked.reads):
         raise CheckpointError(
-            f"transformers reads {text!r} as the ids {ids} at {reads}, wanted the scoring "
-            f"contract's {wanted} at {checked.reads}"
+            f"transformers tokenizes {text!r} as {ids} and reads at {reads}, but the scoring "
+            f"contract as {expected} and reads at {checked.reads}"
         )
 
 
-def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """Tokenize a text as the model card says."""
+def _transformers_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
+    """Tokenize a sample like the program in the model card."""
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
-    return complete(tokenizer(text, add_special_tokens=False).input_ids, contract)
+    return add_special_tokens(tokenizer(text, add_special_tokens=False).input_ids, contract)
 
 
-def complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) -> list[int]:
-    """Add to the ids of a raw text what the contract has around it; behind it only if it ends."""
+def add_special_tokens(
+    ids: list[Any], contract: ScoringContract, *, ends: bool = True
+) -> list[int]:
+    """Add the contract's BOS, EOS and reward token to the ids of a raw text.
+
+    Args:
+        ends: whether the text ends here. If not, only BOS is added.
+    """
     if contract.add_bos and ids[:1] != [contract.bos_id]:
         ids = [contract.bos_id, *ids]
     if ends and contract.add_eos and ids[-1:] != [contract.eos_id]:
@@ -288,36 +332,39 @@ def complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) ->
     return ids
 
 
-def _their_steps(
+def _transformers_steps(
     tokenizer: Any, contract: ScoringContract, checked: CheckedText
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Token ids and the places that are read, as the model card says."""
+    """Return token ids and reading positions like the program in the model card.
+
+    The sample is tokenized in pieces, each of which ends where a step is read.
+    """
     position, text, steps = contract.scored_position, checked.text, checked.steps
     separator = contract.step_separator or ""
     if position == TURNS and isinstance(text, list):
-        pieces, before = [], ""
+        pieces, previous = [], ""
         for turns in range(2, len(text) + 1, 2):
-            written = tokenizer.apply_chat_template(text[:turns], tokenize=False)
-            pieces.append(written.removeprefix(before))
-            before = written
+            rendered = tokenizer.apply_chat_template(text[:turns], tokenize=False)
+            pieces.append(rendered.removeprefix(previous))
+            previous = rendered
     elif position == ANSWERS and isinstance(text, list):
-        pieces, before = [], ""
-        asked: list[dict[str, str]] = []
+        pieces, previous = [], ""
+        messages: list[dict[str, str]] = []
         for step in (f"{text[0]['content']} {steps[0]}", *steps[1:]):
-            asked += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
-            written = tokenizer.apply_chat_template(asked, tokenize=False)
-            begun = written[: written.rindex("+")]
-            pieces.append(begun.removeprefix(before))
-            before = begun
+            messages += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+            context = rendered[: rendered.rindex("+")]
+            pieces.append(context.removeprefix(previous))
+            previous = context
     else:
         pieces = [steps[0], *(separator + step for step in steps[1:])]
         if position == MARKS:
             pieces = [piece for step in steps for piece in (step, separator)]
         if not isinstance(text, str):
-            written = tokenizer.apply_chat_template(text, tokenize=False)
-            before, _, after = written.rpartition("".join(pieces))
-            pieces[0] = before + pieces[0]
-            pieces[-1] += "" if position == MARKS else after
+            rendered = tokenizer.apply_chat_template(text, tokenize=False)
+            prefix, _, suffix = rendered.rpartition("".join(pieces))
+            pieces[0] = prefix + pieces[0]
+            pieces[-1] += "" if position == MARKS else suffix
     ids: list[int] = []
     reads = []
     for piece in pieces:
@@ -325,37 +372,42 @@ def _their_steps(
         reads.append(len(ids) - 1)
     reads = reads[1::2] if position == MARKS else reads
     if isinstance(text, str):
-        whole = complete(ids, contract, ends=position not in OPEN_ENDED)
-        begun = len(complete(ids, contract, ends=False)) - len(ids)
-        ids, reads = whole, [*(place + begun for place in reads[:-1]), len(whole) - 1]
+        complete_ids = add_special_tokens(ids, contract, ends=position not in OPEN_ENDED)
+        num_bos = len(add_special_tokens(ids, contract, ends=False)) - len(ids)
+        reads = [*(read + num_bos for read in reads[:-1]), len(complete_ids) - 1]
+        ids = complete_ids
     return ids, tuple(reads)
 
 
-def _their_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]) -> list[Tensor]:
-    """Each text's ``[S, A]``."""
-    forget_lengths(model)
+def _transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]) -> list[Tensor]:
+    """Compute the logits of each sample in one batch with transformers, ``[1 or steps, A]``."""
+    reset_dynamic_rope(model)
     has_steps = bool(texts[0].steps)
-    # A class that reads one token finds it on either side; places of steps count from the left.
+    # transformers' classes find the last token with padding on either side, but positions of steps
+    # are counted from the left.
     side = {"padding_side": "right"} if has_steps else {}
-    lists = {"input_ids": [each.scored for each in texts]}
+    lists = {"input_ids": [text.scored for text in texts]}
     batch = tokenizer.pad(lists, **side, return_tensors="pt").to(model.device)
     with torch.no_grad():
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     logits = output.logits.float().cpu()
     if not has_steps:
         return list(logits.split(1))
-    return [own[list(each.reads)] for own, each in zip(logits, texts, strict=True)]
+    return [row_logits[list(text.reads)] for row_logits, text in zip(logits, texts, strict=True)]
 
 
-def _check_logits(how: str, got: Tensor, logits: Tensor, texts: Sequence[Text]) -> None:
-    difference = (got - logits).abs()
-    # Written so that NaN fails.
+def _check_logits(
+    batch_kind: str, library_logits: Tensor, logits: Tensor, texts: Sequence[Text]
+) -> None:
+    difference = (library_logits - logits).abs()
+    # Negated, so that NaN counts as wrong.
     wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise CheckpointError(
-            f"transformers scores {texts[row]!r} {how} as {got[row, column]:.6g}, "
-            f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
+            f"transformers scores {texts[row]!r} {batch_kind} as "
+            f"{library_logits[row, column]:.6g}, but this package as {logits[row, column]:.6g}; "
+            f"the tolerance is {TOLERANCE}"
         )
 
 
@@ -363,14 +415,18 @@ BODY_SUFFIX, LANGUAGE_MODEL_SUFFIX = "Model", "ForCausalLM"
 
 
 def class_name(model_type: str, suffix: str) -> str:
-    """Name a decoder's class for a head, by the suffix of that head's classes.
+    """Return the name of a decoder's class with the given ``suffix``.
 
-    It begins as that of the language model, by which vLLM finds the decoder: transformers calls
-    Gemma 3's classes ``Gemma3ForCausalLM`` and ``Gemma3TextForSequenceClassification``.
+    The name begins like that of the language model's class, because vLLM finds the decoder by it.
+    transformers' own names may differ: for Gemma 3 they are ``Gemma3ForCausalLM`` and
+    ``Gemma3TextForSequenceClassification``.
+
+    Raises:
+        CheckpointError: transformers does not know the ``model_type``.
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    # Includes classes that third-party families registered with transformers' Auto classes.
+    # The mappings also have the classes that other packages registered with transformers.
     try:
         config = CONFIG_MAPPING[model_type]
         body: Any = MODEL_MAPPING[config]
@@ -383,7 +439,7 @@ def class_name(model_type: str, suffix: str) -> str:
 
 
 def has_class(architecture: str, model_type: str) -> bool:
-    """Tell if transformers has the class of a reward model; if not, it loads only the decoder."""
+    """Tell if transformers has this class of reward models; otherwise it loads only the decoder."""
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -398,39 +454,40 @@ def has_class(architecture: str, model_type: str) -> bool:
     )
 
 
-# Models larger than memory: weights of a layer are loaded only while it runs.
+# Models larger than memory: the weights of a layer are loaded only while it runs.
 
 
-def read_as_it_runs(model: GPTRewardModel, read: Callable[[str, int | None], Tensor]) -> None:
-    """Run ``model``, of one process, with each layer's weights read when it is called.
+def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None], Tensor]) -> None:
+    """Make each layer of ``model`` load its weights when it is called, and free them afterwards.
 
-    Weights outside the layers are read at once. A layer is empty again afterwards, so that at most
-    one is in memory. The model can run, but not be trained.
+    At most one layer is in memory at a time. Weights outside the layers are loaded now. The model
+    must run in one process; it cannot be trained.
 
     Args:
-        read: gives a whole tensor, in any dtype, by its name in ``decoder_tensors`` and its layer.
+        read: reads an unsharded tensor, in any dtype, by its name in ``decoder_tensors`` and its
+            layer (None outside the layers).
     """
     parameters = dict(model.named_parameters())
-    of_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
-    # A key for each layer, as the archive's reader takes them.
+    by_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
+    # With keys that have the number of the layer.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in parameters:
             continue  # TransformerEngine's opaque _extra_state
-        number, _, rest = entry.key.removeprefix(LAYERS).partition(".")
+        number, _, name_in_layer = entry.key.removeprefix(LAYERS).partition(".")
         is_inside = entry.key.startswith(LAYERS)
-        layer, key = (int(number), rest) if is_inside else (None, entry.key)
-        of_layer[layer].append((parameters[name], key))
+        layer, key = (int(number), name_in_layer) if is_inside else (None, entry.key)
+        by_layer[layer].append((parameters[name], key))
 
     def fill(layer: int | None) -> None:
-        for parameter, key in of_layer[layer]:
+        for parameter, key in by_layer[layer]:
             parameter.data = read(key, layer).to(parameter.device, parameter.dtype)
 
     def empty(layer: int) -> None:
-        for parameter, _ in of_layer[layer]:
+        for parameter, _ in by_layer[layer]:
             parameter.data = parameter.new_empty(0)
 
-    # Embeddings and final norm stay; only layers take turns.
+    # Embedding and final norm stay in memory; only the layers are loaded and freed in turn.
     fill(None)
     for layer, module in enumerate(model.decoder.layers):
         empty(layer)
@@ -439,13 +496,13 @@ def read_as_it_runs(model: GPTRewardModel, read: Callable[[str, int | None], Ten
 
 
 def compute_in_fp32(model: torch.nn.Module) -> None:
-    """Make every module of ``model`` compute in fp32, casting its own weights while it runs.
+    """Make every module of ``model`` compute in fp32, casting its weights only while it runs.
 
-    Same results as the class of transformers loaded in fp32 from the same files, with fp32 memory
-    for one module at a time.
+    The results are those of the model loaded in fp32 from the same files, but only one module at a
+    time has its weights in fp32.
 
     Args:
-        model: a model of transformers that was loaded in the files' dtype, or a head beside one.
+        model: a model of transformers that was loaded in the files' dtype, or a ``BodyWithHead``.
     """
     _restore_buffers(model.body if isinstance(model, BodyWithHead) else model)
     for module in model.modules():
@@ -454,19 +511,20 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
             for parameter in module.parameters(recurse=False)
             if parameter.dtype != torch.float32
         }
-        # Widening its rows after the look-up is exact, and spares the largest matrix.
+        # Casting the embeddings after the look-up is exact, and avoids casting the largest matrix.
         if type(module) is torch.nn.Embedding:
             module.register_forward_hook(lambda module, inputs, rows: rows.float())
         elif stored:
-            module.register_forward_pre_hook(lambda *unused, stored=stored: _put(stored, True))
-            module.register_forward_hook(lambda *unused, stored=stored: _put(stored, False))
+            module.register_forward_pre_hook(lambda *unused, stored=stored: _cast(stored, True))
+            module.register_forward_hook(lambda *unused, stored=stored: _cast(stored, False))
 
 
 def _restore_buffers(model: Any) -> None:
-    """Give a model of transformers the buffers that its class computes in fp32.
+    """Replace the buffers of a transformers model by those that its class computes in fp32.
 
-    transformers computes what no file has in the dtype in which it loads: a Gemma in bf16 scales
-    its embeddings by 25.25 where the root of its width is 25.298. A cast to fp32 keeps 25.25.
+    transformers computes buffers that are not stored in the dtype in which it loads the model. In
+    bf16 a Gemma scales its embeddings by 25.25, although the root of its hidden size is 25.298. A
+    later cast to fp32 would keep 25.25.
     """
     config = deepcopy(model.config)
     config.dtype = torch.float32
@@ -480,13 +538,14 @@ def _restore_buffers(model: Any) -> None:
 
 
 class _WithoutLargeTensors(TorchFunctionMode):
-    """Creates the matrices of a model on the meta device, where they take no memory."""
+    """Context in which new matrices are created on the meta device, where they take no memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = {"device": "meta"} if func is torch.empty else {}
         return func(*args, **{**(kwargs or {}), **device})
 
 
-def _put(stored: Mapping[torch.nn.Parameter, Tensor], is_running: bool) -> None:
+def _cast(stored: Mapping[torch.nn.Parameter, Tensor], is_running: bool) -> None:
+    """Cast parameters to fp32 before their module runs, and restore them afterwards."""
     for parameter, data in stored.items():
         parameter.data = data.float() if is_running else data

@@ -1,7 +1,8 @@
-"""Reward models of Hugging Face, scored by transformers.
+"""Score samples with published Hugging Face reward models, by transformers.
 
-They run as their authors run them (``AutoModelForSequenceClassification``), so that their rewards
-can be compared with ours.
+The models are not converted: they run like their authors run them
+(``AutoModelForSequenceClassification``), so that their rewards can be compared with those of this
+package. Evaluation uses it (``hf_model=``).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     check_are_rewards,
     find_head,
-    forget_lengths,
     is_of_head,
+    length_dependent_rope,
     load_with_head,
     reads_steps,
-    rotary_by_length,
+    reset_dynamic_rope,
 )
 from nemo_aligner.checkpoint.hf.source import (
     REWARD_SUFFIX,
@@ -61,7 +62,7 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, shown
 
-# transformers names outputs LABEL_0, LABEL_1, ... where a model's config names none.
+# transformers names outputs LABEL_0, LABEL_1, ... if a model's config does not name them.
 _UNNAMED = "LABEL_"
 # transformers writes about 1e30 into a tokenizer's model_max_length for "no limit".
 _NO_LENGTH = 10**9
@@ -69,14 +70,21 @@ _NO_LENGTH = 10**9
 
 @dataclass(frozen=True)
 class HfRewardModel:
-    """Scores texts by the scoring contract in its folder, or else by the tokenizer's own rules.
+    """Scores samples with a model of transformers.
+
+    Samples are tokenized by the scoring contract in the model's folder, or by the rules of its
+    tokenizer if there is no contract.
 
     Attributes:
-        seq_length: most tokens of a text, by the stricter of model and tokenizer; None: any.
-        batch_tokens: most tokens in a batch, padding included.
-        adds_eos: end raw texts with EOS, as TRL's RewardTrainer does.
-        contract: of a model that this package exported; None for any other.
-        contract_tokenizer: the one that the contract names; None without a contract.
+        tokenizer: tokenizer of transformers.
+        model: reward model of transformers, on its device.
+        seq_length: limit for the tokens of a sample, the smaller one of the model's and the
+            tokenizer's; None for no limit.
+        batch_tokens: limit for the tokens of a batch, including padding.
+        watch: called with the numbers of finished samples and of all samples.
+        adds_eos: whether raw texts end with EOS, as in TRL's RewardTrainer.
+        contract: scoring contract; None for a model that this package did not export.
+        contract_tokenizer: tokenizer for the contract; None without a contract.
     """
 
     tokenizer: Any
@@ -90,7 +98,7 @@ class HfRewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of its outputs; "reward" for a single unnamed one."""
+        """Names of the rewards; "reward" for a single output without a name."""
         means = getattr(self.model.config, "label_means", None)
         if self._readout is not None and means:
             return tuple(means)
@@ -109,89 +117,94 @@ class HfRewardModel:
 
     @cached_property
     def _readout(self) -> Readout | None:
-        """How rewards follow from logits of bins, if our export says so."""
-        found = getattr(self.model.config, READOUT_KEY, None)
-        return None if found is None else Readout.from_json(json.dumps(found))
+        """How rewards are computed from logits of bins, in exports of this package; else None."""
+        readout = getattr(self.model.config, READOUT_KEY, None)
+        return None if readout is None else Readout.from_json(json.dumps(readout))
 
     def encode(self, text: Text) -> EncodedText:
-        """Tokenize a text.
+        """Tokenize a sample.
 
         Raises:
             OverlongError: it has more than ``seq_length`` tokens.
             TurnMarkError: a message contains the chat template's own markers.
-            DataError: there is no chat template, it refuses the text, or no token is left.
+            DataError: there is no chat template, it refuses the sample, or the sample is empty.
         """
         if self.contract is not None and self.contract_tokenizer is not None:
             return self.contract.encode(self.contract_tokenizer, text)
-        ids = self._ids(text)
+        ids = self._encode_to_ids(text)
         if not ids:
-            raise DataError("the text has no tokens: it is empty")
+            raise DataError("the sample has no tokens: it is empty")
         if self.seq_length is not None and len(ids) > self.seq_length:
             raise OverlongError(f"got {len(ids)} tokens, wanted at most {self.seq_length}")
         return EncodedText(ids, False)
 
-    def _ids(self, text: Text) -> list[int]:
-        ids = self._ids_of(read_text(text))
+    def _encode_to_ids(self, text: Text) -> list[int]:
+        """Tokenize a sample, and append the reward token if the model has one."""
+        ids = self._tokenize(read_text(text))
         token_id: int | None = getattr(self.model.config, REWARD_TOKEN_KEY, None)
         return ids if token_id is None or ids[-1:] == [token_id] else [*ids, token_id]
 
-    def _ids_of(self, text: str | Messages | Conversation) -> list[int]:
+    def _tokenize(self, text: str | Messages | Conversation) -> list[int]:
         if isinstance(text, str):
             eos = self.tokenizer.eos_token
             ends = not self.adds_eos or eos is None or text.endswith(eos)
             return list(self.tokenizer(text if ends else text + eos).input_ids)
         if not self.tokenizer.chat_template:
-            raise NoTemplateError("this text is a conversation, and the tokenizer has no template")
-        # A message with the template's own markers could pose as another turn, and be scored so.
+            raise NoTemplateError(
+                "this sample is a conversation, but the tokenizer has no chat template"
+            )
+        # A message that contains the template's markers could imitate another turn.
         self._turn_marks.check(text)
-        written = self._write(self._reading.adapt(text))
-        return list(self.tokenizer(written, add_special_tokens=False).input_ids)
+        rendered = self._render(self._reading.adapt(text))
+        return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
 
-    def _write(self, conversation: Messages | Conversation) -> str:
-        beside: dict[str, Any] = {}
+    def _render(self, conversation: Messages | Conversation) -> str:
+        """Render a conversation with the tokenizer's chat template."""
+        options: dict[str, Any] = {}
         if isinstance(conversation, Conversation):
-            beside = {"tools": conversation.tools, "documents": conversation.documents}
+            options = {"tools": conversation.tools, "documents": conversation.documents}
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages_of(conversation), tokenize=False, **beside
+                    messages_of(conversation), tokenize=False, **options
                 )
             )
-        except Exception as error:  # whatever the template's author raises, or Jinja
-            raise DataError(f"the chat template refuses this text: {one_line(error)}") from error
+        except Exception as error:  # templates, and Jinja itself, may raise anything
+            raise DataError(f"the chat template refuses this sample: {one_line(error)}") from error
 
     @cached_property
     def _reading(self) -> TemplateReading:
         templates = self.tokenizer.chat_template
         texts = templates.values() if isinstance(templates, dict) else [templates]
-        return TemplateReading(self._write, frozenset().union(*map(names_in, texts)))
+        return TemplateReading(self._render, frozenset().union(*map(names_in, texts)))
 
     @cached_property
     def _turn_marks(self) -> TurnMarks:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        known = None
+        tokenizer = None
         if backend is not None:
-            known = Tokenizer({"tokenizer.json": backend.to_str().encode()}, "tokenizer")
-        return TurnMarks.of(self._write, known)
+            tokenizer = Tokenizer({"tokenizer.json": backend.to_str().encode()}, "tokenizer")
+        return TurnMarks.of(self._render, tokenizer)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Count the tokens of every text's reply alone."""
+        """Count the tokens of the response in each sample, without the prompt."""
         replies = [reply_of(read_text(text)) for text in texts]
-        return [len(self.tokenizer(one, add_special_tokens=False).input_ids) for one in replies]
+        return [len(self.tokenizer(reply, add_special_tokens=False).input_ids) for reply in replies]
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples, with the mean labels that our exports name added; see ``Scorer``.
+        """Score samples; see ``Scorer``. The label means in an export's config are added.
 
         Raises:
-            DataError: with ``on_error="raise"``, as ``encode``; the message has the text's number.
+            DataError: with ``on_error="raise"``, as in ``encode``; the message has the index of
+                the sample.
         """
-        return score_encodable(samples, self.encode, self._measure, on_error=on_error)
+        return score_encodable(samples, self.encode, self._score_encoded, on_error=on_error)
 
-    def _measure(self, samples: Sequence[EncodedText]) -> RowValues:
+    def _score_encoded(self, samples: Sequence[EncodedText]) -> RowValues:
         return RowValues(self._score([sample.token_ids for sample in samples]))
 
     def _score(self, token_lists: Sequence[list[int]]) -> np.ndarray:
-        """Rewards ``[N, A]`` float32 of token ids."""
+        """Compute the rewards, float32 ``[N, A]``, of samples given as token ids."""
         total = len(token_lists)
         rewards = np.zeros((total, self.model.config.num_labels), dtype=np.float32)
         done = 0
@@ -206,15 +219,16 @@ class HfRewardModel:
         return rewards + np.array([means.get(name, 0) for name in self.attributes], np.float32)
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
-        """Yield rows of similar length, the longest first, so that little is padded."""
-        # transformers finds the last token by the pad token; without one it takes only one text.
+        """Yield the indices of each batch: samples of similar length, so that padding is small."""
+        # transformers finds the last token by the pad token. Without one, and if RoPE depends on
+        # the longest sequence, a batch has only one sample.
         has_no_pad = self.model.config.get_text_config().pad_token_id is None
-        is_alone = has_no_pad or bool(rotary_by_length(self.model))
+        is_single = has_no_pad or bool(length_dependent_rope(self.model))
         rows: list[int] = []
-        # So a batch that does not fit into memory fails at once, too, and not at the end.
+        # The longest samples come first, so a batch that does not fit into memory fails at once.
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
             longest = len(token_lists[rows[0]]) if rows else 0
-            if rows and (is_alone or longest * (len(rows) + 1) > self.batch_tokens):
+            if rows and (is_single or longest * (len(rows) + 1) > self.batch_tokens):
                 yield rows
                 rows = []
             rows = [*rows, row]
@@ -223,7 +237,8 @@ class HfRewardModel:
 
     @torch.no_grad()
     def _logits(self, token_lists: Sequence[list[int]]) -> np.ndarray:
-        forget_lengths(self.model)
+        """Compute the logits, float32 ``[N, outputs]``, of one batch."""
+        reset_dynamic_rope(self.model)
         longest = max(map(len, token_lists))
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         ids = torch.full((len(token_lists), longest), pad_id)
@@ -243,110 +258,124 @@ def load_hf_reward_model(
     watch: Watch = unwatched,
     head: str | None = None,
 ) -> HfRewardModel:
-    """Load a folder or a model of the hub onto this rank's device; runs no code from it.
+    """Load a folder or a model on the hub onto this rank's device, without running its code.
 
     Args:
-        precision: None is fp32.
-        head: see ``find_head``; None is that of transformers' class, if it is whole.
+        name: the folder, or the model's name on the hub.
+        precision: precision of the weights; None means fp32.
+        batch_tokens: see ``HfRewardModel``.
+        watch: see ``HfRewardModel``.
+        head: see ``find_head``; None means the head of transformers' class, if that loads all of
+            its tensors.
 
     Raises:
-        CheckpointError: transformers cannot load it, it has no head of its own, a weight is NaN or
-            infinite, or the scoring contract in its folder is not of this model.
+        CheckpointError: transformers cannot load it, it has no reward head, a weight is NaN or
+            infinite, or the scoring contract in its folder belongs to another model.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # First: transformers would ask the hub for a missing folder again and again.
+    # First, because transformers would query the hub for a missing folder several times.
     exported = find_exported_contract(name)
     dtype = torch_dtype(precision or Precision.fp32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # third-party code on files that may be wrong
+    except Exception as error:  # third-party code may raise anything
         raise CheckpointError(f"{name}: {_NOT_LOADED}{one_line(error)}") from error
-    # Llama 3's template writes today's date: a reward would change overnight.
-    tokenizer.chat_template = _without_date(tokenizer)
-    model = _with_own_head(name, dtype, head) if head else _load(name, dtype)
+    # Llama 3's template writes today's date, with which a reward would change every day.
+    tokenizer.chat_template = _freeze_dates(tokenizer)
+    model = _load_with_layout(name, dtype, head) if head else _load_model(name, dtype)
     model = model.to(current_device()).eval()
     for weight, values in model.named_parameters():
         check_finite(values.detach(), f"{name}: {weight}")
-    length = _length(tokenizer, model)
+    length = _max_tokens(tokenizer, model)
     loaded = HfRewardModel(tokenizer, model, length, batch_tokens, watch)
-    return loaded if exported is None else _by_contract(loaded, exported)
+    return loaded if exported is None else _add_contract(loaded, exported)
 
 
-def _by_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
-    """The same model, whose texts are tokenized by the scoring contract in its folder."""
+def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
+    """Return the model with the scoring contract at ``path``, by which it tokenizes samples."""
     contract = ScoringContract.from_dict(read_json(path))
     tokenizer = load_tokenizer(path.parent)
-    # The template is the folder's: it might loop for ever.
+    # The template comes from an untrusted file, and might loop forever.
     contract.check_template_ends(tokenizer)
-    for key, got, wanted in (
+    for key, value, expected in (
         ("id2label", loaded.attributes, contract.attributes),
         ("tokenizer fingerprint", tokenizer.fingerprint, contract.tokenizer_fingerprint),
     ):
-        if got != wanted:
-            raise CheckpointError(f"{path}: {key}: got {shown(got)}, wanted {shown(wanted)}")
+        if value != expected:
+            raise CheckpointError(
+                f"{path}: {key}: the folder has {shown(value)}, but the contract {shown(expected)}"
+            )
     return replace(loaded, contract=contract, contract_tokenizer=tokenizer)
 
 
-def _without_date(tokenizer: Any) -> Any:
-    """Its chat template, or its several by their names, as a conversion has them."""
+def _freeze_dates(tokenizer: Any) -> Any:
+    """Return the chat template, or several by their names, with a fixed date as in a conversion."""
     templates, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
     if isinstance(templates, dict):
-        return {name: freeze_date(each, bos or "", eos or "") for name, each in templates.items()}
+        return {
+            name: freeze_date(template, bos or "", eos or "")
+            for name, template in templates.items()
+        }
     return templates and freeze_date(templates, bos or "", eos or "")
 
 
 _NOT_LOADED = "transformers loads no reward model from it: "
 
 
-def _load(name: str, dtype: torch.dtype) -> Any:
-    """Load transformers' class, or its decoder with another head if the class has not all of it."""
+def _load_model(name: str, dtype: torch.dtype) -> Any:
+    """Load transformers' class, or if it lacks a part of the head, its decoder with the head."""
     from transformers import AutoModelForSequenceClassification
 
     try:
-        with bounded_torch_load():  # its weights may be pickles
+        with bounded_torch_load():  # the weights may be pickles
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 name, dtype=dtype, output_loading_info=True
             )
-    except Exception as error:  # third-party code on files that may be wrong
-        lost = _NOT_LOADED + one_line(error)
+    except Exception as error:  # third-party code may raise anything
+        problem = _NOT_LOADED + one_line(error)
     else:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
-        # transformers draws at random what is missing, and leaves out what its class does not have.
+        # transformers initialises missing tensors at random, and ignores those that its class does
+        # not have.
         if not missing and not any(map(is_of_head, map(str, report["unexpected_keys"]))):
             return model
-        lost = "transformers' class has no place for a part of its head"
+        problem = "transformers' class does not have all tensors of its head"
         if missing:
-            lost = f"got no weights for {missing}, wanted a trained reward model"
+            problem = f"weights are missing: {missing}, so it is no trained reward model"
     try:
-        return _with_own_head(name, dtype)
+        return _load_with_layout(name, dtype)
     except CheckpointError as error:
-        raise CheckpointError(f"{name}: {lost} ({error})") from error
+        raise CheckpointError(f"{name}: {problem} ({error})") from error
 
 
-def _with_own_head(name: str, dtype: torch.dtype, choice: str | None = None) -> Any:
-    """Load a model whose head transformers' class does not have, by its layout."""
+def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) -> Any:
+    """Load transformers' decoder with a head of one of the layouts in ``heads``."""
     with TemporaryDirectory() as scratch:
-        found = open_source(name)
-        head = find_head(found, choice)
+        source = open_source(name)
+        head = find_head(source, choice)
         if head is None:
             raise CheckpointError("it has no reward head")
-        contract = found.contract or {}
-        if reads_steps(found) or contract.get("reply_marker") is not None:
-            raise CheckpointError("its head reads steps or means: wanted its conversion to .nemo")
+        contract = source.contract or {}
+        if reads_steps(source) or contract.get("reply_marker") is not None:
+            raise CheckpointError(
+                "its head reads steps or means, which is supported only after `nemo-aligner "
+                "convert`"
+            )
         if head.rows:
-            found.save_tokenizer(Path(scratch) / "tokenizer")
+            source.save_tokenizer(Path(scratch) / "tokenizer")
             head = head.with_rows_of(load_tokenizer(Path(scratch) / "tokenizer"))
-        return load_with_head(name, found, head, dtype)
+        return load_with_head(name, source, head, dtype)
 
 
-def _length(tokenizer: Any, model: Any) -> int | None:
+def _max_tokens(tokenizer: Any, model: Any) -> int | None:
+    """Return the limit for the tokens of a sample; None if there is none."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if positions and rope.get("rope_type") == "dynamic":  # made for longer texts than it saw
+    if positions and rope.get("rope_type") == "dynamic":  # extends the context by this factor
         positions *= rope["factor"]
-    lengths = [each for each in (positions, tokenizer.model_max_length) if each]
-    return min((int(each) for each in lengths if each < _NO_LENGTH), default=None)
+    limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]
+    return min((int(limit) for limit in limits if limit < _NO_LENGTH), default=None)

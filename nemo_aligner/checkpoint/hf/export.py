@@ -1,7 +1,7 @@
-"""Export of a reward model as a Hugging Face folder, checked before it is named.
+"""Export a reward model as a Hugging Face folder, and check it before it gets its name.
 
-Tensors are read from the archive one after the other. What was written is loaded by transformers,
-and must give the archive's token ids, and its rewards within 1e-4 in fp32.
+Tensors are read from the archive one after the other. The exported folder is then loaded with
+transformers, and must compute the archive's token ids, and its rewards within 1e-4 in fp32.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from nemo_aligner.checkpoint.hf.check import (
     CheckedText,
     check_folder,
     class_name,
+    compute_reference_logits,
     encode_texts,
     has_class,
-    our_logits,
-    read_as_it_runs,
+    load_layers_on_demand,
 )
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
 from nemo_aligner.checkpoint.hf.heads import (
@@ -47,11 +47,11 @@ from nemo_aligner.checkpoint.hf.heads import (
 )
 from nemo_aligner.checkpoint.hf.pooling import check_pooled_folder, require_package, write_modules
 from nemo_aligner.checkpoint.hf.reward_archive import (
+    ExportedHead,
     ExportOptions,
-    HeadOut,
     RewardArchive,
-    as_exported,
-    head_of,
+    build_exported_head,
+    convert_logits,
 )
 from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
@@ -69,17 +69,25 @@ from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.writing import write_problem
 
-# Export as a folder; LoRA is folded into the weights.
+# Export as a folder. LoRA is folded into the weights.
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """Result of an export.
+    """Result of an export, which the command prints.
 
     Attributes:
-        largest_difference: of a reward in the check.
-        zero_groups: query groups of zeros that were left out, of the archive's ``query_groups``.
-        notes: what a reader of the head has to know.
+        output: the exported folder.
+        architecture: name of the class in ``config.json``.
+        dtype: precision of the stored weights.
+        shards: number of safetensors files.
+        contract: scoring contract of the exported model.
+        pad_token: the pad token.
+        texts: number of samples that were compared.
+        largest_difference: largest difference of a reward in the comparison.
+        query_groups: number of query groups in the archive.
+        zero_groups: how many of them are zeros, added for tensor parallelism, and not exported.
+        notes: lines for the user about how to read the exported head.
     """
 
     output: Path
@@ -98,23 +106,24 @@ class ExportSummary:
         lines = [
             f"{self.output}: {self.architecture} of {', '.join(self.contract.attributes)}, weights "
             f"in {self.dtype}, safetensors files: {self.shards}, pad token {self.pad_token!r}",
-            f"checked: {self.texts} texts, alone and padded; the largest difference of a reward is "
-            f"{self.largest_difference:.1e}",
+            f"checked: {self.texts} samples, in batches of one and padded; the largest difference "
+            f"of a reward is {self.largest_difference:.1e}",
             f"scoring contract: {self.contract.hash}",
         ]
         if self.zero_groups:
-            kept = self.query_groups - self.zero_groups
-            ranks = next(n for n in count(2) if -(-kept // n) * n == self.query_groups)
+            exported_groups = self.query_groups - self.zero_groups
+            ranks = next(n for n in count(2) if -(-exported_groups // n) * n == self.query_groups)
             lines.append(
-                f"query groups: {kept}; left out {self.zero_groups} of zeros that the archive has "
-                f"for tensor parallelism (convert --tensor-parallel {ranks} adds them again)"
+                f"query groups: {exported_groups}; dropped {self.zero_groups} of zeros, which the "
+                f"archive has for tensor parallelism (convert --tensor-parallel {ranks} adds them "
+                "again)"
             )
         lines += self.notes
         if any(self.contract.label_means):
             means = dict(zip(self.contract.attributes, self.contract.label_means, strict=True))
             lines.append(
-                f"WARNING: the logits are not yet the rewards. The head has no bias: add {means} "
-                "(label_means in config.json)"
+                "WARNING: the logits are not the rewards, because the head has no bias. Add "
+                f"{means} to them (label_means in config.json)"
             )
         return "\n".join(lines)
 
@@ -125,44 +134,46 @@ def export_to_hf(
     """Write the reward model ``archive`` as the new folder ``output``; one process calls it.
 
     Raises:
-        CheckpointError: ``output`` exists, the archive is unsafe or no reward model, parts of it
-            have no place in the folder, or the folder does not score like it.
+        CheckpointError: ``output`` exists, the archive is unsafe or no reward model, a Hugging Face
+            folder cannot represent it, or the exported folder computes other rewards.
     """
     output = Path(output)
     if layout.num_ranks > 1:
-        raise CheckpointError("an export runs in one process")
-    with folder_when_whole(output) as staging, open_nemo(archive) as folder:
+        raise CheckpointError(
+            f"an export runs in one process, but there are {layout.num_ranks} ranks"
+        )
+    with atomic_folder(output) as staging, open_nemo(archive) as folder:
         return _export(folder, staging, output, layout, options)
 
 
 def _export(
     folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: ExportOptions
 ) -> ExportSummary:
-    say(f"scoring texts with {folder.source} ...")
+    say(f"scoring samples with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
     reads_mean = contract.reply_marker is not None
     archive = RewardArchive.of(folder)
-    head, exported = head_of(archive, contract, options)
+    head, exported = build_exported_head(archive, contract, options)
     if reads_mean:
         require_package()
     stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)
-    read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
-    with waiting_for("scoring texts"):
-        logits = our_logits(loaded.model, texts, layout)
-    # Before transformers' copy is loaded, or both would be in memory.
+    load_layers_on_demand(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
+    with waiting_for("scoring samples"):
+        logits = compute_reference_logits(loaded.model, texts, layout)
+    # Freed now, so that it is not in memory together with transformers' copy.
     del loaded
     gc.collect()  # the modules form reference cycles
-    logits = as_exported(logits, contract, head, merge=options.merge)
-    pad_token, pad_id = choose_pad(tokenizer, {each.token_ids[-1] for each in texts})
-    architecture = _class_of(archive, head, contract)
+    logits = convert_logits(logits, contract, head, merge=options.merge)
+    pad_token, pad_id = choose_pad(tokenizer, {text.token_ids[-1] for text in texts})
+    architecture = _choose_class(archive, head, contract)
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     ) | step_settings(exported, tokenizer)
     say(f"writing {output} ...")
-    beside = {} if reads_mean else head.tensors
-    shards = _write_weights(archive, beside, staging, config["vocab_size"], options)
+    head_tensors = {} if reads_mean else head.tensors
+    shards = _write_weights(archive, head_tensors, staging, config["vocab_size"], options)
     if reads_mean:
         write_modules(staging, head, config["hidden_size"])
     if head.form == VALUE_LAYER.last:
@@ -178,7 +189,9 @@ def _export(
         options.base_license,
         contract.dtype,
         form=head.form,
-        is_loaded_whole=_is_whole(head, contract) and has_class(architecture, config["model_type"]),
+        is_loaded_with_head=(
+            _fits_class(head, contract) and has_class(architecture, config["model_type"])
+        ),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     return ExportSummary(
@@ -189,73 +202,83 @@ def _export(
         contract=exported,
         pad_token=pad_token,
         texts=len(texts),
-        largest_difference=_check(staging, exported, texts, logits),
+        largest_difference=_compare_rewards(staging, exported, texts, logits),
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
-        notes=tuple(_notes(contract, exported, head.form)),
+        notes=tuple(_describe_head(contract, exported, head.form)),
     )
 
 
-def _check(
+def _compare_rewards(
     folder: Path, exported: ScoringContract, texts: list[CheckedText], logits: Tensor
 ) -> float:
-    """Score the same texts with the folder, and return the largest difference of a reward."""
+    """Score the samples with the exported folder; return the largest difference of a reward."""
     check = check_folder if exported.reply_marker is None else check_pooled_folder
-    say("scoring the same texts with transformers ...")
+    say("scoring the same samples with transformers ...")
     with waiting_for("scoring with transformers"):
         return check(folder, exported, texts, logits)
 
 
-# Ends of a class's name, by the form of its head: two layers as in vLLM's Qwen2ForRewardModel; the
-# value head stands beside a language model.
+# Suffixes of a class's name, by the form of its head. vLLM reads two layers in a
+# Qwen2ForRewardModel; a value head is on top of a language model's class.
 _SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: LANGUAGE_MODEL_SUFFIX}
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 
 
-def _class_of(archive: RewardArchive, head: HeadOut, contract: ScoringContract) -> str:
-    """Name of the class that an archive's decoder is with such a head."""
+def _choose_class(archive: RewardArchive, head: ExportedHead, contract: ScoringContract) -> str:
+    """Return the name of the class for the archive's decoder with this head."""
     suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
     suffix = suffixes.get(head.form, REWARD_SUFFIX)
-    if contract.reply_marker is not None:  # as a reward model it would be read at the last token
+    # The head reads a mean. A class of reward models would be read at the last token.
+    if contract.reply_marker is not None:
         suffix = BODY_SUFFIX
     return class_name(archive.family.to_hf(archive.config)["model_type"], suffix)
 
 
-def _is_whole(head: HeadOut, contract: ScoringContract) -> bool:
-    """Tell if all of a head has its place in transformers' class, if there is one."""
+def _fits_class(head: ExportedHead, contract: ScoringContract) -> bool:
+    """Tell if transformers' class, if there is one, loads all tensors of the head."""
     return head.form == (SCORE_WITH_BIAS if contract.has_steps else LINEAR.last)
 
 
-def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> Iterator[str]:
-    """Say what the exported head lacks, or asks of its readers."""
+def _describe_head(
+    contract: ScoringContract, exported: ScoringContract, form: str
+) -> Iterator[str]:
+    """Write lines about what the exported head lacks, and what its readers have to do."""
     if contract.readout != exported.readout:
         readout = contract.output_readout
-        has_heads = readout is not None and readout.kind == HEADS
-        left = "heads but their mean" if has_heads else "quantiles but the median"
-        yield f"left out: all {left}, which is the reward; with them goes how certain it is"
+        if readout is not None and readout.kind == HEADS:
+            yield (
+                "dropped: the single heads. Only their mean, which is the reward, is exported, so "
+                "the exported model does not tell how certain a reward is"
+            )
+        else:
+            yield (
+                "dropped: all quantiles except the median, which is the reward, so the exported "
+                "model does not tell how certain a reward is"
+            )
     exported_readout = exported.output_readout
     if exported_readout is not None and exported_readout.kind == SIGMOID:
         yield "the logits are log-odds: a reward is their sigmoid (readout in config.json)"
     elif exported_readout is not None:
         yield (
-            "WARNING: the logits are those of bins. A reward is the mean of an attribute's values "
-            "by their softmax (readout in config.json; the model card has the program)"
+            "WARNING: the logits are those of bins. A reward is the mean of the bins' values, "
+            "weighted by their softmax (readout in config.json; the model card has the program)"
         )
     if contract.has_steps:
         yield (
-            "its readers have to cut a text into steps, and read each where the model card says "
-            "(scored_position and step_separator in config.json)"
+            "programs that use the model have to split a response into steps, and read each step "
+            "where the model card says (scored_position and step_separator in config.json)"
         )
         if contract.aggregate is not None:
             yield (
-                f"WARNING: the reward of a text is the {contract.aggregate} of its steps' rewards "
-                "(aggregate in config.json). Other programs answer the steps' alone: merge them as "
-                "the program in the model card does"
+                f"WARNING: the reward of a sample is the {contract.aggregate} of its steps' "
+                "rewards (aggregate in config.json). Other programs return only the steps' "
+                "rewards: aggregate them as the program in the model card does"
             )
     elif contract.reply_marker is not None:
-        yield "sentence-transformers reads it, given what comes before a reply as its prompt"
+        yield "load it with sentence-transformers, and pass the text before a response as prompt"
     elif form == SCORE_WITH_BIAS:
-        yield "WARNING: transformers leaves score.bias out; vLLM and this package read it"
+        yield "WARNING: transformers ignores score.bias; vLLM and this package read it"
 
 
 def _write_weights(
@@ -280,13 +303,13 @@ _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
 _CLASS_OF_5, _CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
 _NEW_PAD = "<|pad|>"
-# Tokens that vocabularies reserve and no text ends with, the likeliest first.
+# Tokens that vocabularies reserve and with which no sample ends, the likeliest first.
 _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
 
 
 @contextmanager
-def folder_when_whole(output: Path) -> Iterator[Path]:
-    """Folder that is renamed to ``output`` if the block succeeds."""
+def atomic_folder(output: Path) -> Iterator[Path]:
+    """Provide a temporary folder that is renamed to ``output`` if the block succeeds."""
     with scratch_beside(output) as scratch:
         staging = scratch / "folder"
         staging.mkdir()
@@ -298,34 +321,41 @@ def folder_when_whole(output: Path) -> Iterator[Path]:
 
 
 class ShardWriter:
-    """Writes tensors as they come to files of at most ``max_bytes``, or of one larger tensor."""
+    """Writes tensors to safetensors files of at most ``max_bytes``.
+
+    A tensor that is larger gets a file of its own.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._waiting: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
         self._bytes = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor; write those before it if it does not fit beside them."""
+        """Add a tensor to the current file; begin a new file if it does not fit."""
         size = tensor.numel() * tensor.element_size()
-        if self._waiting and self._bytes + size > self._max_bytes:
+        if self._pending and self._bytes + size > self._max_bytes:
             self._flush()
-        # A view would keep all of a larger tensor in memory.
+        # A view is copied, because it would keep the larger tensor in memory.
         is_part = tensor.untyped_storage().nbytes() > size
-        self._waiting[name] = tensor.clone() if is_part else tensor
+        self._pending[name] = tensor.clone() if is_part else tensor
         self._bytes += size
         self._total += size
 
     def finish(self) -> int:
-        """Write the rest, name the files and, if there are several, index them; their number."""
+        """Write the last file, name all files, and write an index if there are several.
+
+        Returns:
+            The number of files.
+        """
         self._flush()
         count = len(self._files)
         if count == 1:
             self._path(1).rename(self._folder / "model.safetensors")
             return count
-        # The number of files is in each name, so they are named last.
+        # Each name contains the number of files, so the files are named at the end.
         weight_map = {}
         for number, names in enumerate(self._files, start=1):
             file = f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -336,10 +366,11 @@ class ShardWriter:
         return count
 
     def _flush(self) -> None:
-        self._files.append(list(self._waiting))
-        tensors = {name: tensor.contiguous() for name, tensor in self._waiting.items()}
+        self._files.append(list(self._pending))
+        tensors = {name: tensor.contiguous() for name, tensor in self._pending.items()}
         path = self._path(len(self._files))
-        # For its mode, by the umask.
+        # Created here to find the mode that the umask gives; safetensors creates files that only
+        # their owner may read.
         path.touch()
         mode = path.stat().st_mode
         try:
@@ -349,27 +380,27 @@ class ShardWriter:
                 f"{self._folder}: the weights cannot be written: "
                 f"{write_problem(self._folder, error)}"
             ) from error
-        path.chmod(mode)  # safetensors creates files that only their owner may read
-        self._waiting, self._bytes = {}, 0
+        path.chmod(mode)
+        self._pending, self._bytes = {}, 0
 
     def _path(self, number: int) -> Path:
         return self._folder / f".shard-{number}"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write indented JSON."""
+    """Write ``content`` to a file as indented JSON."""
     path.write_text(
         json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
     )
 
 
 def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
-    """Choose a pad token and its id; an id past all others is of a token to be added.
+    """Choose a pad token and its id. If the id is the vocabulary size, the token has to be added.
 
-    transformers reads the reward at the last token that is not padding, so no text may end with the
-    pad token: not EOS, and none of ``last_ids``.
+    transformers reads the reward at the last token that is not padding, so no sample may end with
+    the pad token. It must be neither BOS nor EOS, nor one of ``last_ids``.
     """
-    # An unused special token needs no new row in the embeddings.
+    # An existing, unused special token is preferred, because it needs no new row in the embedding.
     taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
     specials = {
         tokenizer.decode([token_id]): token_id for token_id in sorted(tokenizer.special_ids)
@@ -387,21 +418,21 @@ def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, in
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
 ) -> None:
-    """Copy the tokenizer's files, changing only its pad token, class and chat template.
+    """Write the tokenizer's files with another pad token, class and chat template.
 
-    The template is the contract's, with its ``chat_template_kwargs`` inside. transformers adds a
-    token that ``tokenizer.json`` lacks behind all others.
+    The template is that of the contract, with the ``chat_template_kwargs`` written into it. If
+    ``tokenizer.json`` lacks the pad token, transformers adds it after all others.
     """
     tokenizer.save(folder)
     changes: dict[str, Any] = {}
     if tokenizer.pad_token != pad_token:
         changes["pad_token"] = pad_token
     if contract.reply_marker is not None:
-        # sentence-transformers would not count the last token of a prompt if it were one of these.
+        # sentence-transformers does not count the last token of a prompt if it is one of these.
         changes |= dict.fromkeys(("extra_special_tokens", "additional_special_tokens"))
     template = with_kwargs_inside(contract.template, contract.template_kwargs)
     if template and contract.reward_token_id is not None:
-        # For programs that do not know of it.
+        # The template appends the reward token for programs that do not read the setting.
         template += "{{ " + json.dumps(tokenizer.decode([contract.reward_token_id])) + " }}"
     if (tokenizer.chat_template or "") != template:
         changes["chat_template"] = None
@@ -415,10 +446,10 @@ def write_tokenizer(
 
 
 def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that transformers 4 needs in a ``tokenizer_config.json`` that 5 wrote.
+    """Return the settings that transformers 4 needs in a ``tokenizer_config.json`` of version 5.
 
-    Version 5 names a class of its own for any ``tokenizer.json``, which 4 refuses; and 4's class
-    returns token types, which decoders refuse, unless it is told the model's inputs.
+    Version 5 names a class that version 4 does not have. The class of version 4 returns token
+    types, which decoders refuse, unless the settings list the model's inputs.
     """
     if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
         return {}
@@ -427,7 +458,7 @@ def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
-    """Set these keys, or drop those that are None; rewrite the file only if it changes."""
+    """Set keys of a JSON file, and remove those that are None; rewrite it only if it changes."""
     content = _read_json(path)
     changed = {k: v for k, v in {**content, **changes}.items() if v is not None}
     if changed != content:
@@ -438,7 +469,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-# sentence-transformers' CrossEncoder puts a sigmoid on a single output, unless it finds this.
+# sentence-transformers' CrossEncoder applies a sigmoid to a single output, unless the config has
+# this setting.
 _ACTIVATION_KEY = "sentence_transformers"
 _NO_ACTIVATION = {"activation_fn": "torch.nn.modules.linear.Identity"}
 
@@ -451,7 +483,15 @@ def hf_config(
     pad_id: int,
     dtype: str,
 ) -> dict[str, Any]:
-    """``config.json`` of a reward model; ``config`` is NeMo's, ``dtype`` the stored weights'."""
+    """Build the ``config.json`` of an exported reward model.
+
+    Args:
+        config: settings of the model by the keys of ``model_config.yaml``.
+        contract: scoring contract of the exported model.
+        architecture: name of the class.
+        pad_id: id of the pad token.
+        dtype: torch's name of the stored weights' dtype.
+    """
     names = dict(enumerate(contract.output_names))
     readout = contract.output_readout
     statistics: dict[str, Any] = {}
@@ -459,7 +499,7 @@ def hf_config(
     reads_last_token = not contract.has_steps and contract.reply_marker is None
     is_read_by_openrlhf = len(names) == 1 and architecture.endswith(REWARD_SUFFIX)
     if contract.reward_mean and contract.reward_std and is_read_by_openrlhf:
-        # For OpenRLHF, which normalizes logits by them if it is told --normalize_reward.
+        # OpenRLHF normalizes logits with these values if --normalize_reward is set.
         mean = contract.reward_mean[0] - contract.label_means[0]
         statistics = {PREFIX_KEY: LINEAR.last, "mean": mean, "std": contract.reward_std[0]}
     return {
@@ -474,12 +514,12 @@ def hf_config(
         "bos_token_id": contract.bos_id,
         "eos_token_id": contract.eos_id,
         "pad_token_id": pad_id,
-        # transformers 5 reads the first, 4 the second.
+        # transformers 5 reads the first key, transformers 4 the second.
         "dtype": dtype,
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
         **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
-        # How rewards follow from the logits of bins.
+        # How rewards are computed from the logits of bins.
         **({} if readout is None else {READOUT_KEY: json.loads(readout.to_json())}),
         # A reward is the logit plus its attribute's mean label and the head's bias.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
@@ -488,9 +528,9 @@ def hf_config(
 
 
 def step_settings(contract: ScoringContract, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Settings of ``config.json`` for a model that reads steps; none for another.
+    """Return the additional settings of ``config.json`` for a model with one reward per step.
 
-    Without ``problem_type`` vLLM answers with the softmax of two outputs, as for Qwen2.5-Math-PRM.
+    Two outputs have no ``problem_type``: vLLM then returns their softmax, as for Qwen2.5-Math-PRM.
     """
     if not contract.has_steps:
         return {}

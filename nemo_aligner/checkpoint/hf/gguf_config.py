@@ -1,4 +1,8 @@
-"""Metadata of a GGUF file as a ``config.json``; a missing field has llama.cpp's default."""
+"""Translate the metadata of a GGUF file to a ``config.json``.
+
+A missing field has llama.cpp's default. Fields that are not read are refused, unless they are off,
+because they might change what the model computes.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ from nemo_aligner.checkpoint.hf.families.settings import FULL, SLIDING
 from nemo_aligner.config.common import read_count, read_number
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Names of a reward head's rows, in a file for llama.cpp's rank pooling.
+# Field with the names of a reward head's rows, in a file for llama.cpp's rank pooling.
 LABELS = "classifier.output_labels"
-# Factors of the rotation, which are tensors in GGUF and no settings.
+# RoPE factors; GGUF stores them as tensors.
 ROPE_FREQS = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FREQS, _SHORT, _LONG)
-_MOST_FLOAT = sys.float_info.max
+_MAX_FLOAT = sys.float_info.max
 
-# Fields that every family must have; the others are read one by one.
+# Fields that every family must have, and their keys in config.json.
 SETTINGS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -31,12 +35,13 @@ SETTINGS = {
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
 }
-_OWN = (
+# Other fields that all families may have.
+_OPTIONAL_FIELDS = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length",
 )  # fmt: skip
-# Fields that only one kind of RoPE scaling reads, and their names in config.json.
+# Fields that only one kind of RoPE scaling reads, and their keys in config.json.
 _ATTENTION_FACTOR = "attention_factor"
 _SCALING_FIELDS = {
     "yarn": {
@@ -46,8 +51,8 @@ _SCALING_FIELDS = {
     },
     "longrope": {"rope.scaling.attn_factor": _ATTENTION_FACTOR},
 }
-# Fields that change no hidden state: sizes that the tensors have, the other norm's epsilon, changes
-# to logits and to text embeddings, and notes.
+# Fields that change no hidden state: sizes that the tensors have, too, the epsilon of the other
+# kind of norm, changes of logits and of text embeddings, and notes.
 _IGNORED = (
     "vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
     "rope.scaling.finetuned", "final_logit_softcapping", "logit_scale", "pooling_type",
@@ -55,13 +60,17 @@ _IGNORED = (
 )  # fmt: skip
 
 
-# Values of fields that ask for what is computed anyway: causal attention, and the softmax of a
-# router's scores.
-_PLAIN = {"attention.causal": True, "expert_gating_func": 1}
+# Fields with the value that is supported: causal attention, and a softmax over the scores of an
+# MoE router.
+_SUPPORTED_VALUES = {"attention.causal": True, "expert_gating_func": 1}
 
 
 class GgufFields:
-    """Typed access to an architecture's fields; every error has the whole key."""
+    """Typed access to the fields of an architecture; every error has the complete key.
+
+    Attributes:
+        values: values by their keys without the prefix of the architecture.
+    """
 
     def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
         self._architecture = architecture
@@ -72,20 +81,20 @@ class GgufFields:
             if key.startswith(prefix)
         }
 
-    def error(self, name: str, wanted: str) -> CheckpointError:
-        """Make the error for a field; ``wanted`` follows what was got."""
-        got = shown(self.values.get(name))
-        return CheckpointError(f"{self._architecture}.{name}: got {got}, {wanted}")
+    def error(self, name: str, problem: str) -> CheckpointError:
+        """Build the error for a field: ``problem`` follows the field's value."""
+        value = shown(self.values.get(name))
+        return CheckpointError(f"{self._architecture}.{name}: got {value}, {problem}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Read a positive integer of any width."""
+        """Read a positive integer of up to 64 bits."""
         value = self.values.get(name, default)
         return read_count(value, self._key(name), "a whole number from 1 on", maximum=2**64)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Read a finite number."""
         value = self.values.get(name, default)
-        return read_number(value, self._key(name), "a number", -_MOST_FLOAT, _MOST_FLOAT)
+        return read_number(value, self._key(name), "a number", -_MAX_FLOAT, _MAX_FLOAT)
 
     def _key(self, name: str) -> str:
         return f"{self._architecture}.{name}"
@@ -94,30 +103,36 @@ class GgufFields:
 def read_config(
     fields: Mapping[str, Any], gguf: GgufFormat, rope_tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Translate ``fields`` to ``config.json``, without ``model_type`` and what the tensors tell.
+    """Translate ``fields`` to the keys of ``config.json``.
+
+    The caller adds ``model_type``, and the settings that follow from the tensors.
 
     Args:
-        rope_tensors: those of ROPE_TENSORS that the file has, ``[rotated channels / 2]`` each.
+        fields: metadata by key.
+        gguf: names of the family in GGUF.
+        rope_tensors: the tensors of ROPE_TENSORS in the file, each ``[rotated channels / 2]``.
     """
-    read = GgufFields(fields, gguf.architecture)
-    _refuse_others(read, gguf)
-    config: dict[str, Any] = {ours: read.count(name) for name, ours in SETTINGS.items()}
+    reader = GgufFields(fields, gguf.architecture)
+    _refuse_unread_fields(reader, gguf)
+    config: dict[str, Any] = {key: reader.count(name) for name, key in SETTINGS.items()}
     epsilon, epsilon_key = gguf.epsilon
     heads = config["num_attention_heads"]
-    head_dim = read.count("attention.key_length", config["hidden_size"] // heads)
-    rotated = _rotated_channels(read, gguf, config, head_dim)
-    rope = _rope(read, rotated, rope_tensors)
+    head_dim = reader.count("attention.key_length", config["hidden_size"] // heads)
+    rotated = _count_rotated_channels(reader, gguf, config, head_dim)
+    rope = _translate_rope(reader, rotated, rope_tensors)
     if gguf.is_partly_rotated:
         rope["partial_rotary_factor"] = rotated / head_dim
     config |= {
-        epsilon_key: read.number(epsilon),
-        "num_key_value_heads": read.count("attention.head_count_kv", heads),
+        epsilon_key: reader.number(epsilon),
+        "num_key_value_heads": reader.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rope_parameters": rope,
-        **{ours: read.number(name) for name, ours in gguf.optional.items() if name in read.values},
+        **{
+            key: reader.number(name) for name, key in gguf.optional.items() if name in reader.values
+        },
     }
     if gguf.has_windows:
-        config |= _windows(read, config["num_hidden_layers"])
+        config |= _translate_windows(reader, config["num_hidden_layers"])
     return {**config, **gguf.derived(config)}
 
 
@@ -125,108 +140,118 @@ _SCALING_TYPE = "rope.scaling.type"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 
-def _windows(read: GgufFields, layers: int) -> dict[str, Any]:
-    """The window, and the layers that have it where the file lists them; 0 is none."""
-    size, pattern = read.values.get(_WINDOW) or None, read.values.get(_PATTERN)
-    window: dict[str, Any] = {"sliding_window": None if size is None else read.count(_WINDOW)}
+def _translate_windows(reader: GgufFields, layers: int) -> dict[str, Any]:
+    """Translate the sliding window (0 is none), and the list of layers that have it, if any."""
+    size, pattern = reader.values.get(_WINDOW) or None, reader.values.get(_PATTERN)
+    window: dict[str, Any] = {"sliding_window": None if size is None else reader.count(_WINDOW)}
     if size is None or pattern is None:
         return window
     are_flags = isinstance(pattern, list) and all(isinstance(flag, bool) for flag in pattern)
     if not are_flags or len(pattern) != layers:
-        raise read.error(_PATTERN, f"wanted true or false for each of {layers} layers")
+        raise reader.error(_PATTERN, f"wanted true or false for each of {layers} layers")
     return {**window, "layer_types": [SLIDING if flag else FULL for flag in pattern]}
 
 
-def _rotated_channels(
-    read: GgufFields, gguf: GgufFormat, config: Mapping[str, Any], head_dim: int
+def _count_rotated_channels(
+    reader: GgufFields, gguf: GgufFormat, config: Mapping[str, Any], head_dim: int
 ) -> int:
-    """Count the rotated channels, of a head's ``head_dim``."""
-    rotated = read.count("rope.dimension_count", head_dim)
-    if read.count("attention.value_length", head_dim) != head_dim:
-        raise read.error("attention.value_length", f"wanted the keys' {head_dim}")
+    """Return to how many of a head's ``head_dim`` channels RoPE is applied."""
+    rotated = reader.count("rope.dimension_count", head_dim)
+    if reader.count("attention.value_length", head_dim) != head_dim:
+        raise reader.error("attention.value_length", f"wanted {head_dim}, the length of the keys")
     if rotated != head_dim and not (gguf.is_partly_rotated and rotated < head_dim):
-        raise read.error("rope.dimension_count", f"wanted the head's {head_dim}")
+        raise reader.error("rope.dimension_count", f"wanted {head_dim}, all channels of a head")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if gguf.is_share_of_hidden and heads * head_dim != hidden:
-        # The converter takes the share of hidden / heads, which then is not the size of a head.
-        raise read.error(
+        # The converter computes the rotated channels from hidden / heads instead of head_dim.
+        raise reader.error(
             "attention.key_length",
-            f"wanted {hidden // heads}, a head's part of the hidden size: else the "
-            "file does not say how much is rotated; take the Hugging Face folder",
+            f"wanted {hidden // heads}, the hidden size divided by the heads. Otherwise the file "
+            "does not tell how many channels are rotated. Convert the Hugging Face folder instead",
         )
     return rotated
 
 
-def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
+def _refuse_unread_fields(reader: GgufFields, gguf: GgufFormat) -> None:
     """Refuse unread fields, which might change what the model computes, unless they are off."""
-    known = {*SETTINGS, *_OWN, *_IGNORED, *gguf.optional}
-    known |= {_WINDOW, _PATTERN} if gguf.has_windows else set()
-    known |= _SCALING_FIELDS.get(str(read.values.get(_SCALING_TYPE)), {}).keys()
-    for name, value in read.values.items():
-        is_plain = value == _PLAIN[name] if name in _PLAIN else not value
-        if name not in known and not is_plain:
-            raise read.error(name, "which is not supported")
+    readable = {*SETTINGS, *_OPTIONAL_FIELDS, *_IGNORED, *gguf.optional}
+    readable |= {_WINDOW, _PATTERN} if gguf.has_windows else set()
+    readable |= _SCALING_FIELDS.get(str(reader.values.get(_SCALING_TYPE)), {}).keys()
+    for name, value in reader.values.items():
+        is_off = value == _SUPPORTED_VALUES[name] if name in _SUPPORTED_VALUES else not value
+        if name not in readable and not is_off:
+            raise reader.error(name, "which is not supported")
 
 
-def _rope(read: GgufFields, rotated: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    base = float(read.number("rope.freq_base", 10000.0))
-    # As in llama.cpp, a factor without a type is linear, and a missing one is 1.
-    kind = read.values.get(_SCALING_TYPE, "linear")
-    factor = read.number("rope.scaling.factor", 0.0)
+def _translate_rope(
+    reader: GgufFields, rotated: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Translate the RoPE settings to ``rope_parameters``."""
+    base = float(reader.number("rope.freq_base", 10000.0))
+    # As in llama.cpp, a factor without a type means linear, and a missing factor means 1.
+    kind = reader.values.get(_SCALING_TYPE, "linear")
+    factor = reader.number("rope.scaling.factor", 0.0)
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise read.error(_SCALING_TYPE, "wanted 'none', 'linear', 'yarn' or 'longrope'")
+        raise reader.error(_SCALING_TYPE, "wanted 'none', 'linear', 'yarn' or 'longrope'")
     if kind == "longrope" and not tensors.keys() & {_SHORT, _LONG}:
-        raise read.error(_SCALING_TYPE, f"but the file has no {_SHORT} and no {_LONG}")
+        raise reader.error(_SCALING_TYPE, f"but the tensors {_SHORT} and {_LONG} are missing")
     is_linear = kind == "linear" and factor not in (0.0, 1.0)
     if kind == "yarn":
-        return {"rope_theta": base, **_yarn_scaling(read)}
+        return {"rope_theta": base, **_translate_yarn(reader)}
     if tensors.keys() & {_SHORT, _LONG}:
-        return {"rope_theta": base, **_longrope_scaling(read, rotated, tensors)}
+        return {"rope_theta": base, **_translate_longrope(reader, rotated, tensors)}
     if ROPE_FREQS not in tensors:
         scaling = {"rope_type": "linear", "factor": factor} if is_linear else {}
         return {"rope_type": "default", "rope_theta": base, **scaling}
     if is_linear:
-        raise read.error("rope.scaling.factor", f"and {ROPE_FREQS}; wanted one of them")
-    return {"rope_theta": base, **_llama3_scaling(base, rotated, tensors[ROPE_FREQS])}
+        raise reader.error(
+            "rope.scaling.factor", f"and the tensor {ROPE_FREQS}; wanted one of them"
+        )
+    return {"rope_theta": base, **_recognize_llama3(base, rotated, tensors[ROPE_FREQS])}
 
 
-def _yarn_scaling(read: GgufFields) -> dict[str, Any]:
+def _translate_yarn(reader: GgufFields) -> dict[str, Any]:
     scaling = {
         "rope_type": "yarn",
-        "factor": read.number("rope.scaling.factor"),
-        _OLD_LENGTH: read.count("rope.scaling.original_context_length"),
+        "factor": reader.number("rope.scaling.factor"),
+        _OLD_LENGTH: reader.count("rope.scaling.original_context_length"),
     }
-    return {**scaling, **_scaling_fields(read, "yarn")}
+    return {**scaling, **_read_scaling_fields(reader, "yarn")}
 
 
-def _scaling_fields(read: GgufFields, kind: str) -> dict[str, float]:
-    """Settings of a kind of RoPE scaling that the file has."""
+def _read_scaling_fields(reader: GgufFields, kind: str) -> dict[str, float]:
+    """Read the optional settings of a kind of RoPE scaling."""
     names = _SCALING_FIELDS[kind]
-    return {ours: read.number(name) for name, ours in names.items() if name in read.values}
+    return {key: reader.number(name) for name, key in names.items() if name in reader.values}
 
 
 _OLD_LENGTH = "original_max_position_embeddings"
 
 
-def _longrope_scaling(
-    read: GgufFields, rotated: int, tensors: Mapping[str, Tensor]
+def _translate_longrope(
+    reader: GgufFields, rotated: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     lists: dict[str, Any] = {}
     for key, name in (("short_factor", _SHORT), ("long_factor", _LONG)):
         size = list(tensors[name].shape) if name in tensors else None
         if size != [rotated // 2]:
             raise CheckpointError(f"{name}: got shape {size}, wanted {[rotated // 2]}")
-        # The shortest decimals that are these fp32 numbers, as in config.json.
+        # fp32 values become their shortest decimals, which is what config.json has.
         lists[key] = [float(str(number)) for number in tensors[name].float().numpy()]
-    lists |= _scaling_fields(read, "longrope")
-    length = read.count("rope.scaling.original_context_length")
+    lists |= _read_scaling_fields(reader, "longrope")
+    length = reader.count("rope.scaling.original_context_length")
     return {"rope_type": "longrope", _OLD_LENGTH: length, **lists}
 
 
-def _llama3_scaling(base: float, rotated: int, divisors: Tensor) -> dict[str, Any]:
+def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, Any]:
+    """Return the settings of Llama 3.1's RoPE scaling, if they give these divisors.
+
+    Args:
+        divisors: divisors of the frequencies, ``[rotated / 2]``.
+    """
     if divisors.shape != (rotated // 2,) or rotated < 2:
-        got = list(divisors.shape)
-        raise CheckpointError(f"{ROPE_FREQS}: got shape {got}, wanted {[rotated // 2]}")
+        shape = list(divisors.shape)
+        raise CheckpointError(f"{ROPE_FREQS}: got shape {shape}, wanted {[rotated // 2]}")
     scaling = {
         "rope_type": "llama3",
         "factor": round(float(divisors.max()), 4),
@@ -234,14 +259,17 @@ def _llama3_scaling(base: float, rotated: int, divisors: Tensor) -> dict[str, An
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    # The file keeps only the divisors: accept them if Llama 3's constants give the same.
+    # The file has only the divisors; they are accepted if Llama 3's constants give the same.
     if not torch.allclose(divisors, llama3_divisors(base, rotated, scaling), rtol=1e-3):
-        raise CheckpointError(f"{ROPE_FREQS}: not the rope scaling of Llama 3.1")
+        raise CheckpointError(
+            f"{ROPE_FREQS}: its values are not those of Llama 3.1's RoPE scaling, and no other "
+            "scaling by a tensor is supported"
+        )
     return scaling
 
 
 def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Divisors of the ``head_dim / 2`` frequencies by Llama 3.1's rope scaling."""
+    """Compute by what Llama 3.1's RoPE scaling divides the frequencies, fp32 ``[head_dim / 2]``."""
     frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

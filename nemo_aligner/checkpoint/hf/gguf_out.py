@@ -1,9 +1,11 @@
-"""Export of a reward model as a GGUF file for llama.cpp's rank pooling, read before it is named.
+"""Export a reward model as a GGUF file for llama.cpp's rank pooling.
 
-Among the decoders of this package llama.cpp (``src/models/*.cpp``, ``build_pooling`` in
-``src/llama-graph.cpp``) gives only Qwen3 a classifier: one matrix without a bias, at the last
-token, with a softmax behind it. So the file has the reward's row and one of zeros: the softmax of
-the two is the sigmoid of the reward, and the logarithm of their ratio is the reward itself.
+The file is read again and compared with the archive before it gets its name.
+
+llama.cpp (``src/models/*.cpp``, ``build_pooling`` in ``src/llama-graph.cpp``) has a classifier for
+only one decoder that this package supports, Qwen3: one matrix without a bias, at the last token,
+followed by a softmax. So the file has the reward's row and a row of zeros. The softmax of the two
+is the sigmoid of the reward, and the logarithm of their ratio is the reward.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from nemo_aligner.checkpoint.hf.gguf import (
     save_gguf_tokenizer,
 )
 from nemo_aligner.checkpoint.hf.gguf_config import SETTINGS
-from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions, RewardArchive, head_of
+from nemo_aligner.checkpoint.hf.reward_archive import (
+    ExportOptions,
+    RewardArchive,
+    build_exported_head,
+)
 from nemo_aligner.checkpoint.hf.source import hf_shapes
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
@@ -42,11 +48,11 @@ from nemo_aligner.models.shape import ModelShape, check_is_linear
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-_WHO = "llama.cpp's rank pooling"
-# Name of the row of zeros, beside the attribute's.
+_READER = "llama.cpp's rank pooling"
+# Name of the row of zeros; the other row has the name of the attribute.
 _ZERO = "zero"
 _QUERY, _DOCUMENT = "{query}", "{document}"
-# By precision: the gguf package's quantization type, and llama.cpp's number of a file's type.
+# For each precision: names of the gguf package's quantization type and file type.
 _KINDS = {
     Precision.fp32: ("F32", "ALL_F32"),
     Precision.fp16: ("F16", "MOSTLY_F16"),
@@ -55,14 +61,17 @@ _KINDS = {
 
 
 def export_to_gguf(archive: str | Path, output: str | Path, options: ExportOptions) -> str:
-    """Write the reward model ``archive`` as the new file ``output``; returns what to tell.
+    """Write the reward model ``archive`` as the new file ``output``.
 
     Matrices are stored as ``options.dtype``, the head and one-dimensional tensors in fp32. The file
-    is read again as a conversion would, and must have the same weights, settings and token ids.
+    is read again like in a conversion, and must have the same weights, settings and token ids.
+
+    Returns:
+        Lines to print.
 
     Raises:
-        CheckpointError: ``output`` exists, llama.cpp has no place for the head, the decoder or the
-            tokenizer, or what was written reads otherwise.
+        CheckpointError: ``output`` exists; llama.cpp does not support the head, the decoder or the
+            tokenizer; or the file differs from the archive when it is read again.
     """
     output = Path(output)
     with scratch_beside(output) as scratch, open_nemo(archive) as folder:
@@ -78,7 +87,18 @@ _FILE = "model.gguf"
 
 @dataclass(frozen=True)
 class _Writer:
-    """One export: what is read of the archive, and the folder to write into."""
+    """Writes one export.
+
+    Attributes:
+        archive: the opened archive.
+        gguf: names of the decoder's family in GGUF.
+        head: the reward's row, fp32 ``[1, hidden]``.
+        contract: scoring contract of the exported model.
+        tokenizer: tokenizer of the exported model.
+        scratch: temporary folder for the file.
+        precision: precision of the stored matrices.
+        license: licence of the base model; ``unknown`` if it is not known.
+    """
 
     archive: RewardArchive
     gguf: GgufFormat
@@ -92,26 +112,31 @@ class _Writer:
     @classmethod
     def of(cls, folder: NemoFolder, scratch: Path, options: ExportOptions) -> _Writer:
         tokenizer = folder.load_tokenizer()
-        contract, where = contract_of(folder, tokenizer), str(folder.source)
+        contract, source = contract_of(folder, tokenizer), str(folder.source)
         if contract is None:
-            raise CheckpointError(f"{where}: it has no scoring contract, wanted a reward model")
-        check_last_token(contract, where, _WHO)
-        check_is_linear(model_shape(folder).head, where, _WHO)
+            raise CheckpointError(
+                f"{source}: it has no scoring contract, so it is no reward model of this package"
+            )
+        check_last_token(contract, source, _READER)
+        check_is_linear(model_shape(folder).head, source, _READER)
         archive = RewardArchive.of(folder)
         gguf = archive.family.gguf
         if gguf is None or not gguf.has_classifier:
             raise CheckpointError(
-                f"{where}: got a {archive.family.name}, wanted a qwen3: llama.cpp has a classifier "
-                "at the last token for no other decoder that is read here"
+                f"{source}: got a {archive.family.name}, wanted a qwen3, the only decoder of this "
+                "package for which llama.cpp has a classifier at the last token"
             )
         if ModelShape.from_config(archive.config).window_size is not None:
-            raise CheckpointError(f"{where}: got a sliding window, which {gguf.architecture} lacks")
-        head, exported = head_of(archive, contract, options)
+            raise CheckpointError(
+                f"{source}: it has a sliding window, which llama.cpp's {gguf.architecture} does "
+                "not support"
+            )
+        head, exported = build_exported_head(archive, contract, options)
         rows = head.tensors[HF_HEAD]
         if len(rows) != 1:
             raise CheckpointError(
-                f"{where}: got {len(rows)} outputs ({', '.join(exported.output_names)}), wanted "
-                f"one: {_WHO} answers with the first alone (--merge makes one of attributes)"
+                f"{source}: got {len(rows)} outputs ({', '.join(exported.output_names)}), but "
+                f"{_READER} returns only the first. Use --merge to merge several attributes"
             )
         stored = format_of(options.dtype or archive.embedding_dtype).precision
         write_tokenizer(scratch, tokenizer, exported, tokenizer.pad_token)
@@ -121,7 +146,7 @@ class _Writer:
         )  # fmt: skip
 
     def write(self, name: str) -> list[str]:
-        """Write the file and read it again; returns what to tell."""
+        """Write the file, read it again, and return the lines to print."""
         try:
             import gguf
         except ImportError as error:
@@ -140,8 +165,8 @@ class _Writer:
         self._add_classifier(writer, rerank)
         self._write_tensors(writer, gguf.GGMLQuantizationType[kind])
         say("reading it again ...")
-        self._check()
-        return self._told(kind, rerank)
+        self._compare_with_archive()
+        return self._summarize(kind, rerank)
 
     def _add_settings(self, writer: Any) -> None:
         config = self.archive.family.to_hf(self.archive.config)
@@ -159,17 +184,20 @@ class _Writer:
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
         elif rope["rope_type"] != "default":
-            raise CheckpointError(f"rope_type: got {shown(rope['rope_type'])}, wanted default")
+            raise CheckpointError(
+                f"rope_type: got {shown(rope['rope_type'])}, but only default and linear can be "
+                "exported as GGUF"
+            )
 
     def _add_tokenizer(self, writer: Any) -> None:
         content = json.loads((self.scratch / "tokenizer.json").read_text(encoding="utf-8"))
-        cut = cut_of(content)
-        tokens, kinds = _vocabulary(content, self.archive.config["vocab_size"])
+        pre_tokenizer = name_pre_tokenizer(content)
+        tokens, kinds = _list_vocabulary(content, self.archive.config["vocab_size"])
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(cut)
+        writer.add_tokenizer_pre(pre_tokenizer)
         writer.add_token_list(tokens)
         writer.add_token_types(kinds)
-        # tokenizers up to 0.19 write a merge as one text, later ones as a pair.
+        # The tokenizers package up to 0.19 writes a merge as one string, later versions as a pair.
         merges = content["model"]["merges"]
         writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
         if self.tokenizer.bos_id is not None:
@@ -180,26 +208,29 @@ class _Writer:
         writer.add_add_eos_token(self.contract.add_eos)
 
     def _rerank_template(self) -> str:
-        """The text that ``/rerank`` fills in: a question and its answer, by the contract."""
-        ids = self.contract.reward_token_id
-        end = "" if ids is None else self.tokenizer.decode([ids])
+        """Return the template of ``/rerank``: a prompt and its response, written as in training.
+
+        llama.cpp replaces ``{query}`` by the prompt and ``{document}`` by the response.
+        """
+        reward_token_id = self.contract.reward_token_id
+        end = "" if reward_token_id is None else self.tokenizer.decode([reward_token_id])
         if self.contract.template:
             turns = [("user", _QUERY), ("assistant", _DOCUMENT)]
             messages = [{"role": role, "content": content} for role, content in turns]
-            written = write_conversation(
+            template = write_conversation(
                 self.contract.template, messages, self.tokenizer, self.contract.template_kwargs
             )
-            written += end
+            template += end
         else:
             begin = self.tokenizer.bos_token if self.contract.add_bos else ""
             end = (self.tokenizer.eos_token if self.contract.add_eos else "") + end
-            written = f"{begin}{_QUERY}{_DOCUMENT}{end}"
-        if written.count(_QUERY) != 1 or written.count(_DOCUMENT) != 1:
+            template = f"{begin}{_QUERY}{_DOCUMENT}{end}"
+        if template.count(_QUERY) != 1 or template.count(_DOCUMENT) != 1:
             raise CheckpointError(
-                f"chat template: got {shown(written)} for a question and its answer, wanted each "
-                f"once and as it is: {_WHO} puts texts into it"
+                f"chat template: it renders {_QUERY} and {_DOCUMENT} as {shown(template)}, but "
+                f"{_READER} needs a template in which each occurs once, unchanged"
             )
-        return written
+        return template
 
     def _add_classifier(self, writer: Any, rerank: str) -> None:
         import gguf
@@ -217,122 +248,135 @@ class _Writer:
 
         shapes = hf_shapes(self.archive.rules, self.archive.config)
         for name, shape in shapes.items():
-            fits = len(shape) > 1 and kind != gguf.GGMLQuantizationType.F32
-            # numpy has no bf16: 16 bits of any kind are written as int16, and named by raw_dtype.
-            dtype = torch.zeros(0, dtype=torch.int16 if fits else torch.float32).numpy().dtype
+            is_16_bit = len(shape) > 1 and kind != gguf.GGMLQuantizationType.F32
+            # numpy has no bf16, so fp16 and bf16 are written as int16 with their type in raw_dtype.
+            dtype = torch.zeros(0, dtype=torch.int16 if is_16_bit else torch.float32).numpy().dtype
             size = torch.Size(shape).numel() * dtype.itemsize
-            raw = kind if fits else None
-            writer.add_tensor_info(self._name(name), shape, dtype, size, raw)
+            raw_dtype = kind if is_16_bit else None
+            writer.add_tensor_info(self._gguf_name(name), shape, dtype, size, raw_dtype)
         head = torch.cat([self.head, torch.zeros_like(self.head)]).numpy()
         writer.add_tensor_info(CLASSIFIER, head.shape, head.dtype, head.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for _, tensor in self._tensors():
+        for _, tensor in self._stored_tensors():
             plain = tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)
             writer.write_tensor_data(plain.contiguous().numpy())
         writer.write_tensor_data(head)
         writer.close()
 
-    def _name(self, name: str) -> str:
-        """GGUF's name of a tensor, by Hugging Face's."""
+    def _gguf_name(self, name: str) -> str:
+        """Translate a Hugging Face tensor name to GGUF's."""
         part, _, kind = name.rpartition(".")
-        outside = {theirs: ours for ours, theirs in self.gguf.model.items()}
+        outside = {hf_name: gguf_name for gguf_name, hf_name in self.gguf.model.items()}
         if part in outside:
             return f"{outside[part]}.{kind}"
-        inside = {theirs: ours for ours, theirs in self.gguf.layer.items()}
+        inside = {hf_name: gguf_name for gguf_name, hf_name in self.gguf.layer.items()}
         layer, _, part = part.removeprefix(self.archive.family.layer_prefix).partition(".")
         return f"blk.{layer}.{inside[part]}.{kind}"
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by Hugging Face's names, as they are stored."""
+    def _stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the decoder's tensors with their Hugging Face names, in the stored dtype."""
         dtype = torch_dtype(self.precision)
         for name, tensor in self.archive.tensors(self.archive.config["vocab_size"], None):
             stored = tensor.to(dtype if tensor.dim() > 1 else torch.float32)
             if not stored.isfinite().all():
-                raise CheckpointError(f"{name}: a weight of it is too large for {dtype}")
+                raise CheckpointError(
+                    f"{name}: it has a weight that is too large for {dtype}. Export with another "
+                    "dtype"
+                )
             yield name, stored
 
-    def _check(self) -> None:
-        """Compare the file, as a conversion reads it, with the archive."""
+    def _compare_with_archive(self) -> None:
+        """Read the file like a conversion does, and compare it with the archive."""
         read = GgufCheckpoint(self.scratch / _FILE)
         family = self.archive.family
-        got, wanted = family.to_hf(family.to_nemo(read.config)), family.to_hf(self.archive.config)
-        for key, value in wanted.items():
-            # A reward model has no output layer, tied or not.
-            if got[key] != value and key != "tie_word_embeddings":
-                raise CheckpointError(f"{key}: the file reads as {got[key]}, wanted {value}")
-        for name, tensor in [*self._tensors(), (HF_HEAD, self.head)]:
+        config, expected = family.to_nemo(read.config), family.to_hf(self.archive.config)
+        actual = family.to_hf(config)
+        for key, value in expected.items():
+            # A reward model has no output layer, so it does not matter if it is tied.
+            if actual[key] != value and key != "tie_word_embeddings":
+                raise CheckpointError(
+                    f"{key}: the written file has {actual[key]}, but the archive {value}"
+                )
+        for name, tensor in [*self._stored_tensors(), (HF_HEAD, self.head)]:
             if not torch.equal(read.tensors[name].read(), tensor.float()):
-                raise CheckpointError(f"{name}: the file reads otherwise than the archive")
+                raise CheckpointError(f"{name}: the written file has other values than the archive")
         save_gguf_tokenizer(self.scratch / _FILE, read.fields, self.scratch / "read")
         tokenizer = load_tokenizer(self.scratch / "read")
-        for each in encode_texts(self.contract, self.tokenizer):
-            (again,) = self.contract.tokenize(tokenizer, [each.text])
-            if again != each.token_ids:
+        for text in encode_texts(self.contract, self.tokenizer):
+            (ids,) = self.contract.tokenize(tokenizer, [text.text])
+            if ids != text.token_ids:
                 raise CheckpointError(
-                    f"the file's tokenizer writes {each.text!r} as {again}, wanted {each.token_ids}"
+                    f"the written file's tokenizer tokenizes {text.text!r} as {ids}, but the "
+                    f"archive's as {text.token_ids}"
                 )
 
-    def _told(self, kind: str, rerank: str) -> list[str]:
+    def _summarize(self, kind: str, rerank: str) -> list[str]:
         (name,) = self.contract.output_names
         lines = [
             f"{self.gguf.architecture} with rank pooling of {name}, matrices in {kind}",
-            "checked: weights, settings and token ids, as a conversion reads them",
+            "checked: a conversion of the file gives the same weights, settings and token ids",
             f"scoring contract: {self.contract.hash}",
-            "llama-server --rerank answers /rerank with the sigmoid of the reward of each document "
-            f"as the reply to the query, written as {rerank!r}",
+            "llama-server --rerank answers /rerank with the sigmoid of each document's reward as a "
+            f"response to the query; they are rendered as {rerank!r}",
         ]
         if any(self.contract.label_means):
             lines.append(
-                f"WARNING: llama.cpp's score lacks {self.contract.label_means[0]:g}: its "
-                "classifier has no bias. The order of replies is right without it"
+                "WARNING: llama.cpp's classifier has no bias, so its logit lacks the offset "
+                f"{self.contract.label_means[0]:g}. The order of responses is the same without it"
             )
         return lines
 
 
-# Pre-tokenizers of byte-level BPE by llama.cpp's names (``src/llama-vocab.cpp``).
+# Names of llama.cpp for pre-tokenizers of byte-level BPE (``src/llama-vocab.cpp``).
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {
-    _CONTRACTIONS + r"\p{N}" + _REST: "qwen2",
-    _CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe",
+    _CONTRACTIONS + r"\p{N}" + _PUNCTUATION: "qwen2",
+    _CONTRACTIONS + r"\p{N}{1,3}" + _PUNCTUATION: "llama-bpe",
 }
 
 
-def cut_of(content: Mapping[str, Any]) -> str:
-    """``tokenizer.ggml.pre`` of a ``tokenizer.json``."""
+def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name (``tokenizer.ggml.pre``) for the rules in a ``tokenizer.json``.
+
+    Raises:
+        CheckpointError: llama.cpp has no such rules.
+    """
     model, normalizer = content["model"], content.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise CheckpointError(
             f"tokenizer.json: got {shown(model.get('type'))}, wanted byte-level BPE"
         )
-    # llama.cpp does not compose characters: texts that are composed already have the same ids.
+    # llama.cpp does not normalize to NFC; a text that is in NFC already gets the same ids.
     if normalizer.get("type", "NFC") != "NFC":
-        raise CheckpointError(f"tokenizer.json: normalizer: got {shown(normalizer)}, wanted none")
-    before = content.get("pre_tokenizer") or {}
-    steps = before.get("pretokenizers", [before])
+        raise CheckpointError(
+            f"tokenizer.json: normalizer: got {shown(normalizer)}, wanted NFC or none"
+        )
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [step.get("type") for step in steps]
     last = steps[-1]
-    cut = None
+    name = None
     if not last.get("add_prefix_space", True):
         if kinds == ["ByteLevel"] and last.get("use_regex", True):
-            cut = "gpt-2"
+            name = "gpt-2"
         if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
-            cut = "smollm"
+            name = "smollm"
         if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True):
-            cut = _SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
-    if cut is None or (cut == "llama-bpe") != bool(model.get("ignore_merges")):
+            name = _SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
+    if name is None or (name == "llama-bpe") != bool(model.get("ignore_merges")):
         raise CheckpointError(
-            f"tokenizer.json: pre_tokenizer: got {shown(before)}, wanted that of GPT-2, SmolLM, "
-            "Qwen2 or Llama 3"
+            f"tokenizer.json: pre_tokenizer: got {shown(pre_tokenizer)}, wanted that of GPT-2, "
+            "SmolLM, Qwen2 or Llama 3"
         )
-    return cut
+    return name
 
 
-def _vocabulary(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """Tokens by id and their GGUF types; ids that the tokenizer lacks are unused."""
+def _list_vocabulary(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """List the tokens and their GGUF types by id; ids that the tokenizer lacks are unused."""
     import gguf
 
     kinds = gguf.TokenType

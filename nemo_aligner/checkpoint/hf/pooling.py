@@ -1,8 +1,8 @@
-"""Folder of a reward model that reads the mean of a reply, for sentence-transformers.
+"""Export a reward model that reads the mean of a response, for sentence-transformers.
 
-The decoder is followed by a pooling that leaves out the tokens of a prompt, and by a dense module
-for each layer of the head. What comes before a reply, its marker included, is given as the prompt.
-Names and rules are those of sentence-transformers 6.2.
+After the decoder come a pooling module, which ignores the tokens of the prompt, and a dense module
+for each layer of the head. The prompt is the text before the response, including the marker with
+which a response begins. Names and rules are those of sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.check import (
     CheckedText,
-    complete,
+    add_special_tokens,
+    check_difference,
     compute_in_fp32,
-    differ_most,
 )
-from nemo_aligner.checkpoint.hf.heads import forget_lengths, rotary_by_length
-from nemo_aligner.checkpoint.hf.reward_archive import HeadOut
+from nemo_aligner.checkpoint.hf.heads import length_dependent_rope, reset_dynamic_rope
+from nemo_aligner.checkpoint.hf.reward_archive import ExportedHead
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import reply_start
@@ -32,28 +32,29 @@ from nemo_aligner.utils.errors import CheckpointError
 
 _POOLING = "1_Pooling"
 _TRANSFORMER = {
-    # With a chat template, texts would be taken for messages, whose prompts are not left out.
+    # Texts only: with a chat template, inputs would be treated as messages, whose prompts are
+    # averaged, too.
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
     "module_output_name": "token_embeddings",
-    # The chat template has written all of them.
+    # The chat template has written the special tokens already.
     "processing_kwargs": {"text": {"add_special_tokens": False}},
 }
 _DENSE_NAMES = {"weight": "linear.weight", "bias": "linear.bias"}
 
 
 def require_package() -> None:
-    """Refuse what only sentence-transformers can read and check, where it is not installed."""
+    """Raise CheckpointError if sentence-transformers is not installed."""
     try:
         import sentence_transformers  # noqa: F401
     except ImportError as error:
         raise CheckpointError(
-            "a head that reads the mean of a reply is exported for sentence-transformers (extra "
-            "[pooling])"
+            "a head that reads the mean of a response is exported for sentence-transformers, which "
+            "is not installed. Install the extra [pooling]"
         ) from error
 
 
-def write_modules(folder: Path, head: HeadOut, hidden_size: int) -> None:
-    """Write the modules behind the decoder: the mean, and the layers of a head that has biases."""
+def write_modules(folder: Path, head: ExportedHead, hidden_size: int) -> None:
+    """Write the modules after the decoder: the mean, and the layers of a head with biases."""
     layers = sorted({name.rpartition(".")[0] for name in head.tensors})
     kinds = {"": "Transformer", _POOLING: "Pooling", **dict.fromkeys(layers, "Dense")}
     modules = [
@@ -74,8 +75,8 @@ def write_modules(folder: Path, head: HeadOut, hidden_size: int) -> None:
             "activation_function": f"torch.nn.modules.{activation}",
         }
         _write_json(folder / layer / "config.json", dense)
-        named = {name: head.tensors[f"{layer}.{ours}"] for ours, name in _DENSE_NAMES.items()}
-        save_file(named, folder / layer / "model.safetensors", metadata={"format": "pt"})
+        tensors = {name: head.tensors[f"{layer}.{kind}"] for kind, name in _DENSE_NAMES.items()}
+        save_file(tensors, folder / layer / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -86,7 +87,7 @@ def _write_json(path: Path, content: Any) -> None:
 def check_pooled_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
 ) -> float:
-    """Load ``folder`` with sentence-transformers and compare, as ``check.check_folder`` does."""
+    """Load ``folder`` with sentence-transformers and compare like ``check.check_folder``."""
     from sentence_transformers import SentenceTransformer
 
     try:
@@ -96,49 +97,54 @@ def check_pooled_folder(
             local_files_only=True,
             model_kwargs={"dtype": "auto"},
         )
-    except Exception as error:  # third-party code on files that may be wrong
+    except Exception as error:  # third-party code may raise anything
         raise CheckpointError(
-            f"sentence-transformers cannot load what was written: {error}"
+            f"sentence-transformers cannot load the exported files: {error}"
         ) from error
     decoder = model[0].model
     compute_in_fp32(decoder)
     files = sorted(folder.glob("score*/model.safetensors"))
-    # These have the head in fp32; it was cast to the decoder's dtype.
+    # The files have the head in fp32, but it was cast to the decoder's dtype.
     for dense, file in zip(list(model)[2:], files, strict=True):
         dense.float().load_state_dict(load_file(file))
 
     def encode(replies: list[str], prompt: str) -> Tensor:
-        forget_lengths(decoder)
+        reset_dynamic_rope(decoder)
         return model.encode(replies, prompt=prompt, convert_to_tensor=True)[:1].float().cpu()
 
-    alone, padded = [], []
-    for each in texts:
-        prompt, reply = _split(each.text, contract, model.tokenizer)
-        _check_tokens(model[0].preprocess([reply], prompt=prompt), each, contract)
-        alone.append(encode([reply], prompt))
-        # Where a batch is rotated by its longest text, only a text alone has a reward of its own.
-        is_alone = bool(rotary_by_length(decoder))
-        padded.append(alone[-1] if is_alone else encode([reply, 2 * reply], prompt))
-    return differ_most(torch.cat(alone), torch.cat(padded), logits, texts)
+    single, padded = [], []
+    for text in texts:
+        prompt, reply = _split_prompt(text.text, contract, model.tokenizer)
+        _check_tokens(model[0].preprocess([reply], prompt=prompt), text, contract)
+        single.append(encode([reply], prompt))
+        # If RoPE depends on the longest sequence of a batch, rewards are comparable only in
+        # batches of one.
+        is_length_dependent = bool(length_dependent_rope(decoder))
+        padded.append(single[-1] if is_length_dependent else encode([reply, 2 * reply], prompt))
+    return check_difference(torch.cat(single), torch.cat(padded), logits, texts)
 
 
-def _split(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
-    """What comes before the reply, and the reply, as the model card has them."""
+def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
+    """Split a sample into prompt and response like the program in the model card."""
     if isinstance(text, str):
-        ids = complete([None], contract)  # the text's own are in the place of None
-        return "", "".join(text if each is None else tokenizer.decode([each]) for each in ids)
-    written = tokenizer.apply_chat_template(text, tokenize=False)
-    before, marker, reply = written.rpartition(tokenizer.decode(list(contract.reply_marker or ())))
-    return before + marker, reply
+        ids = add_special_tokens([None], contract)  # None stands for the ids of the text
+        pieces = (text if token_id is None else tokenizer.decode([token_id]) for token_id in ids)
+        return "", "".join(pieces)
+    rendered = tokenizer.apply_chat_template(text, tokenize=False)
+    marker = tokenizer.decode(list(contract.reply_marker or ()))
+    prompt, separator, reply = rendered.rpartition(marker)
+    return prompt + separator, reply
 
 
 def _check_tokens(features: Any, checked: CheckedText, contract: ScoringContract) -> None:
-    text, wanted = checked.text, checked.token_ids
-    ids, left_out = features["input_ids"][0].tolist(), features.get("prompt_length", 0)
-    start = reply_start(wanted, contract.reply_marker or ())
-    if (ids, left_out) != (wanted, start):
+    """Compare token ids and the length of the prompt with those of the contract."""
+    text, expected = checked.text, checked.token_ids
+    ids, prompt_length = features["input_ids"][0].tolist(), features.get("prompt_length", 0)
+    start = reply_start(expected, contract.reply_marker or ())
+    if (ids, prompt_length) != (expected, start):
         raise CheckpointError(
-            f"sentence-transformers tokenizes {text!r} as {ids} and leaves out the first "
-            f"{left_out}, wanted the scoring contract's {wanted} and {start}: it does not count a "
-            "prompt's last token if that is BOS, EOS or padding"
+            f"sentence-transformers tokenizes {text!r} as {ids} with a prompt of {prompt_length} "
+            f"tokens, but the scoring contract as {expected} with a prompt of {start}. "
+            "sentence-transformers does not count a prompt's last token if that is BOS, EOS or "
+            "padding"
         )

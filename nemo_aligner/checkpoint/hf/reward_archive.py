@@ -1,4 +1,8 @@
-"""A reward model's archive in Hugging Face's terms, for exports: tensors, head and contract."""
+"""Read a reward model's archive for an export: tensors, head and contract in Hugging Face's form.
+
+``RewardArchive`` reads the decoder's tensors under their Hugging Face names. The rest of the file
+converts the head to the form in which it is written, and the scoring contract with it.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,8 @@ from nemo_aligner.models.lora import folded
 from nemo_aligner.models.shape import LORA_A, LORA_B, LoraShape, ModelShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Defaults of keys that a NeMo config may leave out.
-_WITH_DEFAULTS = (
+# Keys that a NeMo config may lack; the model's shape has their defaults.
+_OPTIONAL_KEYS = (
     "kv_channels",
     "max_position_embeddings",
     "layernorm_epsilon",
@@ -51,9 +55,18 @@ _WITH_DEFAULTS = (
 
 @dataclass(frozen=True)
 class RewardArchive:
-    """A reward model's archive; ``config`` is without added query groups.
+    """An opened archive of a reward model, read with Hugging Face's names.
 
-    LoRA is folded into the weights, except in ``adapters``.
+    Every method folds LoRA into the weights, except ``adapters``.
+
+    Attributes:
+        store: the stored tensors.
+        embedding_dtype: dtype of the embedding.
+        family: the model family.
+        config: settings of the model, without added query groups of zeros.
+        num_query_groups: number of query groups in the archive, with those of zeros.
+        rules: rules of the decoder's tensors with their layers.
+        lora: LoRA adapters in the archive; None if there are none.
     """
 
     store: TensorStore
@@ -66,47 +79,54 @@ class RewardArchive:
 
     @classmethod
     def of(cls, folder: NemoFolder) -> RewardArchive:
-        """Open it; raises CheckpointError if a tensor has no place in the family's model."""
+        """Read settings and rules of an opened archive.
+
+        Raises:
+            CheckpointError: the archive has a tensor that the family's models do not have.
+        """
         shape = ModelShape.from_config(folder.config)
         groups = shape.num_query_groups
-        # Groups of zeros are for tensor parallelism here; an export has the model's own.
-        kept = groups - int(folder.config.get("zero_query_groups") or 0)
+        # Groups of zeros exist for tensor parallelism only, and are not exported.
+        model_groups = groups - int(folder.config.get("zero_query_groups") or 0)
         config = {
             "share_embeddings_and_output_weights": True,  # NeMo's default
             **folder.config,
-            **{name: getattr(shape, name) for name in _WITH_DEFAULTS},
-            "num_attention_heads": shape.num_attention_heads // groups * kept,
-            "num_query_groups": kept,
+            **{name: getattr(shape, name) for name in _OPTIONAL_KEYS},
+            "num_attention_heads": shape.num_attention_heads // groups * model_groups,
+            "num_query_groups": model_groups,
             "zero_query_groups": 0,
         }
         family = family_of(config)
         rules = model_rules(family, config, has_output_layer=False)
-        known = {PREFIX + HEAD_PREFIX + name for name in head_names(folder)}
-        known |= {megatron_key(rule, layer) for rule, layer in rules}
+        exportable = {PREFIX + HEAD_PREFIX + name for name in head_names(folder)}
+        exportable |= {megatron_key(rule, layer) for rule, layer in rules}
         stored = folder.store.tensors
-        unknown = sorted(key for key in stored.keys() - known if not is_of_adapter(key))
+        unknown = sorted(key for key in stored.keys() - exportable if not is_of_adapter(key))
         if unknown:
             raise CheckpointError(
                 f"{folder.source}: {unknown[0]}: a {family.name} reward model of Hugging Face has "
-                "no place for it"
+                "no such tensor, so the archive cannot be exported"
             )
         dtype = stored[PREFIX + EMBEDDING][1]
         return cls(folder.store, dtype, family, config, groups, rules, shape.lora)
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
-        """Split a whole Megatron tensor into Hugging Face's, without padding and added groups."""
+        """Split an unsharded Megatron tensor into Hugging Face's tensors.
+
+        Vocabulary padding and query groups of zeros are removed.
+        """
         # Rows past the vocabulary are padding.
         if rule.megatron == EMBEDDING:
             data = data[: self.config["vocab_size"]]
-        kept = self.config["num_query_groups"]
-        data = remove_zero_groups(rule.group_axis, data, self.num_query_groups, kept)
+        model_groups = self.config["num_query_groups"]
+        data = remove_zero_groups(rule.group_axis, data, self.num_query_groups, model_groups)
         return rule.split(data, self.config)
 
     def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-        """Invert ``split``, except for vocabulary padding."""
+        """Invert ``split``, without adding vocabulary padding."""
         data = rule.join(parts, self.config)
-        kept = self.config["num_query_groups"]
-        return add_zero_groups(rule.group_axis, data, kept, self.num_query_groups)
+        model_groups = self.config["num_query_groups"]
+        return add_zero_groups(rule.group_axis, data, model_groups, self.num_query_groups)
 
     def head(self) -> dict[str, Tensor]:
         """Read the reward head in fp32, by the names of ``HeadShape.tensors``."""
@@ -115,16 +135,16 @@ class RewardArchive:
         return {key.removeprefix(prefix): self.store.read(key).float() for key in names}
 
     def read(self, rule: Rule, layer: int | None) -> Tensor:
-        """Read a whole Megatron tensor."""
+        """Read an unsharded Megatron tensor, with LoRA folded in."""
         data = self.store.read(megatron_key(rule, layer), layer)
-        matrices = self._matrices(rule, layer)
+        matrices = self._read_lora(rule, layer)
         if matrices is None or self.lora is None:
             return data
         high, low = matrices
         return folded(data, low, high, self.lora.scale)
 
-    def _matrices(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
-        """LoRA's B and A beside a tensor, if it has them."""
+    def _read_lora(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
+        """Read LoRA's matrices B and A for a tensor; None if it has no adapter."""
         linear = rule.megatron.removesuffix(".weight")
         if self.lora is None or linear not in self.lora.linears:
             return None
@@ -134,34 +154,40 @@ class RewardArchive:
         return high, low
 
     def adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the Hugging Face name of every weight with LoRA, its A and its B.
+        """Yield the Hugging Face name of every weight with LoRA, its matrix A and its matrix B.
 
-        Weights that share a Megatron tensor share A.
+        Weights that Megatron stores in one tensor have the same A.
         """
-        kept = self.config["num_query_groups"]
+        groups, model_groups = self.num_query_groups, self.config["num_query_groups"]
         for rule, layer in self.rules:
-            matrices = self._matrices(rule, layer)
+            matrices = self._read_lora(rule, layer)
             if matrices is None:
                 continue
             pair, axis = list(matrices), rule.group_axis
             if axis is not None:
-                pair[axis] = remove_zero_groups(axis, pair[axis], self.num_query_groups, kept)
+                pair[axis] = remove_zero_groups(axis, pair[axis], groups, model_groups)
             for name, part in zip(rule.hf, rule.split(pair[0], self.config), strict=True):
                 yield name, pair[1], part
 
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
-        """Read a Megatron tensor with the rounding of the exported folder."""
+        """Read a Megatron tensor, rounded as in the exported folder.
+
+        The check then compares rewards of equally rounded weights.
+        """
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
-        (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
-        # Out and back: so the archive's rewards in the check have the export's rounding.
+        (rule,) = (
+            rule for rule, rule_layer in self.rules if (rule.megatron, rule_layer) == (name, layer)
+        )
         parts = self.split(rule, self.read(rule, layer))
         return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
 
     def tensors(self, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the decoder by its Hugging Face name; ``dtype`` None as stored.
+        """Yield every tensor of the decoder with its Hugging Face name.
 
-        Pads the embeddings with zero rows up to ``vocab_size``, as the pad token may be new.
+        Args:
+            vocab_size: rows of the embedding. It is padded with zero rows if the pad token is new.
+            dtype: dtype of the tensors; None keeps the stored one.
         """
         for rule, layer in self.rules:
             data = self.read(rule, layer)
@@ -172,7 +198,7 @@ class RewardArchive:
                 yield name, part
 
 
-# The head, in the form that it is written in.
+# The head, in the form in which an export writes it.
 
 
 @dataclass(frozen=True)
@@ -180,9 +206,11 @@ class ExportOptions:
     """Options of an export.
 
     Attributes:
-        dtype: None keeps the stored one.
+        dtype: dtype of the weights; None keeps the stored one.
         merge: merge the attributes into one reward.
-        head: form of the head (``HeadOut.of``); None is its own.
+        head: form of the head (see ``ExportedHead.of``); None keeps the head's form.
+        max_shard_bytes: size limit of a safetensors file.
+        base_license: licence of the base model, for the model card.
     """
 
     dtype: torch.dtype | None = None
@@ -193,15 +221,16 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class HeadOut:
-    """A head in Hugging Face's terms.
+class ExportedHead:
+    """A head in the form in which an export writes it.
 
     Attributes:
-        tensors: fp32, by their names in the folder.
+        tensors: fp32 tensors by their names in the folder.
         form: name of a layout, or ``score.bias``.
-        means: ``[A]``, the label means that its outputs still lack.
-        shift: ``[A]``, what its outputs are more than the archive's; None: nothing.
-        is_pair: before its only output there is one that is always 0.
+        means: ``[A]``, the label means that a reader still has to add to the outputs.
+        shift: ``[A]``, the difference of the outputs from those of the archive's head; None for
+            none.
+        is_pair: the head has two outputs for one reward, of which the first is always 0.
     """
 
     tensors: dict[str, Tensor]
@@ -218,32 +247,38 @@ class HeadOut:
         means: Sequence[float],
         *,
         are_rewards: bool = True,
-    ) -> HeadOut:
-        """Put a head (by our names) into a form; None is its own.
+    ) -> ExportedHead:
+        """Convert a head to a form.
 
-        ``score`` has no place for a bias, as transformers' class has none: it joins the means.
-        ``score.bias`` and ``v_head.summary`` have one, which the means join. The two layers of
-        ``Qwen2ForRewardModel`` have biases, of zeros if need be.
+        ``score`` has no bias, because transformers' class has none; a bias of the head is added to
+        the means. ``score.bias`` and ``v_head.summary`` have a bias, to which the means are added.
+        The two layers of ``Qwen2ForRewardModel`` always have biases, which may be zeros.
 
         Args:
+            head: tensors by the names of ``HeadShape.tensors``.
+            form: name of the form; None keeps the head's.
             means: label means ``[A]``.
-            are_rewards: its outputs are rewards, of which a bias may be left out as a constant.
+            are_rewards: the outputs are rewards, so a bias is a constant that may be moved to the
+                means.
+
+        Raises:
+            CheckpointError: the head cannot be written in this form.
         """
-        own = TWO_LAYERS.last if "hidden.weight" in head else LINEAR.last
-        form = own if form is None else form
-        _check_form(form, own, head, are_rewards=are_rewards)
+        default_form = TWO_LAYERS.last if "hidden.weight" in head else LINEAR.last
+        form = default_form if form is None else form
+        _check_form(form, default_form, head, are_rewards=are_rewards)
         bias = head.get("bias")
         if form == LINEAR.last:
             if bias is None:
                 return cls({HF_HEAD: head["weight"]}, form, list(means))
-            more = torch.tensor(means, dtype=torch.float64) + bias.double()
-            return cls({HF_HEAD: head["weight"]}, form, more.tolist(), -bias)
-        whole, shift = _with_biases(head), None
+            offsets = torch.tensor(means, dtype=torch.float64) + bias.double()
+            return cls({HF_HEAD: head["weight"]}, form, offsets.tolist(), -bias)
+        tensors, shift = _with_biases(head), None
         if are_rewards and form != TWO_LAYERS.last:
             shift = torch.tensor(means, dtype=torch.float32)
-            whole["bias"] = whole["bias"] + shift
+            tensors["bias"] = tensors["bias"] + shift
             means = [0.0] * len(means)
-        return cls(_named(whole, form), form, list(means), shift)
+        return cls(_rename_tensors(tensors, form), form, list(means), shift)
 
     @classmethod
     def of_steps(
@@ -253,35 +288,45 @@ class HeadOut:
         means: Sequence[float],
         *,
         are_rewards: bool,
-    ) -> HeadOut:
-        """Put a head that reads steps into its only form, which has biases; see ``of``.
+    ) -> ExportedHead:
+        """Convert a head that reads steps to the only form that such a head has; see ``of``.
 
-        One reward becomes two outputs, 0 and the reward, as readers of such models take two: the
-        softmax of them is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
+        The form has biases. One reward becomes two outputs, 0 and the reward, because programs for
+        such models expect two: their softmax is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
         """
-        own = _form_with_biases(head, form, "steps")
-        whole, rows = _with_biases(head), head["weight"].size(0)
+        form = _require_biased_form(head, form, "steps")
+        tensors, rows = _with_biases(head), head["weight"].size(0)
         shift, is_pair = None, are_rewards and rows == 1
         if are_rewards:
             shift = torch.tensor(means, dtype=torch.float32)
-            whole["bias"] = whole["bias"] + shift
+            tensors["bias"] = tensors["bias"] + shift
             means = [0.0] * rows
         if is_pair:
-            whole["weight"] = F.pad(whole["weight"], (0, 0, 1, 0))
-            whole["bias"] = F.pad(whole["bias"], (1, 0))
-        return cls(_named(whole, own), own, list(means), shift, is_pair)
+            tensors["weight"] = F.pad(tensors["weight"], (0, 0, 1, 0))
+            tensors["bias"] = F.pad(tensors["bias"], (1, 0))
+        return cls(_rename_tensors(tensors, form), form, list(means), shift, is_pair)
 
 
-def _form_with_biases(head: Mapping[str, Tensor], form: str | None, read: str) -> str:
-    """The only form of a head by what is ``read``, as steps, if ``form`` asks for no other."""
-    own = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
-    if form not in (None, own):
-        raise CheckpointError(f"head: got {shown(form)} for a head of {read}, wanted {own}")
-    return own
+def _require_biased_form(head: Mapping[str, Tensor], form: str | None, reads: str) -> str:
+    """Return the form with biases, the only one for a head of this kind.
+
+    Args:
+        form: the requested form; None for any.
+        reads: what the head reads, such as ``steps``, for the error.
+
+    Raises:
+        CheckpointError: another form is requested.
+    """
+    biased_form = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
+    if form not in (None, biased_form):
+        raise CheckpointError(
+            f"head: got {shown(form)} for a head that reads {reads}, wanted {biased_form}"
+        )
+    return biased_form
 
 
 def _with_biases(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A head with zeros for the biases that it lacks."""
+    """Return a head with zeros for missing biases."""
     zeros = {
         name.replace("weight", "bias"): tensor.new_zeros(tensor.size(0))
         for name, tensor in head.items()
@@ -290,38 +335,45 @@ def _with_biases(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**zeros, **head}
 
 
-def _named(head: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
-    """A head by the names of a form."""
+def _rename_tensors(head: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
+    """Return the tensors of a head by their names in a form."""
     layouts = {TWO_LAYERS.last: TWO_LAYERS, VALUE_LAYER.last: VALUE_LAYER}
     names = layouts.get(form, LINEAR).names()
-    return {names[ours]: tensor for ours, tensor in head.items()}
+    return {names[head_name]: tensor for head_name, tensor in head.items()}
 
 
-def _check_form(form: str, own: str, head: Mapping[str, Tensor], *, are_rewards: bool) -> None:
-    """Refuse a form that a head, which has the form ``own`` by itself, does not fit into."""
-    fitting = [TWO_LAYERS.last] if own == TWO_LAYERS.last else [*LINEAR_FORMS]
-    if form not in fitting:
-        layers = "two layers" if own == TWO_LAYERS.last else "one matrix"
+def _check_form(
+    form: str, default_form: str, head: Mapping[str, Tensor], *, are_rewards: bool
+) -> None:
+    """Refuse a form in which a head cannot be written; ``default_form`` is the head's own."""
+    has_two_layers = default_form == TWO_LAYERS.last
+    supported = [TWO_LAYERS.last] if has_two_layers else [*LINEAR_FORMS]
+    if form not in supported:
+        layers = "two layers" if has_two_layers else "one matrix"
         raise CheckpointError(
-            f"head: got {shown(form)} for a head of {layers}, wanted {' or '.join(fitting)}"
+            f"head: got {shown(form)} for a head of {layers}, wanted {' or '.join(supported)}"
         )
     outputs = head["weight"].size(0)
     if form == VALUE_LAYER.last and outputs != 1:
         raise CheckpointError(
-            f"head: got {form} for {outputs} outputs, wanted one: a value head has no more "
-            "(--merge makes one of several attributes)"
+            f"head: got {form} for {outputs} outputs, but a value head has only one. Use --merge "
+            "to merge several attributes into one"
         )
     if form == LINEAR.last and "bias" in head and not are_rewards:
         raise CheckpointError(
-            f"head: got {form} for bins with a bias, wanted {SCORE_WITH_BIAS}: transformers' class "
-            "has no bias, and that of a bin is no constant of the reward"
+            f"head: got {form} for a head of bins that has a bias. transformers' class has no "
+            f"bias, and a reward depends on the bins' biases. Use {SCORE_WITH_BIAS}"
         )
 
 
-def head_of(
+def build_exported_head(
     archive: RewardArchive, contract: ScoringContract, options: ExportOptions
-) -> tuple[HeadOut, ScoringContract]:
-    """The head to write, and the contract that goes with it: of rewards, with attributes merged."""
+) -> tuple[ExportedHead, ScoringContract]:
+    """Build the head that an export writes, and the scoring contract that belongs to it.
+
+    Raises:
+        CheckpointError: the options do not fit the head.
+    """
     stored = _read_head(archive, contract, merge=options.merge)
     exported = contract
     if options.dtype is not None:
@@ -330,15 +382,16 @@ def head_of(
     if readout is not None and readout.is_linear:
         exported = exported.with_readout(None)
     if options.merge:
-        exported = _merged_contract(exported)
+        exported = _merge_attributes(exported)
     exported_readout = exported.output_readout
     are_rewards, form = exported_readout is None, options.head
     if contract.has_steps and exported_readout is not None and exported_readout.kind == SIGMOID:
-        are_rewards = True  # its readers take the softmax of two outputs, which is the probability
+        # Programs for such models apply a softmax to two outputs, which gives the probability.
+        are_rewards = True
     if contract.reply_marker is not None:
-        form = _form_with_biases(stored, form, "means")
-    put = HeadOut.of_steps if contract.has_steps else HeadOut.of
-    head = put(stored, form, exported.label_means, are_rewards=are_rewards)
+        form = _require_biased_form(stored, form, "means")
+    build = ExportedHead.of_steps if contract.has_steps else ExportedHead.of
+    head = build(stored, form, exported.label_means, are_rewards=are_rewards)
     if contract.has_steps and head.form == TWO_LAYERS.last:
         _check_step_layers(archive, head, exported)
     return head, exported.with_label_means(head.means)
@@ -347,9 +400,10 @@ def head_of(
 def _read_head(
     archive: RewardArchive, contract: ScoringContract, *, merge: bool
 ) -> dict[str, Tensor]:
-    """Read the head in fp32; to merge, its A outputs become one, summed by weight.
+    """Read the tensors of the head in fp32, reduced to the outputs that an export writes.
 
-    Of quantiles only the medians are kept, and of several heads their mean: these are the rewards.
+    A head of quantiles is reduced to the median, and several heads to their mean, because these are
+    the rewards. With ``merge``, the outputs are reduced to their weighted sum.
     """
     head, readout = archive.head(), contract.output_readout
     parts = [name for name in ("weight", "bias") if name in head]
@@ -357,12 +411,14 @@ def _read_head(
         head |= {name: readout.plain_rows(head[name]) for name in parts}
     elif readout is not None and merge:
         raise CheckpointError(
-            f"merge: got a head of {readout.kind}, whose outputs are no rewards; wanted it without"
+            f"merge: the outputs of a head of {readout.kind} are not rewards, so they cannot be "
+            "summed. Export it without --merge"
         )
     if merge and contract.aggregation not in (Aggregate.last, Aggregate.mean):
         raise CheckpointError(
-            f"merge: got rewards of steps whose {contract.aggregate} is the reward of a text, and "
-            "it is another one of weighted sums. Export the attributes apart, without merge"
+            f"merge: the reward of a sample is the {contract.aggregate} of its steps' rewards, and "
+            "that of a weighted sum is not the weighted sum of those. Export the attributes "
+            "separately, without --merge"
         )
     if merge:
         weights = torch.tensor(contract.attribute_weights)[None]
@@ -370,8 +426,10 @@ def _read_head(
     return head
 
 
-def _merged_contract(contract: ScoringContract) -> ScoringContract:
-    def merged(values: Sequence[float]) -> tuple[float]:
+def _merge_attributes(contract: ScoringContract) -> ScoringContract:
+    """Return the contract of a model whose attributes are merged into one reward."""
+
+    def weighted_sum(values: Sequence[float]) -> tuple[float]:
         pairs = zip(contract.attribute_weights, values, strict=True)
         return (sum(weight * value for weight, value in pairs),)
 
@@ -379,29 +437,40 @@ def _merged_contract(contract: ScoringContract) -> ScoringContract:
         contract,
         attributes=("reward",),
         attribute_weights=(1.0,),
-        label_means=merged(contract.label_means),
-        # The uncertainty of a sum does not follow from those of its parts.
+        label_means=weighted_sum(contract.label_means),
+        # The standard deviation of a sum cannot be computed from those of its terms.
         reward_mean=None,
         reward_std=None,
         measured_on=None,
     )
 
 
-def _check_step_layers(archive: RewardArchive, head: HeadOut, exported: ScoringContract) -> None:
-    """Refuse two layers that do not fit into the only class that reads steps with them."""
-    found = archive.family.to_hf(archive.config)["model_type"]
+def _check_step_layers(
+    archive: RewardArchive, head: ExportedHead, exported: ScoringContract
+) -> None:
+    """Refuse a head of two layers unless it fits Qwen2's class for steps.
+
+    Only that class reads steps with two layers.
+    """
+    model_type = archive.family.to_hf(archive.config)["model_type"]
     sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]
-    wanted = [archive.config["hidden_size"], 2]
-    if found != "qwen2" or sizes != wanted or len(exported.attributes) > 1:
+    expected = [archive.config["hidden_size"], 2]
+    if model_type != "qwen2" or sizes != expected or len(exported.attributes) > 1:
         raise CheckpointError(
-            f"head: got two layers of {sizes[0]} units and {sizes[1]} outputs on a {found}, wanted "
-            f"{wanted[0]} units and one reward (or {wanted[1]} bins) on a qwen2: no other model "
-            "with two layers is read at its steps (a head of one matrix is, on any)"
+            f"head: got two layers of {sizes[0]} units and {sizes[1]} outputs on a {model_type}. "
+            f"With one reward per step, two layers are supported only on a qwen2, with "
+            f"{expected[0]} units and one reward (or {expected[1]} bins); a head of one matrix is "
+            "supported on any model"
         )
 
 
-def as_exported(logits: Tensor, contract: ScoringContract, head: HeadOut, *, merge: bool) -> Tensor:
-    """Logits of the exported head, ``[N, A]`` or of bins ``[N, A * K]``, from the archive's."""
+def convert_logits(
+    logits: Tensor, contract: ScoringContract, head: ExportedHead, *, merge: bool
+) -> Tensor:
+    """Convert the archive's logits ``[N, A]``, or ``[N, A * K]`` for K bins, to the exported form.
+
+    The check of an export compares them with the logits of the exported folder.
+    """
     readout = contract.output_readout
     if readout is not None and readout.is_linear:
         logits = readout.plain_rows(logits.T).T

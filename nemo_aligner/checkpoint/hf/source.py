@@ -1,4 +1,7 @@
-"""Sources of a conversion: a Hugging Face folder, a model of the hub, or a GGUF file."""
+"""Open what a conversion reads: a Hugging Face folder, a model on the hub, or a GGUF file.
+
+Also compares the tensors of a checkpoint with those that its model family has.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,12 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
+from nemo_aligner.checkpoint.hf.multimodal import (
+    decoder_config,
+    decoder_name,
+    describe_dropped_parts,
+    is_multimodal,
+)
 from nemo_aligner.checkpoint.hf.tensor_names import without_wrappers
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
@@ -35,35 +44,36 @@ from nemo_aligner.contract.added_tokens import load_hf_tokenizer
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
-_WHOLE_NAME, _INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"
+_SINGLE_NAME, _INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"
 _INDEX_NAME = f"model{_INDEX_SUFFIX}"
-# LLaMA-Factory's reward head, beside the decoder.
+# LLaMA-Factory writes a reward head to a file of its own.
 HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
 )  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Not downloaded: files in subfolders, which some repositories use for other formats, but for those
-# of our exports' heads (score*); and Mistral's second copy of its weights.
+# Not downloaded are files in subfolders, which some repositories use for other formats, except the
+# heads in this package's exports (score*); and Mistral's second copy of its weights.
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
-_LONGEST_NAME = 255  # of a file on the usual file systems; a longer one is an OSError to open
+_MAX_NAME_LENGTH = 255  # limit of the usual file systems; opening a longer name is an OSError
 _DTYPES = safetensors_dtypes()
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to convert.
+    """An opened checkpoint that can be converted.
 
     Attributes:
-        config: ``config.json``.
-        tensors: lazy, by their Hugging Face names.
+        config: content of ``config.json``.
+        tensors: lazy tensors by their Hugging Face names.
         save_tokenizer: writes the tokenizer's files into a new folder.
-        contract: the scoring contract, in a folder or file that this package exported.
-        remakes_tokenizer: its files are not those that the contract was made with.
-        notes: what a user should know of how it was read, a line each.
+        contract: content of the scoring contract, if this package exported the checkpoint.
+        remakes_tokenizer: ``save_tokenizer`` rebuilds the tokenizer's files, so the fingerprint in
+            the contract does not match them.
+        notes: lines for the user about how the checkpoint was read.
     """
 
     config: Mapping[str, Any]
@@ -75,10 +85,10 @@ class Source:
 
 
 def open_source(source: str | Path) -> Source:
-    """Open a folder, a ``.gguf`` file, or a model of the hub (``org/name``, if no such folder).
+    """Open a folder, a ``.gguf`` file, or a model on the hub (``org/name``, if no such folder).
 
     Raises:
-        CheckpointError: there is none, it is incomplete or damaged, its weights are pickled or
+        CheckpointError: it does not exist, is incomplete or damaged, its weights are pickled or
             quantised, or the hub cannot be reached.
     """
     path = Path(source)
@@ -86,51 +96,56 @@ def open_source(source: str | Path) -> Source:
         return _open_gguf(path)
     if path.suffix.lower() == ".nemo":
         raise CheckpointError(
-            "got a .nemo, which training and serving take as it is, or `nemo-aligner import`"
+            "got a .nemo archive. An archive of this package needs no conversion; one of NeMo is "
+            "imported with `nemo-aligner import`"
         )
-    return _open_folder(_local(source, _DOWNLOADED))
+    return _open_folder(_find_or_download(source, _DOWNLOADED))
 
 
 def tokenizer_folder(source: str | Path) -> Path:
-    """Find the folder ``source``, or download the tokenizer of that model of the hub."""
-    folder = _local(source, _TOKENIZER)
+    """Return the folder ``source``, or download the tokenizer of that model on the hub.
+
+    Raises:
+        CheckpointError: there is no such folder or model, or it has no ``tokenizer.json``.
+    """
+    folder = _find_or_download(source, _TOKENIZER)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
-            f"{folder}: got no tokenizer.json; wanted a fast tokenizer's file, as transformers' "
+            f"{folder}: it has no tokenizer.json, the file of a fast tokenizer. transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it"
         )
     return folder
 
 
 def find_exported_contract(source: str | Path) -> Path | None:
-    """Find the scoring contract next to a reward model that this package exported.
+    """Find the scoring contract in a reward model that this package exported; None if it has none.
 
     Args:
-        source: a folder, or a model of the hub, of which the settings are then downloaded.
+        source: a folder, or a model on the hub, whose settings are then downloaded.
 
     Raises:
-        CheckpointError: there is neither; nothing was asked of the hub about a path.
+        CheckpointError: there is no such folder or model.
     """
-    path = _local(source, _TOKENIZER) / CONTRACT_NAME
+    path = _find_or_download(source, _TOKENIZER) / CONTRACT_NAME
     return path if path.is_file() else None
 
 
-def _local(source: str | Path, files: list[str]) -> Path:
-    """Return a folder as it is, or download ``files`` of a model of the hub."""
+def _find_or_download(source: str | Path, files: list[str]) -> Path:
+    """Return an existing path unchanged, or download ``files`` of a model on the hub."""
     path = Path(source)
     if path.exists():
         return path
     missing = f"{source}: there is no such folder or file"
     if not _HUB_NAME.fullmatch(str(source)):
         raise CheckpointError(
-            f"{missing}. Give the path of one, or the name of a model of the hub as "
+            f"{missing}. Pass the path of one, or the name of a model on the hub as "
             "ORGANIZATION/NAME"
         )
-    # The hub is not queried for a path with a typing error.
+    # It is a path with a typing error, so the hub is not queried.
     if path.parent.is_dir():
         raise CheckpointError(
-            f"{missing}, and {path.parent} is a folder here. Give the path of one in it, or run "
-            "from another folder if you mean the model of the hub"
+            f"{missing}, and {path.parent} is a folder here. Pass the path of one in it, or run "
+            "from another folder if you mean the model on the hub"
         )
     from huggingface_hub import snapshot_download
 
@@ -140,7 +155,7 @@ def _local(source: str | Path, files: list[str]) -> Path:
         )
     except Exception as error:  # whatever the network library raises
         raise CheckpointError(
-            f"there is no such folder, and the hub gave no such model: {error}"
+            f"there is no such folder, and no such model on the hub: {error}"
         ) from error
 
 
@@ -159,68 +174,77 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    # Before the rest: an adapter lacks a config.json, which would be the error otherwise.
+    # First, because the missing config.json of an adapter would be the error otherwise.
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"
+            f"{folder}: it has no config.json, so it is no Hugging Face checkpoint. Pass a "
+            "checkpoint folder or a .gguf file"
         )
     config = read_json(folder / "config.json")
     quantization = config.pop("quantization_config", None)
-    # transformers keeps this one when it saves what it has read of a GGUF file, in plain tensors.
-    is_of_gguf = isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"
-    if quantization is not None and not is_of_gguf:
+    # transformers keeps this setting when it loads a GGUF file and saves plain tensors.
+    is_from_gguf = isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"
+    if quantization is not None and not is_from_gguf:
         raise CheckpointError(
-            f"quantization_config: got {shown(quantization)}, which is not supported; wanted "
-            "weights as they were trained"
+            f"quantization_config: got {shown(quantization)}; quantized weights are not supported. "
+            "Use the checkpoint in the precision in which it was trained"
         )
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
-    weights = _weights_file(folder, config)
-    tensors, wrapper_notes = without_wrappers(_safetensors(folder, weights))
+    weights = _find_weights(folder, config)
+    tensors, wrapper_notes = without_wrappers(_open_safetensors(folder, weights))
     if (folder / HEAD_NAME).is_file():
-        tensors |= _outlines(folder / HEAD_NAME)
+        tensors |= _read_headers(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():
         raise CheckpointError(
-            f"{folder / _PICKLED_HEAD}: got a pickled reward head, which is not read; wanted it as "
+            f"{folder / _PICKLED_HEAD}: pickled reward heads are not supported. Save the head as "
             f"{HEAD_NAME}"
         )
     if contract.is_file():
-        tensors |= _head_of_modules(folder)
+        tensors |= _open_head_folders(folder)
     contract_fields = read_json(contract) if contract.is_file() else None
-    found = Source(
+    source = Source(
         config,
         tensors,
-        # The contract of an export has the fingerprint of the files as they are.
+        # In an export the files are not adjusted, because the contract has their fingerprint.
         partial(_copy_tokenizer, folder, is_exported=contract_fields is not None),
         contract_fields,
         notes=(*_describe_unread_weights(folder, weights), *wrapper_notes),
     )
-    return _text_decoder(found) if is_multimodal(config) else found
+    return _extract_decoder(source) if is_multimodal(config) else source
 
 
-def _head_of_modules(folder: Path) -> dict[str, LazyTensor]:
-    """Layers of a head in folders of their own, as in our exports for sentence-transformers."""
+def _open_head_folders(folder: Path) -> dict[str, LazyTensor]:
+    """Open a head whose layers have folders of their own, as in exports for sentence-transformers.
+
+    Returns:
+        Lazy tensors by their names in a head, such as ``score.weight``.
+    """
     return {
         name.replace("linear", file.parent.name): tensor
-        for file in sorted(folder.glob(f"score*/{_WHOLE_NAME}"))
-        for name, tensor in _outlines(file).items()
+        for file in sorted(folder.glob(f"score*/{_SINGLE_NAME}"))
+        for name, tensor in _read_headers(file).items()
     }
 
 
-def _text_decoder(found: Source) -> Source:
-    """The decoder in a multimodal model, as if it were alone."""
-    named = {name: decoder_name(name) for name in found.tensors}
-    tensors = {ours: found.tensors[name] for name, ours in named.items() if ours is not None}
-    config = decoder_config(found.config, tensors)
-    notes = (*found.notes, *describe_others(named))
-    return replace(found, config=config, tensors=tensors, notes=notes)
+def _extract_decoder(source: Source) -> Source:
+    """Return the text decoder of a multimodal model as a checkpoint of its own."""
+    decoder_names = {name: decoder_name(name) for name in source.tensors}
+    tensors = {
+        new_name: source.tensors[name]
+        for name, new_name in decoder_names.items()
+        if new_name is not None
+    }
+    config = decoder_config(source.config, tensors)
+    notes = (*source.notes, *describe_dropped_parts(decoder_names))
+    return replace(source, config=config, tensors=tensors, notes=notes)
 
 
-def _weights_file(folder: Path, config: Mapping[str, Any]) -> Path | None:
-    """Find the file that transformers loads first: the whole model, or an index of its shards.
+def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """Find the file that transformers loads first: a single file, or an index of shards.
 
-    A config may name it (``transformers_weights``). None if there is neither.
+    The config may name it (``transformers_weights``). None if there is no such file.
     """
     name = config.get("transformers_weights")
     if name is not None:
@@ -231,48 +255,54 @@ def _weights_file(folder: Path, config: Mapping[str, Any]) -> Path | None:
                 "in the same folder"
             )
         return folder / name
-    files = [folder / _WHOLE_NAME, folder / _INDEX_NAME]
+    files = [folder / _SINGLE_NAME, folder / _INDEX_NAME]
     return next((file for file in files if file.is_file()), None)
 
 
 def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str]:
-    """Say which index is not read, where a folder was saved both whole and in shards."""
+    """Note which index is not read, if a folder has both a single file and shards."""
     index = folder / _INDEX_NAME
     if weights is not None and weights != index and index.is_file():
-        yield f"note: read {weights.name}, as transformers does, and not the shards of {index.name}"
+        yield (
+            f"note: reading {weights.name}, like transformers, and not the shards that "
+            f"{index.name} lists"
+        )
 
 
-def _safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTensor]:
+def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTensor]:
+    """Open the tensors of a single file, of the shards in an index, or of all files."""
     if weights is None:
-        files = _files_without_index(folder)
+        files = _list_safetensors(folder)
     elif weights.name.endswith(_INDEX_SUFFIX):
-        files = _files_of_index(weights)
+        files = _read_index(weights)
     else:
         files = {weights.name: set()}
     tensors: dict[str, LazyTensor] = {}
     for name, listed in files.items():
-        found = _outlines(folder / name)
-        missing = sorted(listed - found.keys())
+        stored = _read_headers(folder / name)
+        missing = sorted(listed - stored.keys())
         if missing:
             raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
-        # Only what the index lists: files may hold more than one copy.
-        tensors.update({key: found[key] for key in listed or found})
+        # Only the tensors in the index, because files may contain more than one copy.
+        tensors.update({key: stored[key] for key in listed or stored})
     return tensors
 
 
-def _files_of_index(index: Path) -> dict[str, set[str]]:
+def _read_index(index: Path) -> dict[str, set[str]]:
     """Map each file name to the tensors that the index assigns to it.
 
-    Only names in the same folder are taken: an index from the hub must not point at other files.
+    Only names in the same folder are accepted, because an index from the hub is not trusted.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: got no weight_map, wanted tensor and file names")
+        raise CheckpointError(
+            f"{index}: it has no weight_map, which maps names of tensors to names of files"
+        )
     files: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
-        # Not printable, such as half of a surrogate pair: no file has such a name.
+        # A name that cannot be printed, such as half of a surrogate pair, is no name of a file.
         is_name = isinstance(name, str) and Path(name).name == name and name.isprintable()
-        if not is_name or len(name) > _LONGEST_NAME:
+        if not is_name or len(name) > _MAX_NAME_LENGTH:
             raise CheckpointError(
                 f"{index}: got {shown(name)}, wanted file names in the same folder"
             )
@@ -280,17 +310,17 @@ def _files_of_index(index: Path) -> dict[str, set[str]]:
     return dict(sorted(files.items()))
 
 
-def _files_without_index(folder: Path) -> dict[str, set[str]]:
+def _list_safetensors(folder: Path) -> dict[str, set[str]]:
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
-            f"{folder}: got no *.safetensors, wanted some; pickled weights (.bin) are not read"
+            f"{folder}: it has no *.safetensors files. Pickled weights (.bin) are not supported"
         )
     return {name: set() for name in files}
 
 
-def _outlines(path: Path) -> dict[str, LazyTensor]:
-    """Lazy tensors of a file by name, from its header."""
+def _read_headers(path: Path) -> dict[str, LazyTensor]:
+    """Read the header of a file, and return its tensors as lazy ones by their names."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as stored:
@@ -299,8 +329,8 @@ def _outlines(path: Path) -> dict[str, LazyTensor]:
                 kind = header.get_dtype()
                 if kind not in _DTYPES:
                     raise CheckpointError(
-                        f"{path}: tensor {short(name)}: got {kind} numbers, wanted one of "
-                        f"{', '.join(_DTYPES)}; quantised weights are not read"
+                        f"{path}: tensor {short(name)}: got the dtype {kind}, wanted one of "
+                        f"{', '.join(_DTYPES)}; quantized weights are not supported"
                     )
                 tensors[name] = LazyTensor(
                     tuple(header.get_shape()),
@@ -314,12 +344,12 @@ def _outlines(path: Path) -> dict[str, LazyTensor]:
 
 
 def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
-    """Read a tensor of a safetensors file into memory of its own, or a part of its first axis.
+    """Read a tensor of a safetensors file to the CPU, or the slice ``part`` of its first axis.
 
     Raises:
         CheckpointError: a value is NaN or infinite.
     """
-    # Opened anew each time: pages read from a mapped file stay resident until it is closed.
+    # Opened anew each time, because pages of a mapped file stay in memory until it is closed.
     with safe_open(path, framework="pt") as stored:
         tensor = stored.get_tensor(name) if part is None else stored.get_slice(name)[part]
     check_finite(tensor, f"{path}: {name}")
@@ -327,141 +357,13 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
 
 
 def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) -> None:
-    """Copy the files of a tokenizer, with all tokens in ``tokenizer.json``."""
+    """Copy the files of a tokenizer; unless exported, put all tokens into ``tokenizer.json``."""
     folder.mkdir(parents=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
     if not is_exported:
         load_hf_tokenizer(folder, str(source)).save(folder)
-
-
-# The text decoder inside a model of several modalities. The models that are read call it like any
-# other one, on embedded tokens, so that for a text alone they are that decoder.
-# ``tests/checkpoint/hf/test_multimodal.py`` compares each of them.
-
-# model_type of the whole, and that of its text_config unless it says otherwise.
-_DECODERS = {
-    "gemma3": "gemma3_text",
-    "internvl": "qwen2",
-    "llava": "llama",
-    "llava_next": "llama",
-    "mistral3": "mistral",
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen3_vl": "qwen3_vl_text",
-}
-_SIZES = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 131072,
-}
-_QWEN2 = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "max_window_layers": 80}
-# Decoders that are a known family's: that family, and the defaults of theirs that it has not.
-# Their rotation by three coordinates (mrope) is the usual one for a text, whose three are equal.
-_SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
-    # LLaVA's releases leave out what does not differ from transformers' class.
-    "llama": ("llama", {**_SIZES, "intermediate_size": 11008, "max_position_embeddings": 2048}),
-    "mistral": ("mistral", {**_SIZES, "intermediate_size": 14336, "num_key_value_heads": 8}),
-    "qwen2_vl_text": ("qwen2", _QWEN2),
-    "qwen2_5_vl_text": ("qwen2", _QWEN2),
-    "qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0}),
-}
-_WHY_NOT = {
-    "gemma3n": "its decoder has embeddings in every layer",
-    "llama4": "the layout of its experts is not read",
-    "mllama": "layers of its decoder attend to images",
-    "paligemma": "its decoder sees a prompt in both directions",
-    "qwen3_vl_moe": "the layout of its experts is not read",
-}
-_ROPE_KEYS = ("rope_parameters", "rope_scaling")
-_DECODER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
-_OTHER_PARTS = re.compile(
-    r"(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline)\b"
-)
-_HEADS = ("lm_head.", "score.")
-# Settings of a reward head, which stand beside the decoder's.
-_OF_HEAD = (
-    "architectures",
-    "id2label",
-    "problem_type",
-    "value_head_prefix",
-    "reward_token_id",
-    "classifier_from_token",
-    "method",
-    "mean",
-    "std",
-)
-
-
-def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Tell if a ``config.json`` is of a model with more than a text decoder."""
-    return config.get("model_type") in tuple(_DECODERS) or isinstance(
-        config.get("text_config"), Mapping
-    )
-
-
-def decoder_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Extract the decoder's ``config.json`` from that of the whole.
-
-    Args:
-        names: the decoder's tensors, by ``decoder_name``.
-    """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _DECODERS:
-        why = _WHY_NOT.get(kind, "") if isinstance(kind, str) else ""
-        raise CheckpointError(
-            f"model_type: got {shown(kind)}, a model with more than a text decoder"
-            + (f": {why}" if why else "")
-            + f"; wanted a decoder, or one of {', '.join(_DECODERS)}"
-        )
-    inside = config.get("text_config")
-    if not isinstance(inside, Mapping | None):
-        raise CheckpointError(f"text_config: got {shown(inside)}, wanted keys and values")
-    # Older Qwen-VL has the decoder's settings among the others.
-    text = {key: value for key, value in (inside or config).items() if value is not None}
-    own = text["model_type"] if inside and "model_type" in text else _DECODERS[kind]
-    family, defaults = _SAME_AS.get(own, (own, {})) if isinstance(own, str) else (own, {})
-    of_head: dict[str, Any] = {key: config[key] for key in _OF_HEAD if key in config}
-    tied = [each.get("tie_word_embeddings") for each in (config, text)]
-    return {
-        **defaults,
-        **text,
-        **{key: _without_mrope(text[key]) for key in _ROPE_KEYS if key in text},
-        **of_head,
-        "model_type": family,
-        "tie_word_embeddings": next(
-            (each for each in tied if each is not None), "lm_head.weight" not in set(names)
-        ),
-    }
-
-
-def _without_mrope(rope: Any) -> Any:
-    if not isinstance(rope, Mapping):
-        return rope
-    kept = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
-    return {key: "default" if value == "mrope" else value for key, value in kept.items()}
-
-
-def decoder_name(name: str) -> str | None:
-    """Name of a tensor in the decoder alone; None for one of another part."""
-    if _OTHER_PARTS.match(name):
-        return None
-    found = _DECODER.fullmatch(name)
-    if found is None:
-        return name
-    rest = found[1]
-    return rest if rest.startswith(_HEADS) else f"model.{rest}"
-
-
-def describe_others(names: Iterable[str]) -> Iterator[str]:
-    """Say in a line which parts of the whole were left out, if any."""
-    left = [name for name in names if decoder_name(name) is None]
-    parts = sorted({found[1] for name in left if (found := _OTHER_PARTS.match(name))})
-    if left:
-        yield f"left out: {len(left)} tensors of other parts ({', '.join(parts)})"
 
 
 # Expected tensors of a model: names and shapes.
@@ -472,7 +374,7 @@ REWARD_SUFFIX = "ForSequenceClassification"
 def model_rules(
     family: ModelFamily, config: Config, *, has_output_layer: bool
 ) -> list[tuple[Rule, int | None]]:
-    """List every rule with its layer number; a reward model has no output layer."""
+    """List the rules of a family with their layers (None outside the layers)."""
     return [
         (rule, layer)
         for rule, layer in family.rules(config)
@@ -481,32 +383,37 @@ def model_rules(
 
 
 def megatron_key(rule: Rule, layer: int | None) -> str:
-    """Key of a rule's tensor in a distributed checkpoint, where all layers share one."""
+    """Return the stored name of a rule's tensor in an archive, where all layers share one name."""
     return PREFIX + ("" if layer is None else LAYERS) + rule.megatron
 
 
 def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str, tuple[int, ...]]:
-    """Shape of every Hugging Face tensor by name; ``config`` has no added query groups."""
+    """Return the shape of every Hugging Face tensor by its name.
+
+    Args:
+        config: settings of the model, without added query groups of zeros.
+    """
     decoder = ModelShape.from_config(config)
-    of_model, of_layer = model_tensors(decoder), layer_tensors(decoder)
-    of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
+    outside, inside = model_tensors(decoder), layer_tensors(decoder)
+    outside[OUTPUT_LAYER] = outside[EMBEDDING]
     shapes = {}
     for rule, layer in rules:
-        size = (of_model if layer is None else of_layer)[rule.megatron]
+        size = (outside if layer is None else inside)[rule.megatron]
         try:
-            # Tensors without data: a rule's split says the shapes, whatever the model's size.
+            # On the meta device a rule's split gives the shapes without any data.
             parts = rule.split(torch.empty(size, device="meta"), config)
-        except (RuntimeError, TypeError) as error:  # sizes that overflow torch's counts
+        except (RuntimeError, TypeError) as error:  # the sizes are too large for torch
             raise CheckpointError(
-                f"config.json: it asks for a {rule.megatron} of {size}"
+                f"config.json: its sizes imply an impossible shape of {rule.megatron}: {size}"
             ) from error
         for name, part in zip(rule.hf, parts, strict=True):
             shapes[name] = tuple(part.shape)
     return shapes
 
 
-# How transformers 5 has the matrices of a layer's experts in memory, and writes them if it is told
-# to (``save_original_format=False``): a gate and a projection in one, [E, 2 f, h], and [E, h, f].
+# transformers 5 keeps the matrices of all experts of a layer in fused tensors: gate and up
+# projections [E, 2 f, h] and down projections [E, h, f]. ``save_original_format=False`` writes
+# them like that.
 _FUSED = {
     "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
@@ -514,38 +421,43 @@ _FUSED = {
 _FUSED_ROUTER = ("mlp.router.weight", "mlp.gate.weight")
 
 
-def with_single_experts(
+def split_fused_experts(
     family: ModelFamily,
     rules: Sequence[tuple[Rule, int | None]],
     tensors: Mapping[str, LazyTensor],
 ) -> Mapping[str, LazyTensor]:
-    """Replace fused matrices of experts by those of single ones, as published files have them."""
-    found = dict(tensors)
+    """Replace fused tensors of all experts by one tensor for each expert, as in published files."""
+    split = dict(tensors)
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."
-        whole = found.pop(prefix + _FUSED.get(rule.megatron, ""), None)
-        if whole is not None:
-            found |= _apart(whole, rule.hf)
-        if rule.megatron == _FUSED_ROUTER[0] and rule.hf[0] not in found:
-            router = found.pop(prefix + _FUSED_ROUTER[1], None)
-            found |= {} if router is None else {rule.hf[0]: router}
-    return found
+        fused = split.pop(prefix + _FUSED.get(rule.megatron, ""), None)
+        if fused is not None:
+            split |= _split_fused(fused, rule.hf)
+        if rule.megatron == _FUSED_ROUTER[0] and rule.hf[0] not in split:
+            router = split.pop(prefix + _FUSED_ROUTER[1], None)
+            split |= {} if router is None else {rule.hf[0]: router}
+    return split
 
 
-def _apart(whole: LazyTensor, names: Sequence[str]) -> dict[str, LazyTensor]:
-    """Single matrices of ``whole [E, rows, in]``, with the names of each expert side by side."""
-    read = whole.read_part
-    # How many names an expert has; a rest, or none, means another layout.
-    parts, odd = divmod(len(names), whole.shape[0] if len(whole.shape) == 3 else len(names) + 1)
-    if read is None or odd or not parts or whole.shape[1] % parts:
-        return {}  # the names are then missing, and named
-    rows = whole.shape[1] // parts
-    size = (rows, *whole.shape[2:])
+def _split_fused(fused: LazyTensor, names: Sequence[str]) -> dict[str, LazyTensor]:
+    """Split ``fused [E, rows, in]`` into single matrices with the given names.
+
+    Args:
+        names: the names of the first expert's matrices, then those of the second, and so on.
+    """
+    read = fused.read_part
+    num_experts = fused.shape[0] if len(fused.shape) == 3 else len(names) + 1
+    parts, remainder = divmod(len(names), num_experts)
+    # A tensor of another layout is ignored; the caller then reports the missing names.
+    if read is None or remainder or not parts or fused.shape[1] % parts:
+        return {}
+    rows = fused.shape[1] // parts
+    size = (rows, *fused.shape[2:])
 
     def single(number: int) -> LazyTensor:
         expert, part = divmod(number, parts)
         first = part * rows
-        return LazyTensor(size, whole.dtype, lambda: read(expert)[first : first + rows].clone())
+        return LazyTensor(size, fused.dtype, lambda: read(expert)[first : first + rows].clone())
 
     return {name: single(number) for number, name in enumerate(names)}
 
@@ -553,28 +465,32 @@ def _apart(whole: LazyTensor, names: Sequence[str]) -> dict[str, LazyTensor]:
 def check_tensors(
     family: ModelFamily,
     config: Config,
-    wanted: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, LazyTensor],
-    left_out: Iterable[str] = (),
+    dropped: Iterable[str] = (),
 ) -> None:
-    """Check that a Hugging Face checkpoint has exactly the expected tensors, and ``left_out``.
+    """Check that a Hugging Face checkpoint has exactly the expected tensors.
+
+    Args:
+        expected: shapes by the names of the tensors.
+        dropped: names of tensors that may be there in addition.
 
     Raises:
         CheckpointError: it names the first tensor that is missing, unknown, or of another shape.
     """
-    missing = sorted(wanted.keys() - tensors.keys())
+    missing = sorted(expected.keys() - tensors.keys())
     if missing:
         raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
     tied = config["share_embeddings_and_output_weights"]
     ignored = (*family.unused, *(family.untied.hf if tied else ()))
-    others = tensors.keys() - wanted.keys() - {*left_out}
-    unknown = sorted(name for name in others if not name.endswith(ignored))
+    surplus = tensors.keys() - expected.keys() - {*dropped}
+    unknown = sorted(name for name in surplus if not name.endswith(ignored))
     if unknown:
         raise CheckpointError(
-            f"{len(unknown)} tensors have no place in a {family.name} model, "
+            f"{len(unknown)} tensors do not belong to a {family.name} model, "
             f"the first is {short(unknown[0])}"
         )
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise CheckpointError(
                 f"tensor {name}: got shape {list(tensors[name].shape)}, wanted {list(shape)}"

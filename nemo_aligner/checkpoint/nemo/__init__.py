@@ -1,3 +1,18 @@
-"""NeMo archives: opening, writing, and loading into a model."""
+"""Open ``.nemo`` archives, load them into a reward model, and write them.
+
+In the order in which an archive is read:
+
+- ``archive``: ``open_nemo`` unpacks an archive once per host, checks its checksums, and yields a
+  ``NemoFolder``. The same file writes archives, complete or not at all.
+- ``folder``: ``NemoFolder`` finds settings, weights, tokenizer and scoring contract in a checkpoint
+  of this package, NeMo 1 or 2, Megatron-Bridge or Megatron-LM, and translates the settings.
+- ``load_weights``: compares the stored tensors with the model's shape, and loads them into a model,
+  or offers them one at a time to conversions.
+- ``reward_model``: loads a model to train or to score, saves a reward model, takes an initial head
+  from another model, and reads tokenizer and contract without the weights.
+
+Next to that path: ``fingerprint`` identifies the weights of an archive, and ``write`` writes the
+archives of conversions one tensor at a time.
+"""
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

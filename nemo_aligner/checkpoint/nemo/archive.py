@@ -1,8 +1,8 @@
-"""NeMo archives: unpacked safely, opened once per host, and written whole.
+"""Open NeMo archives safely, once per host, and write them completely or not at all.
 
-``.nemo`` files are tar archives, plain or gzipped. Those of this package end with
-``checksums.json``, the sha256 of every other member, compared while unpacking; archives of others
-have none. ``open_nemo`` takes every checkpoint of NeMo or Megatron, also as a folder.
+``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
+``checksums.json`` with the sha256 of every other member; unpacking compares them. Archives of other
+programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, also a folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
-# Opening: unpacked once per host, and checked before any use.
+# Opening: an archive is unpacked once per host, and checked before anything in it is used.
 
 
 @contextmanager
@@ -54,95 +54,107 @@ def open_nemo(
 ) -> Iterator[NemoFolder]:
     """Open a checkpoint of NeMo or Megatron for reading.
 
-    Where torch.distributed is initialised every rank must call it. One rank of each host unpacks
-    an archive into the temporary directory, and removes it when all have left the block (or when
-    its process ends, if one of several fails). It also reads all weights once, so that damage is
-    found before any is used.
+    If torch.distributed is initialised, every rank must call it. One rank of each host unpacks an
+    archive into the temporary directory, and removes the folder when all ranks have left the block
+    (or when its process ends, if a rank fails). That rank also reads all weights once, so that
+    damage is found before any weight is used.
 
     Args:
-        with_weights: without, little is unpacked, and ``NemoFolder.weights`` must not be used.
-        tokenizer: folder that replaces the checkpoint's own tokenizer.
-        config: file that replaces the checkpoint's own settings.
+        path: an archive, or a folder.
+        with_weights: if false, weights are not unpacked, and ``NemoFolder.weights`` must not be
+            used.
+        tokenizer: folder that replaces the checkpoint's tokenizer.
+        config: file that replaces the checkpoint's settings.
 
     Raises:
         CheckpointError: no such archive, an unsafe member, a missing part, or damaged data.
     """
     path = Path(path)
-    given = [None if part is None else Path(part) for part in (tokenizer, config)]
+    replacements = [None if part is None else Path(part) for part in (tokenizer, config)]
 
-    def opened(root: Path) -> NemoFolder:
-        folder = folder_of(root, path, *given)
+    def open_folder(root: Path) -> NemoFolder:
+        folder = folder_of(root, path, *replacements)
         _ = folder.config, with_weights and folder.weights
         return folder
 
-    # Only the rank that unpacked has the checked folder in hand; the others open it again.
-    prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, opened))
+    # The rank that unpacked has opened the folder already; the others open it here.
+    prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, open_folder))
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
-        yield opened(root) if prepared is None else prepared[1]
+        yield open_folder(root) if prepared is None else prepared[1]
     except BaseException:
-        if not has_peers:  # a failing rank's peers may still be reading
-            _remove(root, path)
+        if not has_peers:  # other ranks may still be reading the folder
+            _remove_unpacked(root, path)
         raise
     if has_peers:
         barrier()
-    _remove(root, path)
+    _remove_unpacked(root, path)
 
 
-# The folder that a checkpoint was unpacked to, and the checkpoint, which was checked.
+# The folder into which a checkpoint was unpacked, and the opened and checked checkpoint.
 _Prepared: TypeAlias = tuple[Path, NemoFolder]
 
 
-def _remove(root: Path, path: Path) -> None:
-    """Remove a folder that this process unpacked; a folder that was given stays."""
+def _remove_unpacked(root: Path, path: Path) -> None:
+    """Remove the folder into which ``path`` was unpacked; if ``path`` is a folder, it stays."""
     if root != path:
         remove_temporary(root)
 
 
-def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder]) -> _Prepared:
-    """Unpack an archive, or take the folder itself, and check its contents."""
+def _prepare(
+    path: Path, with_weights: bool, open_folder: Callable[[Path], NemoFolder]
+) -> _Prepared:
+    """Unpack an archive, or use ``path`` itself if it is a folder, and check the contents."""
 
-    def wanted(name: PurePosixPath) -> bool:
+    def is_needed(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
-    # A GGUF file would be an unreadable tar.
+    # Otherwise the error for a GGUF file would be that of an unreadable tar.
     if path.is_file():
         refuse_hugging_face(path, path)
-    root = path if path.is_dir() else unpack(path, wanted)
+    root = path if path.is_dir() else unpack(path, is_needed)
     try:
         if root == path:
-            verify_folder(root, wanted)
-        folder = opened(root)
-        # Checksums have covered every byte already; others' shards have a CRC-32 of their own.
+            verify_folder(root, is_needed)
+        folder = open_folder(root)
+        # The checksums have covered every byte already. Without checksums, the CRC-32 of the
+        # shards is compared.
         if with_weights and not has_checksums(root):
             folder.store.check_data(read=True)
     except BaseException:
-        _remove(root, path)
+        _remove_unpacked(root, path)
         raise
     return root, folder
 
 
 def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, Path]:
-    """Call ``prepare`` on one rank of each host; returns its result there, the folder on all."""
+    """Call ``prepare`` on one rank of each host.
+
+    Returns:
+        The result of ``prepare``, None on the other ranks; and on every rank the folder.
+
+    Raises:
+        CheckpointError: on every rank, if ``prepare`` failed on any host.
+    """
     if not dist.is_initialized():
         prepared = prepare()
         return prepared, prepared[0]
     hosts = gather_objects(socket.gethostname())
-    owner = hosts.index(hosts[dist.get_rank()])
-    mine, problem = None, None
-    if owner == dist.get_rank():
+    preparing_rank = hosts.index(hosts[dist.get_rank()])
+    local, local_problem = None, None
+    if preparing_rank == dist.get_rank():
         try:
-            mine = prepare()
+            local = prepare()
         except CheckpointError as error:
-            problem = str(error)
-    # Every rank hears of a failure, also on another host: none may wait in the next collective.
-    outcomes: list[Any] = gather_objects((None if mine is None else mine[0], problem))
-    for _, found in outcomes:
-        if found is not None:
-            if mine is not None:
-                _remove(mine[0], path)
-            raise CheckpointError(found)
-    return mine, Path(outcomes[owner][0])
+            local_problem = str(error)
+    # A failure on any host is raised on every rank, so that none waits in the next collective.
+    outcomes: list[Any] = gather_objects((None if local is None else local[0], local_problem))
+    for _, problem in outcomes:
+        if problem is not None:
+            if local is not None:
+                _remove_unpacked(local[0], path)
+            raise CheckpointError(problem)
+    return local, Path(outcomes[preparing_rank][0])
 
 
 # Unpacking.
@@ -150,35 +162,35 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
-_MAX_RATIO = 20  # weights hardly compress; a higher ratio is a decompression bomb
+_MAX_RATIO = 20  # weights hardly compress, so a higher ratio means a decompression bomb
 _ALWAYS_ALLOWED = 2**28
-_SPARE_BYTES = 2**28  # leave this much of the disk free, or half of what is free
+_SPARE_BYTES = 2**28  # leave this much of the disk free, or half of the free space
 _BLOCK = 2**20
-# A recursion: tarfile reads headers of headers by calling itself.
+# RecursionError is one of them because tarfile reads nested headers by calling itself.
 _UNREADABLE = (
     tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError,
 )  # fmt: skip
-_DEEPEST = 64  # folders in folders: those of a distributed checkpoint are 4
+_MAX_FOLDER_DEPTH = 64  # a distributed checkpoint has 4 nested folders
 
 
-def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
-    """Unpack the ``wanted`` members into a new temporary folder, which the caller removes.
+def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
+    """Unpack the members that ``is_needed`` accepts into a new temporary folder.
 
-    At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; by default 20 times the archive's own
-    size, at least 256 MiB, and never so much that the disk fills up: 256 MiB of it stay free, or
-    half of what is free where that is less.
+    The caller removes the folder. At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; the
+    default is 20 times the size of the archive, and at least 256 MiB. The disk never fills up:
+    256 MiB stay free, or half of the free space if that is less.
 
     Raises:
-        CheckpointError: no such archive; a member that is no plain file or folder, is there twice,
-            or has a path out of the archive; too many bytes; or a checksum that does not match.
+        CheckpointError: no such archive; a member that is no plain file or folder, occurs twice, or
+            has a path outside the archive; too many bytes; or a checksum that does not match.
     """
     if not path.is_file():
         raise CheckpointError(no_such_archive(path))
     root = make_temporary("nemo_")
     try:
-        with _opened(path) as archive:
-            sums = _extract(archive, root, path, wanted)
-        _compare(sums, root, path, wanted)
+        with _open_tar(path) as archive:
+            sums = _extract(archive, root, path, is_needed)
+        _compare_checksums(sums, root, path, is_needed)
     except _UNREADABLE as error:
         problem = write_problem(root, error)
         remove_temporary(root)
@@ -190,7 +202,7 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
 
 
 def no_such_archive(source: str | Path) -> str:
-    """Message for a missing archive, with a hint if the path looks like a model on the hub."""
+    """Return the error text for a missing archive, with a hint if it looks like a hub model."""
     path = Path(source)
     missing = f"{path}: no such .nemo archive or folder"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
@@ -201,8 +213,8 @@ def no_such_archive(source: str | Path) -> str:
     )
 
 
-def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
-    """Compare the ``wanted`` files of an unpacked archive with its checksums, if it has any."""
+def verify_folder(root: Path, is_needed: Callable[[PurePosixPath], bool]) -> None:
+    """Compare the needed files of an unpacked archive with its checksums, if it has any."""
     if not (root / CHECKSUMS_NAME).is_file():
         return
     try:
@@ -210,13 +222,13 @@ def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
     except RecursionError as error:
         raise CheckpointError(f"{root}: its folders are nested too deeply to be read") from error
     sums = {
-        name.as_posix(): sha256_of(root / name) for name in names if wanted(PurePosixPath(name))
+        name.as_posix(): sha256_of(root / name) for name in names if is_needed(PurePosixPath(name))
     }
-    _compare(sums, root, root, wanted)
+    _compare_checksums(sums, root, root, is_needed)
 
 
 def sha256_of(path: Path) -> str:
-    """Hash a file's content, as hex."""
+    """Return the sha256 of a file's content in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -225,30 +237,31 @@ def sha256_of(path: Path) -> str:
 
 
 def has_checksums(root: Path) -> bool:
-    """True if the folder's files have checksums, which were compared when it was opened."""
+    """Tell if the folder has checksums; they were compared when it was opened."""
     return (root / CHECKSUMS_NAME).is_file()
 
 
-def _compare(
-    sums: dict[str, str], root: Path, source: Path, wanted: Callable[[PurePosixPath], bool]
+def _compare_checksums(
+    sums: dict[str, str], root: Path, source: Path, is_needed: Callable[[PurePosixPath], bool]
 ) -> None:
+    """Compare the sha256 of the unpacked files with ``checksums.json``, if there is one."""
     if not has_checksums(root):
         return
-    written = read_json(root / CHECKSUMS_NAME, f"{source}: {CHECKSUMS_NAME}")
-    expected = {name: written[name] for name in written if wanted(PurePosixPath(name))}
-    found = {name: digest for name, digest in sums.items() if name != CHECKSUMS_NAME}
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
+    listed = read_json(root / CHECKSUMS_NAME, f"{source}: {CHECKSUMS_NAME}")
+    expected = {name: listed[name] for name in listed if is_needed(PurePosixPath(name))}
+    actual = {name: digest for name, digest in sums.items() if name != CHECKSUMS_NAME}
+    for name in sorted(expected.keys() | actual.keys()):
+        if actual.get(name) != expected.get(name):
             raise CheckpointError(
-                f"{source}: {name}: got sha256 {found.get(name)}, {CHECKSUMS_NAME} wants "
-                f"{expected.get(name)}: it is damaged, missing or was changed"
+                f"{source}: {name}: got sha256 {actual.get(name)}, but {CHECKSUMS_NAME} lists "
+                f"{expected.get(name)}: the file is damaged, missing or was changed"
             )
 
 
-class _Bounded:
-    """File for ``tarfile`` that ends at ``limit`` and refuses headers of many megabytes.
+class _BoundedFile:
+    """File for ``tarfile`` that ends at ``limit`` bytes and refuses headers of many megabytes.
 
-    tarfile reads long names and extended headers in one piece, whatever size they claim.
+    tarfile reads long names and extended headers into memory at once, whatever size they claim.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -269,17 +282,18 @@ class _Bounded:
     def _check(self, position: int) -> None:
         if position > self._limit:
             raise tarfile.ReadError(
-                f"it unpacks to more than {self._limit} bytes; if it may, set {MAX_BYTES_VARIABLE}"
+                f"it unpacks to more than {self._limit} bytes. If you trust it, set the "
+                f"environment variable {MAX_BYTES_VARIABLE} to a higher number"
             )
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tarfile.TarFile]:
+def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
     with path.open("rb") as raw:
         is_zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         file = gzip.GzipFile(fileobj=raw) if is_zipped else raw
-        bounded = _Bounded(file, _max_bytes(path))  # type: ignore[arg-type]
+        bounded = _BoundedFile(file, _max_bytes(path))  # type: ignore[arg-type]
         with tarfile.TarFile(fileobj=bounded, errorlevel=2) as archive:  # type: ignore[arg-type]
             yield archive
 
@@ -293,22 +307,25 @@ def _max_bytes(path: Path) -> int:
     return int(setting)
 
 
-def read_members(path: Path, first: str, *others: str) -> dict[str, str]:
+def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
     """Read small text members of an archive by name, without unpacking it.
 
-    It stops at ``first``, which need not be there; the headers behind it are not read.
+    It stops after the member ``first``, and reads no headers after it. Members may be missing.
+
+    Returns:
+        The members' content by their names.
 
     Raises:
         CheckpointError: it is no archive, is damaged, or one of the members is too large.
     """
-    texts = {}
+    members = {}
     try:
-        with _opened(path) as archive:
+        with _open_tar(path) as archive:
             for count, member in enumerate(archive):
                 name = _checked_name(member, path).as_posix()
                 if count > _MAX_MEMBERS:
                     raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
-                if name not in (first, *others) or member.isdir():
+                if name not in (first, *more_names) or member.isdir():
                     continue
                 if member.size > MAX_TEXT_BYTES:
                     raise CheckpointError(
@@ -316,18 +333,18 @@ def read_members(path: Path, first: str, *others: str) -> dict[str, str]:
                     )
                 content = archive.extractfile(member)
                 assert content is not None, "a regular file has content"
-                texts[name] = content.read().decode()
+                members[name] = content.read().decode()
                 if name == first:
                     break
     except _UNREADABLE as error:
         raise CheckpointError(f"{path}: cannot be read: {short(error)}") from error
-    return texts
+    return members
 
 
 def _extract(
-    archive: tarfile.TarFile, root: Path, path: Path, wanted: Callable[[PurePosixPath], bool]
+    archive: tarfile.TarFile, root: Path, path: Path, is_needed: Callable[[PurePosixPath], bool]
 ) -> dict[str, str]:
-    """Extract the wanted members; returns the sha256 of every file by name."""
+    """Extract the needed members, and return the sha256 of every file by name."""
     free = shutil.disk_usage(root).free
     budget = max(free - _SPARE_BYTES, free // 2)
     seen: set[PurePosixPath] = set()
@@ -335,16 +352,19 @@ def _extract(
     for member in archive:
         name = _checked_name(member, path)
         if name in seen and not member.isdir():
-            raise CheckpointError(f"{path}: member {member.name!r} is there twice")
+            raise CheckpointError(f"{path}: member {member.name!r} occurs twice")
         seen.add(name)
         if len(seen) > _MAX_MEMBERS:
             raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
-        if not wanted(name):
+        if not is_needed(name):
             continue
-        # The header's size is what is written at most, so the disk is safe before a byte is.
+        # No more bytes than the header's size are written, so the disk cannot fill up.
         budget -= member.size
         if budget < 0:
-            raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR")
+            raise CheckpointError(
+                f"{path}: it does not fit into {root.parent}; set TMPDIR to a folder on a disk "
+                "with more free space"
+            )
         if member.isdir():
             (root / name).mkdir(parents=True, exist_ok=True)
         else:
@@ -353,16 +373,20 @@ def _extract(
 
 
 def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
-    # The format has no links; tarfile's own filter is newer than Python 3.11.2.
+    """Return the name of a member after checking that it is safe to unpack.
+
+    tarfile's own filter does the same, but Python 3.11.2 does not have it yet.
+    """
+    # NeMo archives contain no links, so links are refused, too.
     if not ((member.isreg() and not member.issparse()) or member.isdir()) or member.size < 0:
         raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
         raise CheckpointError(f"{path}: member {member.name!r} has a path outside the archive")
-    if len(name.parts) > _DEEPEST:
+    if len(name.parts) > _MAX_FOLDER_DEPTH:
         raise CheckpointError(
             f"{path}: member {member.name[:60]!r}... is {len(name.parts)} folders deep, wanted at "
-            f"most {_DEEPEST}; no checkpoint is"
+            f"most {_MAX_FOLDER_DEPTH}, which is more than any checkpoint needs"
         )
     if not member.name.isprintable() or "\\" in member.name:
         raise CheckpointError(
@@ -372,13 +396,13 @@ def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
 
 
 def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> str:
-    """Write a file with default permissions and no other attributes; returns its sha256."""
+    """Write a file with default permissions and no other attributes; return its sha256."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source = archive.extractfile(member)
     assert source is not None, "a regular file has content"
     digest = hashlib.sha256()
     left = member.size
-    # "x": an existing file is never opened, nor what a link in its place points to.
+    # "x" fails if the file exists, so nothing is written to the target of a link.
     with source, target.open("xb") as file:
         while block := source.read(min(left, _BLOCK)):
             digest.update(block)
@@ -394,9 +418,13 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
 
 @contextmanager
 def scratch_beside(output: Path) -> Iterator[Path]:
-    """Temporary folder on the disk of ``output``, which must not exist yet."""
+    """Provide a temporary folder on the disk of ``output``, and remove it after the block.
+
+    Raises:
+        CheckpointError: ``output`` exists already, or cannot be written.
+    """
     if output.exists():
-        raise CheckpointError(f"{output}: it exists, wanted the name of a new one")
+        raise CheckpointError(f"{output}: it exists already. Choose another name, or remove it")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = make_temporary(f".{output.name}.", output.parent)
@@ -418,36 +446,39 @@ def write_nemo(
     contract: dict[str, Any] | None = None,
     fingerprint: str | None = None,
 ) -> None:
-    """Write an archive that appears whole or not at all; one process calls it.
+    """Write an archive that appears complete or not at all; one process calls it.
 
-    The config's ``tokenizer.type`` is set to ``nemo:tokenizer``, NeMo's way to point into the
-    archive. The last member, ``checksums.json``, has the sha256 of every other.
+    The config's ``tokenizer.type`` is set to ``nemo:tokenizer``, which is how NeMo refers to a
+    member of the archive. The last member, ``checksums.json``, has the sha256 of all others.
 
     Args:
+        config: settings of the model by the keys of ``model_config.yaml``.
         weights: folder of a distributed checkpoint.
         tokenizer: folder of a tokenizer.
-        fingerprint: of the weights, see ``build_fingerprint``.
+        contract: content of ``scoring_contract.json``; None for a base model.
+        fingerprint: the model fingerprint, see ``build_fingerprint``.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    partial = path.with_name(f".{path.name}.partial")  # a killed write's is overwritten
+    partial = path.with_name(f".{path.name}.partial")  # overwrites the rest of a killed write
     try:
         with partial.open("wb") as stream:
             with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
                     archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
-                if fingerprint is not None:  # before the weights: a reader stops there
+                # Before the weights, so that ``read_members`` stops early.
+                if fingerprint is not None:
                     archive.add_text(FINGERPRINT_NAME, json.dumps({"fingerprint": fingerprint}))
-                archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
-                archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
-                # Last, because a tar is written in one pass.
+                archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_remove_owner)
+                archive.add(weights, f"./{WEIGHTS_NAME}", filter=_remove_owner)
+                # Last, because a tar is written in one pass, and the sums are complete only now.
                 archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
             stream.flush()
             os.fsync(stream.fileno())
-        # A crash before this leaves the old archive, one after it the new.
+        # After a crash before this line the old archive is there; after this line, the new one.
         os.replace(partial, path)
         sync_to_disk(path.parent)
     finally:
@@ -463,8 +494,8 @@ class _SummingTar(tarfile.TarFile):
 
     def add_text(self, name: str, text: str) -> None:
         data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # the reader would refuse it
-            raise CheckpointError(f"{name}: {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
+        if len(data) > MAX_TEXT_BYTES:  # a reader would refuse a larger member
+            raise CheckpointError(f"{name}: got {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
         member = tarfile.TarInfo(f"./{name}")
         member.size = len(data)
         self.addfile(member, BytesIO(data))
@@ -473,13 +504,13 @@ class _SummingTar(tarfile.TarFile):
         if fileobj is None:
             super().addfile(member)
             return
-        summed = _Summed(fileobj)
-        super().addfile(member, summed)  # type: ignore[arg-type]
-        self.sums[PurePosixPath(member.name).as_posix()] = summed.digest.hexdigest()
+        hashing_file = _HashingFile(fileobj)
+        super().addfile(member, hashing_file)  # type: ignore[arg-type]
+        self.sums[PurePosixPath(member.name).as_posix()] = hashing_file.digest.hexdigest()
 
 
-class _Summed:
-    """File that hashes what is read from it."""
+class _HashingFile:
+    """File that computes the sha256 of all bytes that are read from it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -491,14 +522,15 @@ class _Summed:
         return block
 
 
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _remove_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Filter for ``TarFile.add`` that removes the names and ids of the file's owner."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member
 
 
 def sync_to_disk(path: Path) -> None:
-    """Fsync a file, or a folder's directory entries."""
+    """Call fsync for a file, or for the directory entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -510,7 +542,7 @@ def read_model_config(path: Path) -> Mapping[str, Any]:
     """Read a model's config from a YAML file, a .nemo archive, or the folder it unpacks to.
 
     Raises:
-        ConfigError: it does not exist, or is no YAML mapping.
+        ConfigError: the file does not exist, or holds no YAML mapping.
         CheckpointError: an archive or a folder cannot be read.
     """
     if not path.exists():

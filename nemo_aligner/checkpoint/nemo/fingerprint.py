@@ -1,14 +1,14 @@
-"""The model fingerprint: which weights an archive holds, as 32 hexadecimal characters.
+"""The model fingerprint: 32 hexadecimal characters that identify the weights in an archive.
 
 The scoring contract's hash covers how a sample becomes a score, but not the weights. The
-fingerprint covers the weights, the head and the settings that shape the model. It is made once,
-while the weights are saved, and stored in ``model_fingerprint.json``, near the beginning of the
-archive, so that reading it reads no weights. It does not depend on the layout that a model was
-saved with (see ``weights/sums.py``).
+fingerprint covers the weights, the head and the settings that define the model's shape. It is
+computed once, while the weights are saved, and stored in ``model_fingerprint.json``, near the
+beginning of the archive, so that it can be read without the weights. It does not depend on the
+parallel layout with which a model was saved (see ``weights/sums.py``).
 
-Archives written before have none stored. Theirs is the hash of what ``checksums.json`` lists for
-settings and weights: the same for every copy of the archive, but another one once the model is
-saved again, or at another layout.
+Archives of earlier versions store no fingerprint. Theirs is a hash of the checksums that
+``checksums.json`` lists for settings and weights: the same for every copy of the archive, but
+different after the model is saved again, or saved with another layout.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ _FINGERPRINT = re.compile(f"[0-9a-f]{{{_CHARACTERS}}}")
 
 
 def build_fingerprint(sums: WeightSums, config: Mapping[str, Any]) -> str:
-    """Fingerprint of a model with these weights and these settings."""
+    """Compute the fingerprint of a model from the sums of its weights and its settings."""
     shape = ModelShape.from_config(config)
     longrope = None if shape.longrope is None else asdict(shape.longrope)
-    return _hash_of({"weights": sums, "shape": shape.as_fingerprint(), "longrope": longrope})
+    return _hash_as_json({"weights": sums, "shape": shape.as_fingerprint(), "longrope": longrope})
 
 
 def fingerprint_of_ensemble(members: Sequence[str | None]) -> str | None:
-    """Fingerprint of several models whose rewards are merged, in their order; of one its own."""
+    """Compute the fingerprint of an ensemble from those of its members, in their order.
+
+    An ensemble of one model has that model's fingerprint. The result is None if a member has none.
+    """
     if None in members or len(members) == 1:
         return None if None in members else members[0]
-    return _hash_of(list(members))
+    return _hash_as_json(list(members))
 
 
 def read_fingerprint(source: str | Path) -> str | None:
@@ -60,38 +63,44 @@ def read_fingerprint(source: str | Path) -> str | None:
         None if the archive has neither a fingerprint nor checksums.
 
     Raises:
-        CheckpointError: there is no such archive, it cannot be read, or its fingerprint is none.
+        CheckpointError: there is no such archive, it cannot be read, or its fingerprint is invalid.
     """
     path = Path(source)
     if path.is_dir():
-        return _of_folder(path, path)
+        return _read_from_folder(path, path)
     if not path.is_file():
         raise CheckpointError(no_such_archive(path))
-    return _parse(read_members(path, FINGERPRINT_NAME, CHECKSUMS_NAME), path)
+    return _parse_fingerprint(read_members(path, FINGERPRINT_NAME, CHECKSUMS_NAME), path)
 
 
 def fingerprint_of(folder: NemoFolder) -> str | None:
     """Read the fingerprint of an archive that is open; see ``read_fingerprint``."""
-    return _of_folder(folder.root, folder.source)
+    return _read_from_folder(folder.root, folder.source)
 
 
-def _of_folder(root: Path, source: Path) -> str | None:
+def _read_from_folder(root: Path, source: Path) -> str | None:
     names = [name for name in (FINGERPRINT_NAME, CHECKSUMS_NAME) if (root / name).is_file()]
-    return _parse({name: read_text(root / name, f"{source}: {name}") for name in names}, source)
+    members = {name: read_text(root / name, f"{source}: {name}") for name in names}
+    return _parse_fingerprint(members, source)
 
 
-def _parse(texts: Mapping[str, str], source: Path) -> str | None:
-    """Find the fingerprint in an archive's small files, by their names."""
-    if FINGERPRINT_NAME not in texts:
-        if CHECKSUMS_NAME not in texts:
+def _parse_fingerprint(members: Mapping[str, str], source: Path) -> str | None:
+    """Return the fingerprint, or the one derived from the checksums; None if there is neither.
+
+    Args:
+        members: content of the archive's small files, by their names.
+    """
+    if FINGERPRINT_NAME not in members:
+        if CHECKSUMS_NAME not in members:
             return None
-        return _of_checksums(parse_json(texts[CHECKSUMS_NAME], f"{source}: {CHECKSUMS_NAME}"))
-    where = f"{source}: {FINGERPRINT_NAME}"
-    fingerprint = parse_json(texts[FINGERPRINT_NAME], where).get("fingerprint")
+        checksums = parse_json(members[CHECKSUMS_NAME], f"{source}: {CHECKSUMS_NAME}")
+        return _fingerprint_from_checksums(checksums)
+    location = f"{source}: {FINGERPRINT_NAME}"
+    fingerprint = parse_json(members[FINGERPRINT_NAME], location).get("fingerprint")
     if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
         raise CheckpointError(
-            f"{where}: got {shown(fingerprint)}, wanted {_CHARACTERS} hexadecimal characters. "
-            "Use a copy of the archive that was not changed"
+            f"{location}: got {shown(fingerprint)}, wanted {_CHARACTERS} hexadecimal characters. "
+            "Use an unchanged copy of the archive"
         )
     return fingerprint
 
@@ -99,27 +108,32 @@ def _parse(texts: Mapping[str, str], source: Path) -> str | None:
 def check_expected_fingerprint(
     fingerprint: str | None, expected: str | None, key: str, source: str
 ) -> None:
-    """Refuse a model whose fingerprint is not ``expected``; None takes any.
+    """Refuse a model whose fingerprint is not ``expected``; every model passes if that is None.
+
+    Args:
+        key: the setting that holds the expected fingerprint.
+        source: name of the model in the error.
 
     Raises:
-        ConfigError: it names both; ``key`` is the setting that held the expected one.
+        ConfigError: the fingerprints differ; it names both.
     """
     if expected is not None and expected != fingerprint:
         raise ConfigError(
             f"{key}: got a model with the fingerprint {fingerprint or '(none)'} ({source}), wanted "
-            f"{expected}. Use the archive that has it, or set {key} to the new model's"
+            f"{expected}. Use the archive that has it, or set {key} to the new model's fingerprint"
         )
 
 
-def _of_checksums(sums: Mapping[str, Any]) -> str:
-    of_model = {
+def _fingerprint_from_checksums(checksums: Mapping[str, Any]) -> str:
+    """Hash the checksums of an archive's settings and weights."""
+    model_checksums = {
         name: digest
-        for name, digest in sums.items()
+        for name, digest in checksums.items()
         if name == CONFIG_NAME or WEIGHTS_NAME in PurePosixPath(name).parts
     }
-    return _hash_of(of_model)
+    return _hash_as_json(model_checksums)
 
 
-def _hash_of(values: Any) -> str:
+def _hash_as_json(values: Any) -> str:
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_CHARACTERS]

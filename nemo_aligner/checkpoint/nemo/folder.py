@@ -1,8 +1,8 @@
-"""Checkpoint folders of NeMo and Megatron, whoever wrote them: settings, weights and tokenizer.
+"""Find settings, weights and tokenizer in the checkpoint folders of NeMo and Megatron.
 
-Of archives of this package, of NeMo 1 and NeMo-Aligner, of NeMo 2, Megatron-Bridge and Megatron-LM;
-see docs/checkpoints.md. Each is a ``NemoFolder``, with settings by the keys of NeMo 1's
-``model_config.yaml``.
+Supported are unpacked archives of this package, of NeMo 1 and NeMo-Aligner, and the folders of NeMo
+2, Megatron-Bridge and Megatron-LM; see docs/checkpoints.md. Each becomes a ``NemoFolder``, whose
+settings have the keys of NeMo 1's ``model_config.yaml``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENIZER_NAME = "tokenizer"
 CONTRACT_NAME = "scoring_contract.json"
 FINGERPRINT_NAME = "model_fingerprint.json"
 _LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
-# NeMo's defaults for missing keys; this package writes all of them.
+# NeMo's defaults for missing keys. Archives of this package always have these keys.
 _NEMO_DEFAULTS = {
     "normalization": "layernorm",
     "activation": "gelu",
@@ -44,7 +44,7 @@ _NEMO_DEFAULTS = {
     "position_embedding_type": "learned_absolute",
 }
 _PLAIN = (bool, int, float, str, type(None))
-# Keys of NeMo and, last, of Megatron-LM; without any the tokenizer decides.
+# Keys of NeMo and, last, of Megatron-LM. Without any of them the tokenizer's size counts.
 _VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
@@ -54,16 +54,20 @@ _HF_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 @dataclass(frozen=True)
 class NemoFolder:
-    """An unpacked archive. Nothing in it is trusted, and nothing is unpickled here.
+    """An unpacked archive of this package or of NeMo 1. Its files are not trusted.
 
-    ``given_tokenizer`` and ``given_config`` replace what the checkpoint lacks, or has in a form
-    that is not read.
+    Attributes:
+        root: the folder.
+        source: name of the checkpoint in errors; ``root`` may be a temporary folder.
+        replacement_tokenizer: folder of a tokenizer to use instead of the checkpoint's, which may
+            be missing or of an unsupported kind.
+        replacement_config: file with settings to use instead of the checkpoint's.
     """
 
     root: Path
     source: Path
-    given_tokenizer: Path | None = None
-    given_config: Path | None = None
+    replacement_tokenizer: Path | None = None
+    replacement_config: Path | None = None
 
     @property
     def prefix(self) -> str:
@@ -71,21 +75,24 @@ class NemoFolder:
         return PREFIX
 
     @cached_property
-    def _stated(self) -> dict[str, Any]:
-        given = self.given_config
-        where = f"{self.source}: {CONFIG_NAME}" if given is None else str(given)
-        config = self._own_config() if given is None else read_yaml(given, where)
-        check_nemo1(config, where)
+    def _settings(self) -> dict[str, Any]:
+        """The settings in the file, without the defaults that ``config`` adds."""
+        replacement = self.replacement_config
+        if replacement is None:
+            config, location = self._read_config(), f"{self.source}: {CONFIG_NAME}"
+        else:
+            config, location = read_yaml(replacement), str(replacement)
+        check_nemo1(config, location)
         return config
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Settings of the model by the keys of ``model_config.yaml``, with ``vocab_size``.
 
-        NeMo's own configs lack the latter: it is ``override_vocab_size``, or the tokenizer's.
+        NeMo's files have no ``vocab_size``. It is then ``override_vocab_size``, or the tokenizer's.
         """
-        config = self._stated
-        # Only this package writes it; NeMo's own reads it off the tokenizer.
+        config = self._settings
+        # Only this package writes vocab_size, and its files need no defaults.
         if config.get("vocab_size") is not None:
             return config
         config = {**_NEMO_DEFAULTS, **config, "vocab_size": self._vocabulary[0]}
@@ -98,15 +105,15 @@ class NemoFolder:
 
     @cached_property
     def _vocabulary(self) -> tuple[Any, str]:
-        """Size of the vocabulary, and where it is from."""
+        """The size of the vocabulary, and the name of its source."""
         for key in _VOCABULARY_KEYS:
-            if self._stated.get(key) is not None:
-                return self._stated[key], f"by {key}"
+            if self._settings.get(key) is not None:
+                return self._settings[key], f"by {key}"
         return self.load_tokenizer().vocab_size, "by its tokenizer"
 
     @property
-    def vocab_size_from(self) -> str:
-        """Source of the vocabulary's size; rows past it are padding."""
+    def vocab_size_source(self) -> str:
+        """Says whether a setting or the tokenizer defines the size of the vocabulary."""
         return self._vocabulary[1]
 
     @property
@@ -115,25 +122,26 @@ class NemoFolder:
         folder = self.root / WEIGHTS_NAME
         if folder.is_dir():
             return folder
-        # Named, because "no such folder" would send someone to look for a damaged archive.
+        # A separate error, because "no such folder" would suggest a damaged archive.
         for pattern in _LEGACY_WEIGHTS:
-            for found in self.root.glob(pattern):
+            for legacy_file in self.root.glob(pattern):
                 raise CheckpointError(
-                    f"{self.source}: got legacy weights ({found.name}), which are pickles and are "
-                    f"not read; wanted a distributed checkpoint in {WEIGHTS_NAME}/"
+                    f"{self.source}: got legacy weights ({legacy_file.name}), which are not "
+                    "supported because they are pickles; wanted a distributed checkpoint in "
+                    f"{WEIGHTS_NAME}/"
                 )
         raise CheckpointError(f"{self.source}: it holds no {WEIGHTS_NAME} folder")
 
     @cached_property
     def store(self) -> TensorStore:
-        """Tensors in ``weights``, opened once."""
+        """The stored tensors; their index is read once."""
         store = open_weights(self.weights)
         store.source = self.source
         return store
 
     @cached_property
     def tensors(self) -> StoredTensors:
-        """Shape and dtype of every weight by its name without the prefix."""
+        """Shape and dtype of every weight, by its name without the prefix."""
         return {
             name.removeprefix(self.prefix): entry
             for name, entry in self.store.tensors.items()
@@ -143,39 +151,46 @@ class NemoFolder:
     @property
     def tokenizer(self) -> Path:
         """Folder of the tokenizer."""
-        return self.given_tokenizer or self._own_tokenizer()
+        return self.replacement_tokenizer or self._find_tokenizer()
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer: unchanged if a contract fingerprints it, else as transformers does.
+        """Load the tokenizer.
 
-        Errors name the checkpoint, which may be unpacked elsewhere.
+        With a scoring contract the files are used unchanged, because the contract has their
+        fingerprint; without one they are read as transformers reads them.
         """
         path = self.tokenizer
+        # Errors name the checkpoint, because the folder of the tokenizer may be a temporary one.
         load = load_hf_tokenizer if self.contract is None else load_tokenizer
         return load(path, f"{self.source}: {path.name}")
 
     @cached_property
     def contract(self) -> dict[str, Any] | None:
-        """Contents of ``scoring_contract.json``; None in other archives than our reward models."""
+        """Content of ``scoring_contract.json``.
+
+        None for base models, and for reward models that this package did not write.
+        """
         path = self.root / CONTRACT_NAME
         return read_json(path, f"{self.source}: {CONTRACT_NAME}") if path.is_file() else None
 
-    def _own_config(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
+        """Read the checkpoint's settings, and translate them to the keys of NeMo 1."""
         return read_yaml(self.root / CONFIG_NAME, f"{self.source}: {CONFIG_NAME}")
 
-    def _own_tokenizer(self) -> Path:
-        section = self._own_config().get("tokenizer")
+    def _find_tokenizer(self) -> Path:
+        """Find the folder of the checkpoint's tokenizer."""
+        section = self._read_config().get("tokenizer")
         section = section if isinstance(section, dict) else {}
         for key in ("type", "model"):
             value = section.get(key)
             if isinstance(value, str) and value.startswith("nemo:"):
-                return self._inside(value.removeprefix("nemo:"))
+                return self._find_folder(value.removeprefix("nemo:"))
         if section.get("type") and not (self.root / TOKENIZER_NAME).is_dir():
             raise self._no_tokenizer(f"only the name of one, {shown(section['type'])}")
-        return self._inside(TOKENIZER_NAME)
+        return self._find_folder(TOKENIZER_NAME)
 
-    def _inside(self, name: str) -> Path:
-        # The name is the archive's: nemo:../../etc must not leave it.
+    def _find_folder(self, name: str) -> Path:
+        # The archive chooses the name, which must not lead out of it, like nemo:../../etc.
         path = (self.root / name).resolve()
         if path.is_relative_to(self.root.resolve()) and path.is_dir():
             return path
@@ -183,29 +198,30 @@ class NemoFolder:
             f"the file {name!r}" if path.is_file() else f"no tokenizer folder {shown(name)}"
         )
 
-    def _tokenizer_among(self, folders: Iterable[Path], usual: str) -> Path:
+    def _first_tokenizer(self, folders: Iterable[Path], usual: str) -> Path:
+        """Return the first of ``folders`` that has a tokenizer; errors name the ``usual`` one."""
         for folder in folders:
             if (folder / "tokenizer.json").is_file():
                 return folder
         raise self._no_tokenizer(f"none in {usual}")
 
-    def _transformer_config(self, name: str, key: str) -> dict[str, Any]:
-        """Read megatron-core's settings from the section ``key`` of a YAML file."""
-        where = f"{self.source}: {name}"
-        section = read_yaml(self.root / name, where).get(key)
+    def _read_transformer_config(self, name: str, key: str) -> dict[str, Any]:
+        """Read megatron-core's settings from the section ``key`` of the YAML file ``name``."""
+        location = f"{self.source}: {name}"
+        section = read_yaml(self.root / name, location).get(key)
         if not isinstance(section, dict):
-            raise CheckpointError(f"{where}: {key}: got {shown(section)}, wanted a mapping")
-        return from_transformer_config(section, f"{where}: {key}")
+            raise CheckpointError(f"{location}: {key}: got {shown(section)}, wanted a mapping")
+        return from_transformer_config(section, f"{location}: {key}")
 
-    def _no_tokenizer(self, got: str) -> CheckpointError:
+    def _no_tokenizer(self, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.source}: tokenizer: got {got}, wanted a folder with a tokenizer.json; "
-            "`nemo-aligner import` takes such a folder, or the name of one on the hub"
+            f"{self.source}: tokenizer: got {problem}, wanted a folder with a tokenizer.json. Run "
+            "`nemo-aligner import`, and pass it such a folder, or the name of a model on the hub"
         )
 
 
 class Nemo2Folder(NemoFolder):
-    """``weights/`` and ``context/`` of NeMo 2; nemo-run's YAML is read as data, and not run."""
+    """``weights/`` and ``context/`` of NeMo 2. nemo-run's YAML is read as data; no code runs."""
 
     @property
     def prefix(self) -> str:
@@ -213,15 +229,15 @@ class Nemo2Folder(NemoFolder):
 
     @property
     def weights(self) -> Path:
-        return _existing(self.root / "weights", self.source)
+        return _check_exists(self.root / "weights", self.source)
 
-    def _own_config(self) -> dict[str, Any]:
-        return self._transformer_config(_MODEL_YAML, "config")
+    def _read_config(self) -> dict[str, Any]:
+        return self._read_transformer_config(_MODEL_YAML, "config")
 
-    def _own_tokenizer(self) -> Path:
+    def _find_tokenizer(self) -> Path:
         names = ("nemo_tokenizer", "artifacts", ".")
         folders = (self.root / "context" / name for name in names)
-        return self._tokenizer_among(folders, "context/nemo_tokenizer")
+        return self._first_tokenizer(folders, "context/nemo_tokenizer")
 
 
 class MegatronFolder(NemoFolder):
@@ -235,31 +251,34 @@ class MegatronFolder(NemoFolder):
     def weights(self) -> Path:
         return self.root
 
-    def _own_config(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         if (self.root / _RUN_CONFIG).is_file():
-            return self._transformer_config(_RUN_CONFIG, "model")
+            return self._read_transformer_config(_RUN_CONFIG, "model")
         common = read_common(self.root)
         arguments = common.get("args") if isinstance(common, dict) else None
         if not isinstance(arguments, Namespace):
             raise CheckpointError(
-                f"{self.source}: {COMMON_NAME}: got no args of Megatron-LM; "
-                f"`nemo-aligner import` takes a {CONFIG_NAME} that says what the model is"
+                f"{self.source}: {COMMON_NAME}: it has no args of Megatron-LM, so the model's "
+                f"settings are unknown. Pass `nemo-aligner import` a {CONFIG_NAME}"
             )
         plain = {key: _as_plain(value) for key, value in vars(arguments).items()}
         return from_arguments(plain, f"{self.source}: {COMMON_NAME}")
 
-    def _own_tokenizer(self) -> Path:
+    def _find_tokenizer(self) -> Path:
         folders = (self.root / TOKENIZER_NAME, self.root.parent / TOKENIZER_NAME)
-        return self._tokenizer_among(folders, "its folder tokenizer/")
+        return self._first_tokenizer(folders, "its folder tokenizer/")
 
 
 def _as_plain(value: Any) -> Any:
-    """Keep a plain setting; another object, such as a tensor, becomes text that fits no setting."""
+    """Return a plain setting unchanged, and any other object, such as a tensor, as a string.
+
+    No setting has such a string as a valid value, so later checks refuse it.
+    """
     parts = value if type(value) in (list, tuple) else (value,)
     return value if all(type(part) in _PLAIN for part in parts) else shown(value)
 
 
-def _existing(folder: Path, source: Path) -> Path:
+def _check_exists(folder: Path, source: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{source}: it holds no {folder.name} folder")
     return folder
@@ -268,22 +287,29 @@ def _existing(folder: Path, source: Path) -> Path:
 def folder_of(
     root: Path, source: Path, tokenizer: Path | None = None, config: Path | None = None
 ) -> NemoFolder:
-    """Find the checkpoint in a folder, whoever wrote it; ``source`` names it in errors."""
-    kind, inner = _kind_of(root, source)
-    return kind(inner, source, tokenizer, config)
+    """Find the checkpoint in a folder, and detect its format.
+
+    Args:
+        root: the folder.
+        source: name of the checkpoint in errors.
+        tokenizer: folder that replaces the checkpoint's tokenizer.
+        config: file that replaces the checkpoint's settings.
+    """
+    folder_class, inner = _detect_format(root, source)
+    return folder_class(inner, source, tokenizer, config)
 
 
-def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
+def _detect_format(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
     """Detect the format of a checkpoint, and its folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
-    # Before Megatron's: a run's state is torch_dist, too, but without settings.
+    # Before the checks for Megatron's format, because a run's state is torch_dist, too.
     refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
-    # The folder above iter_0000100/, which a user is likelier to name.
+    # A user may pass the folder that contains iter_0000100/.
     if (root / _TRACKER).is_file():
-        return MegatronFolder, _existing(root / _tracked(root), source)
+        return MegatronFolder, _check_exists(root / _read_tracker(root), source)
     if any((root / name).is_file() for name in (_RUN_CONFIG, COMMON_NAME, INDEX_NAME)):
         return MegatronFolder, root
     refuse_hugging_face(root, source)
@@ -294,31 +320,33 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
 
 
 def refuse_hugging_face(path: Path, source: Path) -> None:
-    """Raise for a Hugging Face folder or a GGUF file, and name the verb that converts it.
+    """Raise CheckpointError for a Hugging Face folder or a GGUF file, and say how to convert it.
 
-    ``source`` names it in errors.
+    Args:
+        source: name of the checkpoint in errors.
     """
     is_gguf = path.suffix == ".gguf" and path.is_file()
     if is_gguf or (path / _HF_CONFIG).is_file():
-        got = "a GGUF file" if is_gguf else f"a Hugging Face folder ({_HF_CONFIG})"
+        description = "a GGUF file" if is_gguf else f"a Hugging Face folder ({_HF_CONFIG})"
         raise CheckpointError(
-            f"{source}: got {got}, wanted a checkpoint of NeMo or Megatron; "
-            "`nemo-aligner convert` makes a .nemo of it"
-            + ("" if is_gguf else ", and hf_model= evaluates a reward model as it is")
+            f"{source}: got {description}, wanted a checkpoint of NeMo or Megatron; "
+            "`nemo-aligner convert` converts it to a .nemo archive"
+            + ("" if is_gguf else ", and hf_model= evaluates a reward model without converting it")
         )
     refuse_adapter(path, source)
 
 
 def refuse_adapter(folder: Path, source: Path) -> None:
-    """Raise for a LoRA adapter without its base; raises as ``refuse_hugging_face``."""
+    """Raise CheckpointError for a LoRA adapter without its base model."""
     if (folder / _ADAPTER_CONFIG).is_file() and not (folder / _HF_CONFIG).is_file():
         raise CheckpointError(
-            f"{source}: got an adapter ({_ADAPTER_CONFIG}), wanted a whole model; merge it into "
+            f"{source}: got an adapter ({_ADAPTER_CONFIG}), wanted a complete model; merge it into "
             "its base first (merge_and_unload of peft)"
         )
 
 
-def _tracked(root: Path) -> str:
+def _read_tracker(root: Path) -> str:
+    """Read the name of the folder that holds the latest step."""
     step = read_text(root / _TRACKER).strip()
     if step != "release" and not re.fullmatch(r"\d{1,15}", step):
         raise CheckpointError(f"{root / _TRACKER}: got {shown(step)}, wanted a step or 'release'")
@@ -327,8 +355,8 @@ def _tracked(root: Path) -> str:
 
 # Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to those of NeMo 1.
 #
-# Checked against public sources: NeMo's LlamaConfig classes and its YAML writer, a run_config.yaml
-# that Megatron-Bridge printed, megatron-core 0.16's TransformerConfig, and Megatron-LM's
+# The sources are NeMo's LlamaConfig classes and its YAML writer, a run_config.yaml that
+# Megatron-Bridge printed, megatron-core 0.16's TransformerConfig, and Megatron-LM's
 # core_transformer_config_from_args.
 
 Config = Mapping[str, Any]
@@ -342,7 +370,8 @@ _ACTIVATIONS = {
     (True, "fast_gelu"): "geglu",
     (False, "squared_relu"): "squared-relu",
 }
-# Settings that change what a model computes, and the values supported for each.
+# Settings that change what a model computes and that this package does not implement, with the
+# values that switch each of them off.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
@@ -366,21 +395,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
 }
-# Archives of this package have mixtures, whose tensors have other shapes than Megatron's.
-_OF_ARCHIVES = ("num_moe_experts",)
-# Gemma 2's settings. NeMo applies the window in the layers where Google's model has none, so it is
-# not read. final_logit_softcapping is not listed, because it changes no hidden state.
+# Settings that are supported in archives of this package only: the tensors of a mixture-of-experts
+# (MoE) model have other shapes in Megatron's checkpoints.
+_SUPPORTED_IN_ARCHIVES = ("num_moe_experts",)
+# Gemma 2's settings. NeMo applies the window in the layers in which Google's model has none, so
+# Gemma 2 is not supported. final_logit_softcapping is not listed, because it changes no hidden
+# state.
 _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
 }
-# What is read beside NeMo 1's other settings, but not in its section for those of megatron-core.
-_NOT_IN_SECTION: dict[str, tuple[Any, ...]] = {
+# Settings that are supported at the top level of NeMo 1's settings, but not in the section for
+# settings of megatron-core.
+_UNSUPPORTED_IN_SECTION: dict[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "window_attn_skip_freq": (None,),
 }
 _CUSTOMIZATION = "mcore_customization_config"
-_SAME = (
+# Settings with the same name and meaning in NeMo 1 and in megatron-core.
+_SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "layernorm_epsilon", "make_vocab_size_divisible_by", "position_embedding_type",
     "rotary_base", "seq_len_interpolation_factor", "layernorm_zero_centered_gamma",
@@ -392,22 +425,30 @@ _SAME = (
 _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 
 
-def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
-    """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel``.
+def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
+    """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel`` to NeMo 1's keys.
 
-    A class or function is a mapping with ``_target_``, whose last name is compared.
+    A field whose value is a class or a function is a mapping with ``_target_``; the last part of
+    that dotted name is compared.
+
+    Args:
+        location: file and section of the settings, for errors.
+
+    Raises:
+        CheckpointError: a setting has a value that is not supported.
     """
-    by_class = _gemma(model, where)
-    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, where)
-    gated, function = bool(model.get("gated_linear_unit")), _name(model.get("activation_func"))
+    class_settings = _read_gemma_settings(model, location)
+    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, location)
+    gated = bool(model.get("gated_linear_unit"))
+    function = _last_name(model.get("activation_func"))
     config = {
         "position_embedding_type": "learned_absolute",  # GPTModel's default
-        **{key: model[key] for key in _SAME if model.get(key) is not None},
+        **{key: model[key] for key in _SAME_NAMES if model.get(key) is not None},
         "encoder_seq_length": model.get("seq_length"),
         "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
-        "normalization": _one_of(_NORMS, model.get("normalization"), "normalization", where),
-        "activation": _one_of(_ACTIVATIONS, (gated, function), "activation_func", where),
-        # megatron-core's defaults, for keys that a writer left out.
+        "normalization": _translate(_NORMS, model.get("normalization"), "normalization", location),
+        "activation": _translate(_ACTIVATIONS, (gated, function), "activation_func", location),
+        # megatron-core's defaults for missing keys.
         "bias": bool(model.get("add_bias_linear", True)),
         "qkv_bias": bool(model.get("add_qkv_bias", False)),
         "qk_layernorm": bool(model.get("qk_layernorm", False)),
@@ -417,11 +458,15 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
     if config["normalization"] == "layernorm" and config.get("layernorm_zero_centered_gamma"):
         config["normalization"] = "layernorm1p"
         del config["layernorm_zero_centered_gamma"]
-    return {**config, **_rope(model), **by_class}
+    return {**config, **_translate_rope(model), **class_settings}
 
 
-def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
-    """Translate the arguments of Megatron-LM's training script, from ``common.pt``."""
+def from_arguments(arguments: Config, location: str) -> dict[str, Any]:
+    """Translate the arguments of Megatron-LM's training script, which ``common.pt`` stores.
+
+    Raises:
+        CheckpointError: an argument has a value that is not supported; it begins with ``location``.
+    """
     model = dict(arguments)
     model["layernorm_epsilon"] = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
     model["layernorm_zero_centered_gamma"] = bool(arguments.get("apply_layernorm_1p"))
@@ -432,69 +477,80 @@ def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
     model["activation_func"] = "silu" if arguments.get("swiglu") else "gelu"
     if arguments.get("squared_relu"):
         model["activation_func"] = "squared_relu"
-    # --num-query-groups has a default of 1, which counts only beside --group-query-attention.
+    # --num-query-groups, 1 by default, has an effect only together with --group-query-attention.
     if not arguments.get("group_query_attention"):
         model["num_query_groups"] = None
     model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
     model["rope_scaling"] = arguments.get("use_rope_scaling")
     if arguments.get("quick_geglu") or arguments.get("openai_gelu"):
-        raise CheckpointError(f"{where}: args: quick_geglu and openai_gelu are not supported")
-    return from_transformer_config(model, f"{where}: args")
+        raise CheckpointError(f"{location}: args: quick_geglu and openai_gelu are not supported")
+    return from_transformer_config(model, f"{location}: args")
 
 
-def check_nemo1(config: Config, where: str) -> None:
+def check_nemo1(config: Config, location: str) -> None:
     """Refuse settings that NeMo 1 passes on to megatron-core and that this package ignores.
 
     NeMo 1 sets every field of ``TransformerConfig`` that its settings name, then those of the
     section ``mcore_customization_config``.
     """
-    read = {key: values for key, values in _NEUTRAL.items() if key not in _OF_ARCHIVES}
-    _check_neutral(read, config, where)
+    unsupported = {
+        key: values for key, values in _NEUTRAL.items() if key not in _SUPPORTED_IN_ARCHIVES
+    }
+    _check_neutral(unsupported, config, location)
     section = config.get(_CUSTOMIZATION) or {}
-    where = f"{where}: {_CUSTOMIZATION}"
+    location = f"{location}: {_CUSTOMIZATION}"
     if not isinstance(section, Mapping):
-        raise CheckpointError(f"{where}: got {section!r}, wanted a mapping")
-    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION, **_NOT_IN_SECTION}, section, where)
+        raise CheckpointError(f"{location}: got {section!r}, wanted a mapping")
+    unsupported = {**_NEUTRAL, **_NEUTRAL_IN_ATTENTION, **_UNSUPPORTED_IN_SECTION}
+    _check_neutral(unsupported, section, location)
 
 
-def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, where: str) -> None:
+def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, location: str) -> None:
+    """Check that settings which this package does not implement are switched off."""
     for key, values in neutral.items():
         if key in model and model[key] not in values:
-            raise CheckpointError(f"{where}: {key}: got {shown(model[key])}, wanted {values[0]!r}")
+            raise CheckpointError(
+                f"{location}: {key}: got {shown(model[key])}, which is not supported; wanted "
+                f"{values[0]!r}"
+            )
 
 
-def _name(value: Any) -> Any:
+def _last_name(value: Any) -> Any:
+    """Return the last part of a dotted name, or of the ``_target_`` of a mapping."""
     if isinstance(value, Mapping):
         value = value.get("_target_")
     return value.rpartition(".")[2] if isinstance(value, str) else value
 
 
-def _one_of(names: Mapping[Any, str], value: Any, key: str, where: str) -> str:
+def _translate(names: Mapping[Any, str], value: Any, key: str, location: str) -> str:
+    """Look up NeMo's name for megatron-core's value of the setting ``key``."""
     try:
         return names[value]
     except (KeyError, TypeError):
-        wanted = ", ".join(map(str, names))
+        supported = ", ".join(map(str, names))
         raise CheckpointError(
-            f"{where}: {key}: got {shown(value)}, wanted one of {wanted}"
+            f"{location}: {key}: got {shown(value)}, wanted one of {supported}"
         ) from None
 
 
-def _rope(model: Config) -> dict[str, Any]:
-    """Translate Llama 3's rope scaling: NeMo's and Bridge's four fields, or megatron-core's two."""
+def _translate_rope(model: Config) -> dict[str, Any]:
+    """Translate Llama 3's RoPE scaling: NeMo's and Bridge's four fields, or megatron-core's two."""
     if model.get("scale_factor") is not None:
-        given = {key: model[key] for key in _ROPE_KEYS if model.get(key) is not None}
-        return {"scale_positional_embedding": True, **given}
+        fields = {key: model[key] for key in _ROPE_KEYS if model.get(key) is not None}
+        return {"scale_positional_embedding": True, **fields}
     if model.get("rope_scaling"):
         factor = model.get("rope_scaling_factor", 8.0)
         return {"scale_positional_embedding": True, "scale_factor": factor}
     return {"scale_positional_embedding": False}
 
 
-def _gemma(model: Config, where: str) -> dict[str, Any]:
-    """Settings that NeMo and Bridge imply by a Gemma's class rather than by a field."""
-    kind = str(_name(model.get("_target_")) or "")
-    if "Gemma" not in kind:
+def _read_gemma_settings(model: Config, location: str) -> dict[str, Any]:
+    """Return the settings that NeMo and Bridge imply by Gemma's class instead of by a field."""
+    class_name = str(_last_name(model.get("_target_")) or "")
+    if "Gemma" not in class_name:
         return {}
-    if not kind.startswith(("GemmaConfig", "CodeGemma", "GemmaModelProvider")):
-        raise CheckpointError(f"{where}: _target_: got {shown(kind)}, which is not supported")
+    if not class_name.startswith(("GemmaConfig", "CodeGemma", "GemmaModelProvider")):
+        raise CheckpointError(
+            f"{location}: _target_: got {shown(class_name)}, which is not supported"
+        )
     return {"apply_embedding_scaling": True}

@@ -1,4 +1,7 @@
-"""Loading of an opened checkpoint's weights into a model on this rank, after checking sizes."""
+"""Check the weights of an opened checkpoint against the model's shape, and load them.
+
+They are loaded into the model of this rank, or, for conversions, offered as lazy tensors.
+"""
 
 from __future__ import annotations
 
@@ -34,70 +37,78 @@ from nemo_aligner.models.shape import (
 )
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 
-_MOST_PADDING = 2**16
+_MAX_VOCAB_DIVISOR = 2**16
 
 
 def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
-    """Read the model's shape, and check the stored weights against it.
+    """Read the model's shape from the settings, and check the stored weights against it.
 
-    Nothing of the model's size is allocated before. ``config`` replaces the folder's own.
+    Allocates no memory that depends on the model's size. ``config`` replaces the folder's settings.
+
+    Raises:
+        CheckpointError: the settings are not supported, or the stored weights do not fit them.
     """
     config = folder.config if config is None else config
     try:
         shape = ModelShape.from_config(config)
     except AlignerError as error:
         raise CheckpointError(f"{folder.source}: {error}") from error
-    # The embeddings are padded to a multiple of it, before any weight is read.
-    if shape.make_vocab_size_divisible_by > _MOST_PADDING:
+    # The embedding is padded to a multiple of this value, so a huge value would exhaust the memory.
+    if shape.make_vocab_size_divisible_by > _MAX_VOCAB_DIVISOR:
         raise CheckpointError(
             f"{folder.source}: make_vocab_size_divisible_by: got "
-            f"{shape.make_vocab_size_divisible_by}, wanted at most {_MOST_PADDING}"
+            f"{shape.make_vocab_size_divisible_by}, wanted at most {_MAX_VOCAB_DIVISOR}"
         )
     _check_sizes(folder, shape)
     return shape
 
 
 def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
-    """Check that exactly the weights of such a model are stored, with its sizes.
+    """Check that exactly the weights of a model of this shape are stored, with the right sizes.
 
-    A surplus weight, such as a bias, would make it another model.
+    A surplus weight, such as a bias, means that the checkpoint holds another kind of model.
     """
-    folder.store.check_data(read=False)  # before that the index may claim anything
-    stored, of_model, of_layer = folder.tensors, model_tensors(shape), layer_tensors(shape)
-    where = f"{folder.source}: {folder.prefix}"
+    folder.store.check_data(read=False)  # makes sure that the index agrees with the files
+    stored, outside, inside = folder.tensors, model_tensors(shape), layer_tensors(shape)
+    location = f"{folder.source}: {folder.prefix}"
     if OUTPUT_LAYER in stored:
-        of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
-    for name, size in of_model.items():
-        got, may_be_padded = stored.get(name, ((),))[0], name in (EMBEDDING, OUTPUT_LAYER)
-        if got != size and not (may_be_padded and got[1:] == size[1:] and got > size):
-            least = "at least " if may_be_padded else ""
+        outside[OUTPUT_LAYER] = outside[EMBEDDING]
+    for name, size in outside.items():
+        stored_size = stored.get(name, ((),))[0]
+        may_be_padded = name in (EMBEDDING, OUTPUT_LAYER)
+        is_padded = may_be_padded and stored_size[1:] == size[1:] and stored_size > size
+        if stored_size != size and not is_padded:
+            actual = f"shape {list(stored_size)}" if name in stored else "none"
             raise CheckpointError(
-                f"{where}{name}: got {f'shape {list(got)}' if name in stored else 'none'}, its "
-                f"settings want {least}{list(size)}; it holds {len(stored)} tensors named "
-                f"{folder.prefix}*"
+                f"{location}{name}: got {actual}, but the settings imply "
+                f"{'at least ' if may_be_padded else ''}{list(size)}; the checkpoint has "
+                f"{len(stored)} tensors named {folder.prefix}*"
             )
-    # A stack's first axis is the number of layers; () is for layers that differ in shape.
-    for name, size in of_layer.items():
-        layers, got = _of_layers(stored, name)
-        if (layers, got) != (shape.num_layers, size):
+    for name, size in inside.items():
+        layers, layer_size = _find_in_layers(stored, name)
+        if (layers, layer_size) != (shape.num_layers, size):
             raise CheckpointError(
-                f"{where}{LAYERS}{name}: got {layers} layers of shape {list(got)}, "
-                f"its settings want {shape.num_layers} of {list(size)}"
+                f"{location}{LAYERS}{name}: got {layers} layers of shape {list(layer_size)}, "
+                f"but the settings imply {shape.num_layers} of {list(size)}"
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
-    known = {LAYERS + number + name for number in numbers for name in of_layer}
-    # Every head's names; which one it is, is checked against the contract.
-    of_head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
-    unknown = sorted(stored.keys() - known - of_model.keys() - of_head)
+    expected = {LAYERS + number + name for number in numbers for name in inside}
+    # All names that a head may have. ``reward_model`` checks which of them this model's head needs.
+    head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
+    unknown = sorted(stored.keys() - expected - outside.keys() - head)
     if unknown:
         raise CheckpointError(
-            f"{folder.source}: {len(unknown)} tensors have no place in the model that its settings "
-            f"describe, the first is {folder.prefix}{unknown[0]}"
+            f"{folder.source}: {len(unknown)} tensors do not belong to the model that the settings "
+            f"describe; the first is {folder.prefix}{unknown[0]}"
         )
 
 
-def _of_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, ...]]:
-    """Count the layers with the tensor ``name``; returns its shape in each, () if they differ."""
+def _find_in_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, ...]]:
+    """Count the layers that have the tensor ``name``.
+
+    Returns:
+        The count, and the tensor's shape in a layer; the shape is () if the layers differ.
+    """
     if not is_per_layer(stored):
         shape = stored.get(LAYERS + name, ((0,),))[0]
         return sum(shape[:1]), shape[1:]
@@ -110,41 +121,47 @@ def _of_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, ...]]:
 
 
 def is_per_layer(stored: StoredTensors) -> bool:
-    """Tell if every layer has its own names; otherwise one tensor stacks all layers."""
+    """Tell if each layer's tensors have names of their own; otherwise a tensor stacks all layers.
+
+    The first axis of such a stack is the number of layers.
+    """
     return any(name.startswith(f"{LAYERS}0.") for name in stored)
 
 
 def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
-    """Load all of ``model`` but its head; it has the ``model_shape`` of ``folder``.
+    """Load the weights of ``model`` except its head; collective.
 
-    Adapters that the checkpoint lacks stay as they are. Every rank calls it.
+    ``model`` has the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters, the
+    model's adapters are not changed.
     """
     request = model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}
     )
     has_lora = read_lora(folder.config) is not None
-    of_head = folder.prefix + HEAD_PREFIX
-    unread = {
-        key for key in request if key.startswith(of_head) or (is_of_adapter(key) and not has_lora)
+    head_prefix = folder.prefix + HEAD_PREFIX
+    # The head is loaded separately: it is fp32, and a base model has none.
+    skipped = {
+        key
+        for key in request
+        if key.startswith(head_prefix) or (is_of_adapter(key) and not has_lora)
     }
-    # The head is set apart: it is fp32, and has no place in a base model.
-    state = folder.store.load({key: request[key] for key in request if key not in unread})
+    state = folder.store.load({key: request[key] for key in request if key not in skipped})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
-    load_into(model, plain, folder.source, lambda key: folder.prefix + key in unread)
+    load_into(model, plain, folder.source, lambda key: folder.prefix + key in skipped)
 
 
 def head_names(folder: NemoFolder) -> list[str]:
-    """Names of the reward head's tensors after ``HEAD_PREFIX``."""
+    """List the names of the reward head's tensors, without ``HEAD_PREFIX``."""
     names = (name for name in folder.tensors if name.startswith(HEAD_PREFIX))
     return [name.removeprefix(HEAD_PREFIX) for name in names]
 
 
 def read_head(folder: NemoFolder) -> dict[str, Tensor]:
-    """Read the reward head in fp32, unsharded, by ``head_names``; every rank calls it."""
-    return {name: _read_whole(folder, HEAD_PREFIX + name) for name in head_names(folder)}
+    """Read the tensors of the reward head by ``head_names``, in fp32 and unsharded; collective."""
+    return {name: _read_unsharded(folder, HEAD_PREFIX + name) for name in head_names(folder)}
 
 
-def _read_whole(folder: NemoFolder, name: str) -> Tensor:
+def _read_unsharded(folder: NemoFolder, name: str) -> Tensor:
     shape, _ = folder.tensors[name]
     key = folder.prefix + name
     request = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=torch.float32))}
@@ -157,9 +174,11 @@ def _read_whole(folder: NemoFolder, name: str) -> Tensor:
 def unread_decoder(
     folder: NemoFolder, shape: ModelShape
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    """Lazy tensors of the decoder by key, outside and inside the layers, without padding rows.
+    """Return lazy tensors of the decoder, without padding rows, and with LoRA folded in.
 
-    LoRA is folded into the weights.
+    Returns:
+        The tensors outside the layers by their stored names; and for each stored name in the layers
+        one tensor of each layer.
     """
     stored, store = folder.tensors, folder.store
     lora = shape.lora
@@ -175,7 +194,7 @@ def unread_decoder(
             return unread(folder, f"{LAYERS}{layer}.{name}")
         return unread(folder, LAYERS + name, layer)
 
-    def whole(name: str, layer: int) -> LazyTensor:
+    def inside_folded(name: str, layer: int) -> LazyTensor:
         weight, linear = inside(name, layer), name.removesuffix(".weight")
         if lora is None or linear not in lora.linears:
             return weight
@@ -185,18 +204,21 @@ def unread_decoder(
 
     names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
     return {PREFIX + name: outside(name) for name in names}, {
-        PREFIX + LAYERS + name: [whole(name, layer) for layer in range(shape.num_layers)]
+        PREFIX + LAYERS + name: [inside_folded(name, layer) for layer in range(shape.num_layers)]
         for name in layer_tensors(replace(shape, lora=None))
     }
 
 
 def unread(folder: NemoFolder, name: str, layer: int | None = None) -> LazyTensor:
-    """Lazy tensor of an opened checkpoint; with ``layer``, one layer of a stacked tensor."""
+    """Return a tensor of an opened checkpoint that is read later, when a conversion writes it.
+
+    With ``layer``, return that layer of a tensor that stacks all layers.
+    """
     size, dtype = folder.tensors[name]
     size = size if layer is None else size[1:]
     return LazyTensor(size, dtype, lambda: folder.store.read(folder.prefix + name, layer))
 
 
 def in_memory(tensor: Tensor) -> LazyTensor:
-    """Wrap a tensor that is in memory already."""
+    """Wrap a tensor that is in memory already as a lazy one."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)

@@ -1,4 +1,8 @@
-"""Reward models in ``.nemo`` archives: loading to train or to score, saving, and initial heads."""
+"""Load reward models from ``.nemo`` archives to train or to score, and save them.
+
+Also copies the head of one reward model into another (initial heads), and reads the tokenizer and
+scoring contract without the weights.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +65,19 @@ from nemo_aligner.models.shape import (
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.writing import explaining_full_disk
 
-_OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on its body"
+_OR_NEW_HEAD = ". To train a new head instead, set pretrained_checkpoint.new_head=true"
 
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A model to train: backbone from the archive, and its head, or a new one if it has none."""
+    """A model to train.
+
+    Attributes:
+        model: the backbone and, if the archive has a head, the head from the archive.
+        config: settings of the model by the keys of ``model_config.yaml``.
+        tokenizer: the archive's tokenizer.
+        head_is_new: whether the head is new, and not the archive's.
+    """
 
     model: GPTRewardModel
     config: dict[str, Any]
@@ -76,10 +87,10 @@ class PretrainedModel:
 
 @dataclass(frozen=True)
 class LoadedRewardModel:
-    """A finished reward model with all that gives its scores their meaning.
+    """A finished reward model with its scoring contract, tokenizer and settings.
 
-    ``fingerprint`` says which weights these are, see ``fingerprint.py``; None in an archive without
-    checksums.
+    ``fingerprint`` identifies the weights, see ``fingerprint.py``; it is None for an archive
+    without checksums.
     """
 
     model: GPTRewardModel
@@ -90,14 +101,16 @@ class LoadedRewardModel:
 
 
 @dataclass(frozen=True)
-class BaseCheckpoint:
-    """Everything of a checkpoint but its weights, read by opening it once.
+class CheckpointDescription:
+    """Settings, tokenizer and scoring contract of a checkpoint, read without its weights.
 
-    A run is prepared from it. The weights are read by a second opening (``load_pretrained``), so
-    that a run whose settings or data are unfit ends before they are unpacked.
+    A training run is prepared from it. ``load_pretrained`` opens the checkpoint again for the
+    weights, so a run with unfit settings or data ends before they are unpacked.
 
     Attributes:
-        config: the model's settings by the keys of ``model_config.yaml``.
+        path: the archive or folder.
+        config: settings of the model by the keys of ``model_config.yaml``.
+        tokenizer: the checkpoint's tokenizer.
         contract: None for a base model.
     """
 
@@ -107,11 +120,11 @@ class BaseCheckpoint:
     contract: ScoringContract | None
 
     @classmethod
-    def read(cls, path: str | Path) -> BaseCheckpoint:
+    def read(cls, path: str | Path) -> CheckpointDescription:
         """Open the checkpoint at ``path``; collective.
 
         Raises:
-            CheckpointError: see ``open_nemo``; or its tokenizer or its contract cannot be read.
+            CheckpointError: see ``open_nemo``; or the tokenizer or the contract cannot be read.
         """
         with open_nemo(path, with_weights=False) as folder:
             tokenizer = folder.load_tokenizer()
@@ -120,26 +133,31 @@ class BaseCheckpoint:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's shape; raises CheckpointError if it cannot be built."""
+        """The model's shape; raises CheckpointError if the settings are not supported."""
         return ModelShape.from_config(self.config)
 
 
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
     """Read an archive's tokenizer and its contract (None for a base model); collective."""
-    base = BaseCheckpoint.read(path)
+    base = CheckpointDescription.read(path)
     return base.tokenizer, base.contract
 
 
 def check_expected_contract(
     path: str | Path, precision: Precision | None, expected: str | None, key: str
 ) -> None:
-    """Refuse an archive whose contract is not ``expected``, before its weights are loaded.
+    """Refuse an archive whose contract hash is not ``expected``, before its weights are loaded.
 
-    Collective where ranks are connected; before that each checks for itself. An archive without a
-    contract passes here; loading it fails.
+    Collective if torch.distributed is initialised; before that each rank checks for itself. An
+    archive without a contract passes here, and fails when it is loaded.
+
+    Args:
+        precision: the precision with which the model will be loaded.
+        expected: the expected hash; every contract passes if it is None.
+        key: the setting that holds the expected hash.
 
     Raises:
-        ConfigError: see ``check_expected``. ``precision`` is the one to load it with.
+        ConfigError: see ``check_expected``.
     """
     contract = None if expected is None else read_text_rules(path)[1]
     if contract is not None:
@@ -166,13 +184,17 @@ def load_pretrained(
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
-    ``new_head`` ignores the archive's head; ``head`` None, or at its defaults, keeps its layers.
-    With ``lora`` the model has the archive's adapters, or new ones; without, an archive's are
-    folded into the weights. The other arguments are those of ``build_reward_model``.
+    The arguments that are not listed are those of ``build_reward_model``.
+
+    Args:
+        new_head: train a new head, and ignore the archive's.
+        head: settings of the head; None, or default settings, keep the archive's layers.
+        lora: train LoRA adapters: the archive's, or new ones. If None, adapters in the archive are
+            folded into the weights.
 
     Raises:
-        CheckpointError: the archive is unsafe, incomplete or of another family; or its reward head
-            or its LoRA differ from what is asked for.
+        CheckpointError: the archive is unsafe, incomplete or of an unsupported family; or its
+            reward head or its LoRA adapters do not fit the arguments.
     """
     with open_nemo(path) as folder:
         shape, tokenizer = model_shape(folder), folder.load_tokenizer()
@@ -196,7 +218,7 @@ def load_pretrained(
             pointwise_kernels=pointwise_kernels,
         )
         decide_together(current_device(), gather_objects)
-        # Checked before a byte is read: a wrong head is found in a second, not after the body.
+        # Checked first: a wrong head is then reported before the backbone is loaded.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         _set_adapters(model, folder, lora, seed)
@@ -207,7 +229,10 @@ def load_pretrained(
 def _set_adapters(
     model: GPTRewardModel, folder: NemoFolder, lora: LoraShape | None, seed: int
 ) -> None:
-    """Fold an archive's adapters, or draw those that it lacks; the weights have to be in place."""
+    """Fold the archive's adapters into the weights, or initialise new adapters.
+
+    The weights must be loaded already.
+    """
     if lora is None:
         fold_adapters(model)
     elif read_lora(folder.config) is None:
@@ -223,7 +248,8 @@ def load_reward_model(
     """Load a finished reward model to score with; collective.
 
     Args:
-        precision: of the backbone; None is the contract's. The returned contract names it.
+        precision: precision of the backbone; None means that of the contract. The returned contract
+            has this precision.
         pointwise_kernels: see ``choose_kernels``.
 
     Raises:
@@ -240,11 +266,11 @@ def reward_model_of(
     pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
 ) -> LoadedRewardModel:
     """Load a finished reward model from an archive that is open; see ``load_reward_model``."""
-    outline = reward_model_without_weights(
+    loaded = reward_model_without_weights(
         folder, layout, precision, pointwise_kernels=pointwise_kernels
     )
-    _load_into(outline.model, folder, with_head=True)
-    return outline
+    _load_into(loaded.model, folder, with_head=True)
+    return loaded
 
 
 def reward_model_without_weights(
@@ -255,26 +281,27 @@ def reward_model_without_weights(
     with_adapters: bool = True,
     pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
 ) -> LoadedRewardModel:
-    """Build the model of ``reward_model_of`` after checking the weights, but do not load them.
+    """Build the model of ``reward_model_of`` and check the stored weights, but do not load them.
 
-    Until then they take no memory on a CPU. Without adapters the caller folds LoRA into the
-    weights.
+    On a CPU the weights take no memory until they are loaded. If ``with_adapters`` is false, the
+    model has no LoRA adapters, and the caller folds the archive's into the weights.
     """
     tokenizer = folder.load_tokenizer()
     contract = contract_of(folder, tokenizer)
     if contract is None:
         raise CheckpointError(
-            f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
-            "score; wanted a reward model written by training"
+            f"{folder.source}: it has no scoring contract, which defines how a sample becomes a "
+            "score. Use a reward model that `nemo-aligner` has trained, imported or converted"
         )
     if tokenizer.fingerprint != contract.tokenizer_fingerprint:
         raise CheckpointError(
             f"{folder.source}: tokenizer: got fingerprint {tokenizer.fingerprint}, "
-            f"the scoring contract wants {contract.tokenizer_fingerprint}"
+            f"but the scoring contract has {contract.tokenizer_fingerprint}. Use an unchanged copy "
+            "of the archive"
         )
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
-    shape.length_dependent_rope(contract.seq_length)  # raises if it has none
+    shape.length_dependent_rope(contract.seq_length)  # raises if the length is not supported
     if not _check_head(folder, shape, num_outputs):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     tokenizer.check_fits(shape.vocab_size)
@@ -305,23 +332,24 @@ def save_reward_model(
     *,
     copied: bool = False,
 ) -> None:
-    """Write a reward model's archive, whole or not at all; collective.
+    """Write the archive of a reward model, completely or not at all; collective.
 
     Args:
-        contract: None leaves out the head, which makes it a base model's archive.
-        copied: write copies of the weights. On a CPU memory that was written is never released, so
-            use it if the model itself is to be freed.
+        config: settings of the model by the keys of ``model_config.yaml``.
+        contract: None writes the archive of a base model, without the head.
+        copied: write copies of the weights. On a CPU, memory that was written to disk is never
+            released, so use this if the model is to be freed afterwards.
     """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
     with explaining_full_disk(path):
         on_main(lambda: _make_staging(staging, tokenizer))
-    # Stacked by layer, as an archive has them; a run's checkpoint has a key for each layer.
+    # An archive stacks the layers under one key; a run's checkpoint has a key for each layer.
     weights = model.sharded_state_dict(prefix=PREFIX)
     weights.pop(PREFIX + LEARNED_BY_OBJECTIVE, None)
     if contract is None:
-        of_head = PREFIX + HEAD_PREFIX
-        weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}
+        head_prefix = PREFIX + HEAD_PREFIX
+        weights = {key: weights[key] for key in weights if not key.startswith(head_prefix)}
     arrived = copy_tensors(weights, []) if copied else None
     sums = save_weights(weights, staging / "weights", arrived)
 
@@ -337,13 +365,16 @@ def save_reward_model(
 
 
 def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
-    shutil.rmtree(staging, ignore_errors=True)  # left by a killed save
+    shutil.rmtree(staging, ignore_errors=True)  # a killed save may have left it behind
     (staging / "tokenizer").mkdir(parents=True)
     tokenizer.save(staging / "tokenizer")
 
 
 def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> ScoringContract | None:
-    """Read an open archive's contract; None for a base model. ``tokenizer`` tries its template."""
+    """Read the scoring contract of an open archive; None for a base model.
+
+    With ``tokenizer``, also check that the contract's chat template works with it.
+    """
     if folder.contract is None:
         return None
     try:
@@ -361,28 +392,27 @@ def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice:
     if HEAD not in stored:
         return False
     head = shape.head or HeadShape()
-    wanted = head.tensors(num_outputs, shape.hidden_size)
+    expected = head.tensors(num_outputs, shape.hidden_size)
     if HEAD_BIAS in stored and read_head_shape(folder.config) is None:
         raise CheckpointError(
-            f"{folder.source}: its reward head has a bias ({HEAD_BIAS}), wanted a head without "
-            "one; `nemo-aligner import` makes an archive that has it in the scoring contract"
-            + advice
+            f"{folder.source}: its reward head has a bias ({HEAD_BIAS}), which is not supported "
+            "here; `nemo-aligner import` moves the bias into the scoring contract" + advice
         )
-    got = {name: stored[HEAD_PREFIX + name][0] for name in head_names(folder)}
-    if set(got) != set(wanted):
+    sizes = {name: stored[HEAD_PREFIX + name][0] for name in head_names(folder)}
+    if set(sizes) != set(expected):
         raise CheckpointError(
-            f"{folder.source}: {HEAD_PREFIX}: got {', '.join(sorted(got))}, wanted "
-            f"{', '.join(sorted(wanted))}, as of a head that is {head}{advice}"
+            f"{folder.source}: {HEAD_PREFIX}: got {', '.join(sorted(sizes))}, wanted "
+            f"{', '.join(sorted(expected))} for a head that is {head}{advice}"
         )
-    rows = got["weight"][0]
-    if rows != num_outputs:
+    outputs = sizes["weight"][0]
+    if outputs != num_outputs:
         raise CheckpointError(
-            f"{folder.source}: {HEAD}: got {rows} outputs, wanted {num_outputs}{advice}"
+            f"{folder.source}: {HEAD}: got {outputs} outputs, wanted {num_outputs}{advice}"
         )
-    for name, size in wanted.items():
-        if got[name] != size:
+    for name, size in expected.items():
+        if sizes[name] != size:
             raise CheckpointError(
-                f"{folder.source}: {HEAD_PREFIX}{name}: got shape {list(got[name])}, "
+                f"{folder.source}: {HEAD_PREFIX}{name}: got shape {list(sizes[name])}, "
                 f"wanted {list(size)}{advice}"
             )
     return True
@@ -395,32 +425,37 @@ def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) ->
 
 
 def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
-    """Load the head's ``tensors``, whose shapes fit, on the ranks that have a head."""
-    # The last pipeline stage; the others have no head.
+    """Load the head's ``tensors`` on the ranks that have a head. The shapes must fit."""
+    # Only the last pipeline stage has a head.
     if model.post_process:
         model.rm_head.load_state_dict(tensors)
 
 
-# Initial heads: outputs of another reward model, matched by the attributes' names.
+# Initial heads: copy outputs of another reward model, matched by the names of the attributes.
 
 _KEY = "pretrained_checkpoint.load_rm_head_weights"
-# Tensors with this prefix are shared by all outputs; the others have a row for each.
-_OF_ALL = "hidden."
+# All outputs share the tensors with this prefix; the other tensors have one row for each output.
+_SHARED_PREFIX = "hidden."
 
 
 def check_initial_head(
     path: str | Path, contract: ScoringContract, names: Mapping[str, str]
 ) -> None:
-    """Check that another reward model can provide the outputs of ``contract``; reads no weights.
+    """Check that the head of another reward model has the outputs of ``contract``.
 
-    ``names`` maps attributes to their names in that model, where they differ.
+    Reads no weights.
+
+    Args:
+        path: archive of the other reward model.
+        names: maps attributes of ``contract`` to their names in the other model, if they differ.
 
     Raises:
-        ConfigError: it names the missing attributes, or the difference.
-        CheckpointError: the model cannot be read, or is no reward model.
+        ConfigError: an attribute is missing, or the heads read different tokens or have different
+            kinds of outputs.
+        CheckpointError: the other model cannot be read.
     """
     with open_nemo(path, with_weights=False) as folder:
-        _choose(folder, contract, names)
+        _choose_head_rows(folder, contract, names)
 
 
 def init_head_from(
@@ -433,48 +468,52 @@ def init_head_from(
     """Copy the outputs of the reward model at ``path`` into ``model``'s head; collective.
 
     Args:
-        contract: of ``model``.
-        shape: of ``model``.
+        contract: scoring contract of ``model``.
+        shape: shape of ``model``.
         names: see ``check_initial_head``.
 
     Raises:
         ConfigError, CheckpointError: as ``check_initial_head``; or the heads' layers differ.
     """
     with open_nemo(path) as folder:
-        rows = _choose(folder, contract, names)
-        theirs = model_shape(folder)
-        if (theirs.head, theirs.hidden_size) != (shape.head, shape.hidden_size):
+        rows = _choose_head_rows(folder, contract, names)
+        other = model_shape(folder)
+        if (other.head, other.hidden_size) != (shape.head, shape.hidden_size):
             raise ConfigError(
-                f"{_KEY}: {path}: got a head that is {theirs.head or 'linear'}, of "
-                f"{theirs.hidden_size} hidden states, wanted one that is {shape.head or 'linear'}, "
-                f"of {shape.hidden_size}"
+                f"{_KEY}: {path}: got a head that is {other.head or 'linear'} with a hidden size "
+                f"of {other.hidden_size}, wanted one that is {shape.head or 'linear'} with "
+                f"{shape.hidden_size}"
             )
         tensors = read_head(folder)
     chosen = {
-        name: tensor if name.startswith(_OF_ALL) else tensor[rows]
+        name: tensor if name.startswith(_SHARED_PREFIX) else tensor[rows]
         for name, tensor in tensors.items()
     }
     set_head(model, chosen)
 
 
-def _choose(folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]) -> list[int]:
-    """Row in the head of ``folder`` for every output of ``contract``."""
-    theirs, where = contract_of(folder), f"{_KEY}: {folder.source}"
-    if theirs is None:
-        raise ConfigError(f"{where}: it has no scoring contract, wanted a reward model")
-    _check_names(contract, names)
-    wanted = [names.get(name, name) for name in contract.attributes]
-    lacking = [name for name in wanted if name not in theirs.attributes]
-    if lacking:
+def _choose_head_rows(
+    folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]
+) -> list[int]:
+    """Return the row in the head of ``folder`` for every output of ``contract``."""
+    other, location = contract_of(folder), f"{_KEY}: {folder.source}"
+    if other is None:
         raise ConfigError(
-            f"{where}: got the attributes {', '.join(theirs.attributes)}, wanted "
-            f"{', '.join(lacking)}, too; pretrained_checkpoint.rm_head_names maps attributes "
-            "to their names there"
+            f"{location}: it has no scoring contract, so it is no reward model of this package"
         )
-    indices = [theirs.attributes.index(name) for name in wanted]
-    _check_read_alike(contract, theirs, indices, where)
-    # Bins and quantiles have several rows for an attribute, side by side.
-    width = theirs.outputs_per_attribute
+    _check_names(contract, names)
+    other_names = [names.get(name, name) for name in contract.attributes]
+    missing = [name for name in other_names if name not in other.attributes]
+    if missing:
+        raise ConfigError(
+            f"{location}: it has the attributes {', '.join(other.attributes)}, and lacks "
+            f"{', '.join(missing)}. If they have other names there, set "
+            "pretrained_checkpoint.rm_head_names, which maps this run's names to them"
+        )
+    indices = [other.attributes.index(name) for name in other_names]
+    _check_same_outputs(contract, other, indices, location)
+    # Bins and quantiles have several consecutive rows for an attribute.
+    width = other.outputs_per_attribute
     return [index * width + number for index in indices for number in range(width)]
 
 
@@ -487,26 +526,28 @@ def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
         )
 
 
-def _check_read_alike(
-    contract: ScoringContract, theirs: ScoringContract, indices: list[int], where: str
+def _check_same_outputs(
+    contract: ScoringContract, other: ScoringContract, indices: list[int], location: str
 ) -> None:
     """Check that both heads read the same tokens, and that their outputs mean the same."""
-    if theirs.scored_position != contract.scored_position:
+    if other.scored_position != contract.scored_position:
         raise ConfigError(
-            f"{where}: got a head that reads {theirs.scored_position}, wanted "
+            f"{location}: got a head that reads {other.scored_position}, wanted "
             f"{contract.scored_position} (model.head.reads)"
         )
-    ours, other = contract.output_readout, theirs.output_readout
-    mine = None if ours is None else (ours.kind, list(ours.numbers))
-    its = None if other is None else (other.kind, [other.numbers[index] for index in indices])
-    if mine != its:
+    readout, other_readout = contract.output_readout, other.output_readout
+    outputs = None if readout is None else (readout.kind, list(readout.numbers))
+    other_outputs = None
+    if other_readout is not None:
+        other_outputs = other_readout.kind, [other_readout.numbers[index] for index in indices]
+    if outputs != other_outputs:
         raise ConfigError(
-            f"{where}: got a head with {its or 'one output'} for the attributes, wanted "
-            f"{mine or 'one output'} (model.objective)"
+            f"{location}: got a head with {other_outputs or 'one output'} for the attributes, "
+            f"wanted {outputs or 'one output'} (model.objective)"
         )
 
 
-# Text to token ids, by a model's contract or by settings.
+# Tokenizer and scoring contract: from a model, or built from settings.
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -520,7 +561,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
     if (path / "tokenizer.json").is_file():
-        # An export of this package is read as its contract has it.
+        # In an export of this package the contract defines the tokenizer, so it is not adjusted.
         is_exported = (path / CONTRACT_NAME).is_file()
         return (load_tokenizer if is_exported else load_hf_tokenizer)(path), None
     return read_text_rules(path)
@@ -534,8 +575,14 @@ def read_or_build_text_rules(
 ) -> tuple[Tokenizer, ScoringContract, bool]:
     """Load the tokenizer at ``path`` and its contract, or build a contract from the settings.
 
-    The last value is true where the contract was built from the settings.
-    ``path`` is a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
+    Args:
+        path: a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
+        data: settings from which a missing contract is built.
+        attributes: names of the rewards; empty for a ranking model.
+        reads: the tokens at which the head reads the reward.
+
+    Returns:
+        Tokenizer and contract, and whether the contract was built from the settings.
 
     Raises:
         AlignerError: there is no tokenizer, or the settings do not fit it.

@@ -1,4 +1,4 @@
-"""Archives of converted models, written one tensor at a time."""
+"""Write the archive of a converted model, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ def write_lazy_nemo(
     """Write an archive with its fingerprint; see ``save_lazy`` and ``write_nemo``.
 
     Args:
-        scratch: folder beside ``output``; ``scratch / "tokenizer"`` has the tokenizer already.
+        output: path of the new archive.
+        config: settings of the model by the keys of ``model_config.yaml``.
+        tensors: tensors outside the layers, by their stored names.
+        layers: one tensor of each layer, by their stored names.
+        scratch: temporary folder on the disk of ``output``. The tokenizer's files are in
+            ``scratch / "tokenizer"`` already.
         contract: None for a base model.
     """
     weights, rules = scratch / "weights", None if contract is None else contract.to_dict()

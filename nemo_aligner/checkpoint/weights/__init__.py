@@ -1,4 +1,15 @@
-"""Weights of a checkpoint: reading every stored format, safely, and saving."""
+"""Read the weights of a checkpoint in every stored format, and save them.
+
+- ``store``: the interface ``TensorStore``, and torch_dist, the format of distributed checkpoints.
+  Its index is checked before use, and damaged shards are found before any tensor is used.
+- ``zarr``: the same interface for zarr arrays, which NeMo 1.21 to 1.23 wrote.
+- ``save``: distributed checkpoints written in the background (training runs) or one tensor at a
+  time (conversions); and which weights of a run are saved, with and without LoRA.
+- ``sums``: sums over all weights that identify a model, whatever its parallel layout.
+
+The functions of this file choose the store: ``open_weights`` for any format, ``load_weights`` for
+the checkpoints of a run, ``check_complete`` to look for missing files only.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +36,11 @@ _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
 
 
 class DamagedError(CheckpointError):
-    """Stored weights are incomplete or damaged: only a copy of them helps."""
+    """Stored weights are incomplete or damaged, so they must be restored from a copy."""
 
 
 def open_weights(folder: Path) -> TensorStore:
-    """Open the weights in ``folder``; their index is read once, here."""
+    """Open the weights in ``folder`` and read their index; the index is not read again."""
     path = folder / "metadata.json"
     backend = read_json(path).get("sharded_backend")
     if not isinstance(backend, str) or backend not in _STORES:
@@ -40,16 +51,16 @@ def open_weights(folder: Path) -> TensorStore:
 def load_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, *, with_optimizer: bool = True
 ) -> dict[str, Any]:
-    """Load a sharded state dict from ``folder``, with the plain data beside it (``common.pt``).
+    """Load a sharded state dict from ``folder``, and the plain data in ``common.pt``.
 
-    Collective; see ``TensorStore.load``. All data is compared with its CRC-32 first, the
-    optimizer's only ``with_optimizer``. The ranks share that work, which on one core is done at
-    some 3 GB a second, about as fast as loading.
+    Collective; see ``TensorStore.load``. The CRC-32 of all data is compared first; that of the
+    optimizer's data only ``with_optimizer``. Each rank checks an equal part, at about 3 GB a second
+    on one core, which is about as fast as loading.
 
     Raises:
-        DamagedError: on every rank, if the data is incomplete or not what was written.
-        CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
-            something that would run code.
+        DamagedError: on every rank, if the data is incomplete or was changed.
+        CheckpointError: on every rank, if on any rank a tensor is missing, has another shape, or
+            is stored with code that would run.
     """
     try:
         store, common = raise_everywhere(lambda: _open_with_common(folder))
@@ -67,7 +78,10 @@ def check_complete(folder: Path) -> None:
 
 def _open_with_common(folder: Path) -> tuple[TorchDistStore, dict[str, Any]]:
     store = open_weights(folder)
-    # A run writes torch_dist alone; zarr has no plain data beside its arrays.
+    # A run writes torch_dist only. A zarr folder has arrays and no plain data.
     if not isinstance(store, TorchDistStore):
-        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
+        raise CheckpointError(
+            f"{folder}: the weights are stored as zarr arrays; a run's checkpoint has the format "
+            f"{TORCH_DIST!r}"
+        )
     return store, read_common(folder)

@@ -1,4 +1,7 @@
-"""Saving of distributed checkpoints: sharded, in the background, or one tensor at a time."""
+"""Save distributed checkpoints: sharded, in the background, or one tensor at a time.
+
+Also decides which weights of a model the checkpoint of a training run holds.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +58,21 @@ from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 # Sharded saves, in megatron-core's format.
 
-# As in megatron-core's own save: keys are flat already, and replicas are dropped beforehand.
+# The same options as in megatron-core's save: keys are flat already, and ``_torch_tensors`` has
+# dropped the replicas.
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
 
 class PendingSave:
-    """A save in progress: all ranks plan together, then a thread of each writes its file.
+    """A save in progress: all ranks plan together, then a thread on each rank writes its file.
 
-    megatron-core's own background save starts a manager process and forks writers, which needs a
-    ``__main__`` guard in every script and may hang after gloo's threads have run. Here all
-    collectives run in the foreground, so ranks cannot meet them in different orders: the thread
-    only writes and syncs this rank's file, and ``finish`` agrees on the outcome and writes the
-    index.
+    megatron-core's own background save starts a manager process and forks writers. That needs a
+    ``__main__`` guard in every script, and may hang after gloo's threads have run. Here all
+    collectives run in the foreground, so all ranks call them in the same order. The thread only
+    writes and syncs this rank's file; ``finish`` agrees on the outcome and writes the index.
 
     The tensors must not change until ``is_written``. Opaque objects (TransformerEngine's
-    ``_extra_state``) are left out: they are pickles, which a reader must not load.
+    ``_extra_state``) are not saved, because they are pickles, which a reader must not load.
     """
 
     def __init__(
@@ -79,9 +82,11 @@ class PendingSave:
         arrived: Wait | None = None,
         planner: MCoreSavePlanner | None = None,
     ) -> None:
-        """Begin to write into ``folder``, which every rank must see; collective.
+        """Begin to write into ``folder``, which all ranks share; collective.
 
-        ``arrived`` waits for tensors that are still being copied; the thread calls it first.
+        Args:
+            arrived: waits for tensors that are still being copied; the thread calls it first.
+            planner: chooses the tensors to write; None uses ``InPlaceSavePlanner``.
 
         Raises:
             CheckpointError: on every rank, if the folder cannot be written to.
@@ -89,9 +94,10 @@ class PendingSave:
         on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
         self._folder = folder
         self._arrived = arrived
-        # Planning collectives of torch's own save; an error on one rank is raised on each.
+        # torch's collectives for planning a save; an error on one rank is raised on every rank.
         self._ranks = _DistWrapper(None, use_dist=True, coordinator_rank=0)
-        # No staging copy: that is for tensors on a GPU, and would wait for its kernels.
+        # No staging copy, because the tensors are in host memory already. It would also wait for
+        # the GPU's kernels.
         self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
         self._planner = planner or InPlaceSavePlanner(**PLANNING)
         self._metadata: torch_checkpoint.Metadata | None = None
@@ -105,14 +111,15 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """True if this rank's file is on disk, or has failed."""
+        """True if this rank's file is on disk, or if writing it failed."""
         return self._written.done()
 
     def finish(self) -> None:
         """Wait for all ranks' files and write the index; collective.
 
         Raises:
-            CheckpointError: on every rank, if any could not write; it names the ranks.
+            CheckpointError: on every rank, if any rank could not write its file; it names those
+                ranks.
         """
         with _as_checkpoint_error(self._folder):
             self._ranks.all_reduce("write", self._written.result, self._write_index)
@@ -134,14 +141,15 @@ class PendingSave:
     def _write_index(self, written: list[list[WriteResult]]) -> None:
         assert self._metadata is not None
         self._writer.finish(self._metadata, written)
-        # metadata.json, by which a reader tells the format.
+        # This writes metadata.json, in which a reader looks up the format.
         save_config(CheckpointingConfig(TORCH_DIST, 1), str(self._folder))
 
 
 def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
     """Flatten a sharded state dict to this rank's tensors by stored key, for torch's planner.
 
-    megatron-core does this inside its own save, which would also start writer processes.
+    The two functions called here are private to megatron-core's save, which as a whole would also
+    start writer processes.
     """
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, keep_only_main_replica=True
@@ -152,7 +160,11 @@ def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
 def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> WeightSums:
-    """Save and wait until all is written; see ``PendingSave``. Returns the sums on every rank."""
+    """Save, and wait until all ranks have written; see ``PendingSave``.
+
+    Returns:
+        The sums of all weights (``weights.sums``), on every rank.
+    """
     return _save_and_sum(sharded_state_dict, folder, InPlaceSavePlanner(**PLANNING), arrived)
 
 
@@ -171,24 +183,24 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
     """Replace every tensor that this rank writes by a copy in host memory.
 
     Args:
-        host: keeps the copies, as much memory as the tensors have. The next call with it and the
-            same model reuses that memory, which is much faster than allocating.
+        host: list that keeps the copies; empty at the first call. The next call with the same list
+            and model reuses that memory, which is much faster than allocating it again.
 
     Returns:
         A function that waits for the copies, see ``copy_beside``.
     """
-    written = [
+    entries = [
         entry
         for entry in nested_values(sharded_state_dict)
         # A ShardedTensorFactory holds one tensor, which is split when it is saved.
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
         and is_main_replica(entry.replica_id)
     ]
-    # The first save pays for the pages; later ones find them in the same order.
+    # The first call allocates the memory; later calls meet the tensors in the same order.
     if not host:
-        host += host_zeros([entry.data.detach() for entry in written])
-    sources = [entry.data.detach() for entry in written]
-    for entry, copy in zip(written, host, strict=True):
+        host += host_zeros([entry.data.detach() for entry in entries])
+    sources = [entry.data.detach() for entry in entries]
+    for entry, copy in zip(entries, host, strict=True):
         entry.data = copy
     return copy_beside(zip(host, sources, strict=True))
 
@@ -200,12 +212,12 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         yield
     except torch_checkpoint.CheckpointException as error:
         for cause, _ in error.failures.values():
-            if isinstance(cause, CheckpointError):  # it says all there is to say
+            if isinstance(cause, CheckpointError):  # its message is complete already
                 raise CheckpointError(str(cause)) from error
         problems: dict[str, list[int]] = {}
         for rank, (cause, _) in error.failures.items():
             problems.setdefault(write_problem(folder, cause), []).append(rank)
-        # Most often all ranks meet the same.
+        # Ranks with the same problem, often all of them, are listed together.
         failures = "; ".join(
             f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in problems.items()
         )
@@ -213,7 +225,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
             (failures,) = problems
         raise CheckpointError(f"{folder}: cannot be written: {failures}") from error
     except (OSError, CheckpointingException, RuntimeError) as error:
-        # Out of memory and a lost rank are RuntimeErrors, too, and no fault of the disk.
+        # RuntimeError also means out of memory or a lost rank, which is no problem of the disk.
         if isinstance(error, RuntimeError) and not is_disk_full(error):
             raise
         problem = write_problem(folder, error)
@@ -224,9 +236,9 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 class SummingPlanner(MCoreSavePlanner):
-    """megatron-core's planner, which adds each shard to ``sums`` on its way to the writer.
+    """megatron-core's planner, which also adds each shard to ``sums`` before it is written.
 
-    A training run's checkpoints, where ``sums`` is None, need none.
+    ``sums`` stays None for the checkpoints of a training run, which have no sums.
     """
 
     sums: WeightSums | None = None
@@ -241,10 +253,11 @@ class SummingPlanner(MCoreSavePlanner):
 
 
 class InPlaceSavePlanner(SummingPlanner):
-    """megatron-core's planner, handing the writer tensors that it need not clone.
+    """megatron-core's planner, which passes tensors to the writer that it does not clone.
 
-    torch's ``FileSystemWriter`` clones every tensor that is part of a larger storage, and holds all
-    clones until its file is written: as much again as the optimizer's flat state.
+    torch's ``FileSystemWriter`` clones every tensor that is a part of a larger storage, and keeps
+    all clones until its file is written. For the optimizer's flat state that would double the
+    memory.
     """
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
@@ -253,14 +266,16 @@ class InPlaceSavePlanner(SummingPlanner):
 
 
 def zero_copy_slice(tensor: Tensor) -> Tensor:
-    """View the same memory as a tensor whose storage holds nothing else.
+    """View the same memory as a tensor whose storage contains nothing else.
 
-    Returns ``tensor`` itself if it is one already, or if there can be none: on a GPU, or strided.
+    Returns ``tensor`` itself if its storage contains nothing else already, or if such a view is not
+    possible: for tensors on a GPU, and for strided ones.
     """
     is_part = tensor.untyped_storage().size() != tensor.nbytes
     if not is_part or not tensor.is_cpu or not tensor.is_contiguous():
         return tensor
-    # As bytes, because numpy lacks bf16. A tensor from an array has a storage of its bytes only.
+    # Viewed as bytes, because numpy has no bf16. A tensor made from an array has a storage of just
+    # the array's bytes.
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
 
@@ -269,13 +284,14 @@ T = TypeVar("T")
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:
-    """Run ``function`` in a thread of its own, which is joined when the process ends.
+    """Run ``function`` in a new thread, which is joined when the process ends.
 
-    It must not call collectives: their order relative to the foreground's would differ by rank.
+    It must not call collectives, because their order relative to those of the foreground could
+    differ between ranks.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
-    # Takes no more work, and ends its thread after this one.
+    # The executor accepts no more work, and its thread ends after this function.
     executor.shutdown(wait=False)
     return future
 
@@ -285,9 +301,14 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of known ``shape`` and ``dtype`` that ``read`` loads into memory.
+    """A tensor that is not in memory yet.
 
-    ``read_part`` loads one of its first axis, where that can be had alone.
+    Attributes:
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        read: loads or computes the tensor.
+        read_part: loads the slice at one index of the first axis; None if slices cannot be read
+            separately.
     """
 
     shape: tuple[int, ...]
@@ -296,19 +317,21 @@ class LazyTensor:
     read_part: Callable[[int], Tensor] | None = None
 
     def outline(self) -> Tensor:
-        """Equivalent tensor on torch's meta device."""
+        """Return a tensor of this shape and dtype on torch's meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def dtype_of_matrices(tensors: Iterable[LazyTensor]) -> torch.dtype:
-    """Promote the dtypes of all matrices; norms and biases do not count."""
-    # Norms are often fp32 beside bf16 matrices, and would make the whole archive fp32.
+    """Return the dtype that all matrices share, or fp32 if they differ.
+
+    Norms and biases do not count: they are often fp32 in a model with bf16 matrices.
+    """
     dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 class _ReadingPlanner(SummingPlanner):
-    """Planner of meta tensors, each of which is read when it is written."""
+    """Planner for tensors on the meta device; it reads each ``LazyTensor`` when it is written."""
 
     def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], LazyTensor]) -> None:
         super().__init__(**PLANNING)
@@ -319,9 +342,9 @@ class _ReadingPlanner(SummingPlanner):
         tensor = self._tensors[index.fqn, tuple(index.offset)]
         data = tensor.read()
         assert (tuple(data.shape), data.dtype) == (tensor.shape, tensor.dtype), index
-        # A sum, or a conversion to fp16, may overflow.
+        # A weighted sum of models, or a conversion to fp16, may overflow.
         check_finite(data, f"{index.fqn}, from {list(index.offset)} on")
-        # A key that stacks all layers has one axis more in the file.
+        # A key that stacks all layers has one more axis in the file.
         return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
 
 
@@ -330,16 +353,23 @@ def save_lazy(
     layers: Mapping[str, Sequence[LazyTensor]],
     folder: Path,
 ) -> WeightSums:
-    """Write ``tensors``, and ``layers`` stacked under one key each, reading one after the other.
+    """Write ``tensors`` and ``layers``, reading one tensor after the other.
 
     One process calls it, with torch.distributed initialised. torch's writer keeps the last tensor
-    of every key, so that peak memory is ``tensors`` and two layers. Returns the sums.
+    of every key, so peak memory is that of ``tensors`` and two layers.
+
+    Args:
+        tensors: tensors outside the layers, by their stored names.
+        layers: for each stored name one tensor of each layer; the file stacks them.
+
+    Returns:
+        The sums of all weights (``weights.sums``).
     """
     request: dict[str, Any] = {}
     unread = {}
     for key, tensor in tensors.items():
         request[key] = ShardedTensor.from_rank_offsets(key, tensor.outline())
-        # The planner asks for a shard by its key and offsets alone.
+        # The planner looks a shard up by its key and offsets.
         unread[key, (0,) * len(tensor.shape)] = tensor
     for key, stack in layers.items():
         for number, tensor in enumerate(stack):
@@ -350,16 +380,16 @@ def save_lazy(
     return _save_and_sum(request, folder, _ReadingPlanner(unread))
 
 
-# A training run's weights: the whole model, or with LoRA only what is trained.
+# The weights in a training run's checkpoint: the whole model, or with LoRA the trained part.
 
 _PREFIX = "model."
-# Layers have keys of their own here instead of one stacked tensor: frozen layers have no optimizer
-# state, and a stack with holes cannot be saved.
+# Each layer has keys of its own here, instead of one tensor that stacks all layers: frozen layers
+# have no optimizer state, and a stack in which layers are missing cannot be saved.
 _PER_LAYER = {"non_homogeneous_layers": True}
 
 
 class ShardedModel(Protocol):
-    """Interface of a Megatron module that is saved."""
+    """The methods of a Megatron module that saving and loading use."""
 
     def sharded_state_dict(
         self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
@@ -369,9 +399,10 @@ class ShardedModel(Protocol):
 
 
 def sharded_weights(model: ShardedModel) -> dict[str, Any]:
-    """Sharded state dict of the parts of ``model`` that a run's checkpoint holds.
+    """Return the sharded state dict of the weights that a run's checkpoint holds.
 
-    With adapters it leaves out the frozen weights, which are the pretrained checkpoint's.
+    For a model with LoRA adapters these are the adapters and the head. The frozen weights are in
+    the pretrained checkpoint.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
     if not any(map(is_of_adapter, entries)):
@@ -380,7 +411,11 @@ def sharded_weights(model: ShardedModel) -> dict[str, Any]:
 
 
 def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
-    """Load into the model what was read for ``sharded_weights``."""
+    """Load into the model the state that was read for ``sharded_weights``.
+
+    Args:
+        path: the checkpoint's name in errors.
+    """
     plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
     has_adapters = any(map(is_of_adapter, plain))
 
@@ -396,20 +431,31 @@ def load_into(
     source: Path,
     may_lack: Callable[[str], bool],
 ) -> None:
-    """Load a plain state dict; an error names the tensors that are missing or unexpected.
+    """Load a plain state dict into a model.
 
-    TransformerEngine's opaque ``_extra_state`` is never saved, so it is never missed.
+    TransformerEngine's opaque ``_extra_state`` is never saved, so it may be missing.
+
+    Args:
+        source: name of the checkpoint in errors.
+        may_lack: tells if the state dict may lack a key of the model.
+
+    Raises:
+        CheckpointError: it names the tensors that are missing or unexpected.
     """
     missing, unexpected = model.load_state_dict(state, strict=False)
-    lost = [key for key in missing if "_extra_state" not in key and not may_lack(key)]
-    if lost or unexpected:
-        raise CheckpointError(f"{source}: not loaded: {', '.join([*lost, *unexpected])}")
+    missing = [key for key in missing if "_extra_state" not in key and not may_lack(key)]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{source}: not loaded: {', '.join([*missing, *unexpected])}: these tensors are "
+            "missing in the checkpoint or unknown to the model"
+        )
 
 
 def frozen_digest(model: ShardedModel) -> str:
-    """Digest the frozen weights beside adapters, the same at any layout; collective.
+    """Return a digest of a LoRA model's frozen weights; collective.
 
-    A sum over all tensors of their bits, weighted by their names. Zero rows, which pad a
+    The digest is the same for every parallel layout: each tensor's elements are summed as integers,
+    and the sums are weighted by the CRC-32 of the tensors' names. Zero rows, which pad a
     vocabulary, add nothing.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
@@ -419,12 +465,12 @@ def frozen_digest(model: ShardedModel) -> str:
         is_trained = is_of_adapter(name) or _is_head(name)
         # One replica of each shard is summed, so the layout cannot matter.
         if is_tensor and not is_trained and is_main_replica(entry.replica_id):
-            total += zlib.crc32(entry.key.encode()) * _sum_of_bits(entry.data.detach())
+            total += zlib.crc32(entry.key.encode()) * _sum_as_integers(entry.data.detach())
     return f"{sum(gather_objects(total)) % 2**64:016x}"
 
 
-def _sum_of_bits(values: Tensor) -> int:
-    # As integers, so that the sum is exact in any order.
+def _sum_as_integers(values: Tensor) -> int:
+    # A sum of integers is exact in any order.
     integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
     return int(values.view(integers).sum(dtype=torch.int64))
 

@@ -1,7 +1,7 @@
-"""TensorStore: a checkpoint's weights on disk; and torch_dist, the format that is written.
+"""Read a checkpoint's weights: the interface ``TensorStore``, and the format torch_dist.
 
-Each rank opens a checkpoint once and reads its index then, never again. Nothing in it is trusted:
-the index is checked, and shards have to be whole.
+Each rank reads a checkpoint's index once, when it opens the checkpoint. The files are not trusted:
+the index is checked for code, gaps and overlaps, and shards for missing or damaged bytes.
 """
 
 from __future__ import annotations
@@ -55,16 +55,19 @@ from nemo_aligner.distributed.collectives import gather_objects
 from nemo_aligner.utils.errors import CheckpointError, short
 
 ShardedStateDict = dict[str, Any]
-# Global shape and dtype by name.
+# Global shape and dtype of each tensor, by its stored name.
 StoredTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 T = TypeVar("T")
 _SHOWN_KEYS = 5
 
 
 class TensorStore(ABC):
-    """Weights in ``folder``; ``tensors`` has the global shape and dtype of each by name.
+    """The weights of a checkpoint on disk.
 
-    ``source`` names them in errors about their values; ``folder`` may be a temporary one.
+    Attributes:
+        folder: folder of the files, which may be a temporary one.
+        tensors: global shape and dtype of each tensor, by its stored name.
+        source: name of the checkpoint in errors about its values; ``folder`` by default.
     """
 
     def __init__(self, folder: Path, tensors: StoredTensors) -> None:
@@ -73,17 +76,28 @@ class TensorStore(ABC):
 
     @abstractmethod
     def check_data(self, *, read: bool) -> None:
-        """Find missing weights, and with ``read`` damaged ones, by reading all of them once."""
+        """Raise CheckpointError if weights are missing.
+
+        Args:
+            read: read all weights once to find damaged ones, too.
+        """
 
     @abstractmethod
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
-        """Fill ``target`` from the tensor ``key`` at ``offsets``; returns the count of elements.
+        """Fill ``target`` with the box of the tensor ``key`` that begins at ``offsets``.
 
-        ``target`` has the rank of the stored tensor, and may extend past its end.
+        ``target`` has as many axes as the stored tensor, and may extend past its end.
+
+        Returns:
+            How many elements were filled.
         """
 
     def read(self, key: str, layer: int | None = None) -> Tensor:
-        """Read the tensor ``key`` to the CPU; with ``layer``, one layer of a stacked tensor."""
+        """Read the tensor ``key`` to the CPU, or one ``layer`` of a tensor that stacks layers.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or has values that are NaN or infinite.
+        """
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder}: the tensor {key} is missing")
         shape, dtype = self.tensors[key]
@@ -100,34 +114,38 @@ class TensorStore(ABC):
     ) -> dict[str, Any]:
         """Fill ``sharded_state_dict`` and return it as a plain state dict; collective.
 
-        Tensors keep their dtype and device. ``ShardedObject`` entries are left out.
+        Tensors keep their dtype and device. ``ShardedObject`` entries are dropped.
 
         Args:
-            common: plain data stored beside the tensors, merged into the result.
+            common: plain data that is stored next to the tensors, merged into the result.
 
         Raises:
-            CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or
-                cannot read one.
+            CheckpointError: on every rank, if on any rank a tensor is missing, has another shape,
+                or cannot be read.
         """
-        # A factory stands for a tensor that is stored as several: SwiGLU's two halves, joined last.
-        request, of_this_run, factories = load_preprocess(without_objects(sharded_state_dict))
+        # A factory stands for a tensor that is stored in several parts, such as the two halves of
+        # SwiGLU. Its parts are joined at the end.
+        request, unsharded, factories = load_preprocess(without_objects(sharded_state_dict))
         tensors, _ = extract_sharded_base(request)
-        raise_everywhere(lambda: self._check(tensors))
-        filled = raise_everywhere(lambda: dict_list_map_inplace(self._filled, tensors))
+        raise_everywhere(lambda: self._check_request(tensors))
+        filled = raise_everywhere(lambda: dict_list_map_inplace(self._fill_entry, tensors))
         try:
-            state = merge(merge(common or {}, of_this_run), filled)
+            state = merge(merge(common or {}, unsharded), filled)
         except ValueError as error:
-            raise CheckpointError(f"{self.folder}: beside the tensors: {error}") from error
+            raise CheckpointError(
+                f"{self.folder}: the plain data next to the tensors ({COMMON_NAME}) does not fit: "
+                f"{error}"
+            ) from error
         return apply_factory_merges(state, factories)
 
-    def _filled(self, entry: ShardedTensor) -> Tensor:
+    def _fill_entry(self, entry: ShardedTensor) -> Tensor:
         if entry.data is None:
             entry.init_data("cpu")
         data = entry.data.detach()
-        # Layers are stacked under one key: a layer is stored with an axis more than it has here.
+        # A key may stack all layers; the stored tensor then has one more axis than a layer here.
         target = data[(None,) * entry.prepend_axis_num]
         if entry.allow_shape_mismatch:
-            target.zero_()  # rows of a padded vocabulary that are not stored
+            target.zero_()  # the stored vocabulary may have fewer padding rows
             self.read_into(target, entry.key, entry.global_offset)
         else:
             self._read_whole(target, entry.key, entry.global_offset)
@@ -136,27 +154,29 @@ class TensorStore(ABC):
 
     def _read_whole(self, target: Tensor, key: str, offsets: Sequence[int]) -> None:
         if self.read_into(target, key, offsets) != target.numel():
-            raise CheckpointError(f"{self.folder}: {key}: got a part of it, wanted the whole")
+            raise CheckpointError(f"{self.folder}: {key}: only a part of the tensor is stored")
 
-    def _check(self, request: ShardedStateDict) -> None:
+    def _check_request(self, request: ShardedStateDict) -> None:
+        """Check that all requested tensors are stored, with the requested shapes."""
         stored = self.tensors
-        wanted = [value for value in nested_values(request) if isinstance(value, ShardedTensor)]
-        missing = sorted({tensor.key for tensor in wanted if tensor.key not in stored})
+        requested = [value for value in nested_values(request) if isinstance(value, ShardedTensor)]
+        missing = sorted({tensor.key for tensor in requested if tensor.key not in stored})
         if missing:
             raise CheckpointError(
-                f"{self.folder}: {len(missing)} tensors are missing: {_some(missing)}; "
-                f"it holds {len(stored)}: {_some(sorted(stored))}"
+                f"{self.folder}: {len(missing)} tensors are missing: {_list_some(missing)}; "
+                f"it holds {len(stored)}: {_list_some(sorted(stored))}"
             )
-        for tensor in wanted:
-            got, shape = stored[tensor.key][0], tuple(tensor.global_shape)
-            first = int(tensor.allow_shape_mismatch)  # a padded vocabulary may differ in rows
-            if len(got) != len(shape) or got[first:] != shape[first:]:
+        for tensor in requested:
+            stored_shape, shape = stored[tensor.key][0], tuple(tensor.global_shape)
+            first = int(tensor.allow_shape_mismatch)  # the padding of a vocabulary may differ
+            if len(stored_shape) != len(shape) or stored_shape[first:] != shape[first:]:
                 raise CheckpointError(
-                    f"{self.folder}: {tensor.key}: got shape {list(got)}, wanted {list(shape)}"
+                    f"{self.folder}: {tensor.key}: got shape {list(stored_shape)}, wanted "
+                    f"{list(shape)}"
                 )
 
 
-def _some(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else ""
     return ", ".join(names[:_SHOWN_KEYS]) + more
 
@@ -165,46 +185,48 @@ def raise_everywhere(function: Callable[[], T]) -> T:
     """Run ``function`` on every rank, and return its result on this one; collective.
 
     Raises:
-        CheckpointError: on every rank, if any raised one: that of the first such rank.
+        CheckpointError: on every rank, if ``function`` raised one on any rank; the message is that
+            of the first such rank.
     """
-    result, problem = None, None
+    result, local_problem = None, None
     try:
         result = function()
     except CheckpointError as error:
-        problem = str(error)
-    for found in gather_objects(problem):
-        if found is not None:
-            raise CheckpointError(found)
+        local_problem = str(error)
+    for problem in gather_objects(local_problem):
+        if problem is not None:
+            raise CheckpointError(problem)
     return result  # type: ignore[return-value]
 
 
-def check_finite(tensor: Tensor, where: str) -> None:
-    """Check that no value of a tensor is NaN or infinite; an error begins with ``where``.
+def check_finite(tensor: Tensor, location: str) -> None:
+    """Check that no value of a tensor is NaN or infinite; an error begins with ``location``.
 
-    One such weight makes every reward NaN, or, in an embedding, those of the texts that have it.
+    One such weight makes every reward NaN; in an embedding, every reward of a sample that contains
+    the token.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
     # torch's aminmax does not take 8-bit floats.
     values = tensor if tensor.element_size() > 1 else tensor.half()
-    # NaN is both of the extremes. Unlike isfinite this needs no memory.
+    # If a tensor has a NaN, both extremes are NaN. Unlike isfinite this allocates no memory.
     if bool(torch.stack(values.aminmax()).isfinite().all()):
         return
     bad = (~values.isfinite()).nonzero()
     ends = ", which ends at 65504: try bf16" if tensor.dtype is torch.float16 else ""
     raise CheckpointError(
-        f"{where}: got {len(bad)} of {tensor.numel()} values that are NaN or infinite in "
+        f"{location}: got {len(bad)} of {tensor.numel()} values that are NaN or infinite in "
         f"{str(tensor.dtype).removeprefix('torch.')}{ends}, the first at {bad[0].tolist()}. "
         "Use a copy of the checkpoint, or an earlier one, whose weights are finite"
     )
 
 
 def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Drop opaque objects (TransformerEngine's ``_extra_state``): they are pickles."""
-    _, kept = extract_matching_values(
+    """Drop opaque objects (TransformerEngine's ``_extra_state``), because they are pickles."""
+    _, tensors = extract_matching_values(
         sharded_state_dict, lambda value: isinstance(value, ShardedObject)
     )
-    return kept
+    return tensors
 
 
 def is_optimizer_state(name: str) -> bool:
@@ -212,21 +234,21 @@ def is_optimizer_state(name: str) -> bool:
     return re.match(r"(chained_\d+\.)?optimizer\.", name) is not None
 
 
-# torch_dist: shards of all tensors in a few files, and an index.
+# The format torch_dist: a few files with the shards of all tensors, and an index.
 
-# Value of sharded_backend in metadata.json.
+# The value of sharded_backend in metadata.json for this format.
 TORCH_DIST = "torch_dist"
 
 
 class TorchDistStore(TensorStore):
     """Weights as megatron-core and torch.distributed.checkpoint write them.
 
-    A rank reads the shards that overlap its own tensors. megatron-core's load would read the index
-    again, with ``pickle.load``.
+    A rank reads only the shards that overlap its tensors. megatron-core's own load is not used,
+    because it would read the index again, with ``pickle.load``, which can run code.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if the index is missing or unsafe."""
+        """Read the index; raises CheckpointError if it is missing or unsafe."""
         self._metadata = read_metadata(folder)
         self._entries = {
             name: entry
@@ -245,13 +267,13 @@ class TorchDistStore(TensorStore):
         check_shards(self.folder, self._metadata, read=read, with_optimizer=with_optimizer)
 
     def check_whole(self, *, with_optimizer: bool) -> None:
-        """Read all weights once to find damaged ones, each rank an equal part; collective.
+        """Read all weights once to find damaged ones; collective. Each rank reads an equal part.
 
         Args:
             with_optimizer: check the optimizer's state, too.
 
         Raises:
-            CheckpointError: on every rank, if any finds damage.
+            CheckpointError: on every rank, if any rank finds damage.
         """
         part = dist.get_rank(), dist.get_world_size()
 
@@ -264,15 +286,16 @@ class TorchDistStore(TensorStore):
                 if part[0] == 0 and common.is_file():
                     with common.open("rb", buffering=0) as stored:
                         check_zip(stored, str(common))
-            except OSError as error:  # else the other ranks would wait for this one
+            # As a CheckpointError it reaches all ranks; otherwise they would wait for this one.
+            except OSError as error:
                 raise CheckpointError(f"{self.folder}: cannot be read: {short(error)}") from error
 
         raise_everywhere(check)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
-        wanted = ChunkStorageMetadata(Size(offsets), target.size())
+        box = ChunkStorageMetadata(Size(offsets), target.size())
         try:
-            items = create_read_items_for_chunk_list(key, self._entries[key], [wanted])
+            items = create_read_items_for_chunk_list(key, self._entries[key], [box])
             for item in items:
                 self._read_item(item, target)
         except Exception as error:  # damaged data may raise anything
@@ -284,7 +307,7 @@ class TorchDistStore(TensorStore):
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         info = (self._metadata.storage_data or {})[item.storage_index]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("it is stored in another form than torch's own")
+            raise ValueError("it is stored in a transformed form, which is not supported")
         stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
         box = target[slices_of(item.dest_offsets, item.lengths)]
         with (self.folder / info.relative_path).open("rb") as file:
@@ -292,7 +315,7 @@ class TorchDistStore(TensorStore):
             read_shard(shard, item.storage_offsets, stored.sizes, box)
 
 
-# Shards: whole, in bounds, undamaged.
+# Checks of shards: complete, within their files, undamaged.
 
 _BLOCK_BYTES = 2**24
 _STORAGES = {
@@ -315,98 +338,104 @@ def check_shards(
 ) -> None:
     """Find missing or damaged shards before any tensor is used.
 
-    The index must lay each tensor out without gaps, within its files. ``read`` also checks contents
-    by the CRC-32 of each shard, which is a zip file of torch's.
+    The shards in the index must cover each tensor without gaps, and must lie within their files.
 
     Args:
+        read: also read the shards, and compare their CRC-32; each is a zip file of ``torch.save``.
         with_optimizer: check the optimizer's state, too. A model is loaded without it.
-        part: (i, n) checks the contents of the i-th of n parts of about as many bytes.
+        part: (i, n) reads only the i-th of n parts of about the same number of bytes.
+
+    Raises:
+        CheckpointError: a shard is missing, misplaced or damaged.
     """
     shards = defaultdict(list)
     for name, entry in metadata.state_dict_metadata.items():
         is_checked = with_optimizer or not is_optimizer_state(name)
         if isinstance(entry, TensorStorageMetadata) and is_checked:
             try:
-                for info, least in _shards(metadata, name, entry):
-                    shards[info.relative_path].append((info, least, name))
+                for info, min_bytes in _locate_shards(metadata, name, entry):
+                    shards[info.relative_path].append((info, min_bytes, name))
             except (KeyError, ValueError) as error:
                 raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
-    sizes = {file: sum(shard[0].length for shard in found) for file, found in shards.items()}
+    sizes = {file: sum(info.length for info, *_ in stored) for file, stored in shards.items()}
     index, count = part
     total = sum(sizes.values())
     to_read = range(total * index // count, total * (index + 1) // count) if read else range(0)
     start = 0
-    # In the order of the ranks that wrote the files: at the same layout a rank reads its own, which
-    # the system still has in memory when the tensors are loaded.
-    for file in sorted(shards, key=_numbers_in):
+    # The files are visited in the order of the ranks that wrote them. With an unchanged layout a
+    # rank checks the file that it loads next, so the page cache still holds it then.
+    for file in sorted(shards, key=_numeric_sort_key):
         _check_file(folder / file, shards[file], start, to_read)
         start += sizes[file]
 
 
-def _numbers_in(name: str) -> tuple[list[int], str]:
+def _numeric_sort_key(name: str) -> tuple[list[int], str]:
+    """Return a sort key that orders file names by the numbers in them."""
     return [int(digits) for digits in re.findall("[0-9]{1,9}", name)], name
 
 
-def _shards(
+def _locate_shards(
     metadata: Metadata, name: str, entry: TensorStorageMetadata
 ) -> Iterator[tuple[Any, int]]:
-    """Yield where each shard of a tensor is stored, and the least bytes that it takes."""
+    """Yield where each shard of a tensor is stored, and how many bytes it takes at least."""
     size, item = tuple(entry.size), entry.properties.dtype.itemsize
     volumes = []
     for chunk in entry.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
-        if any(start + length > whole for start, length, whole in bounds):
+        if any(start + length > axis_size for start, length, axis_size in bounds):
             raise ValueError(f"a shard of shape {tuple(chunk.sizes)} lies outside {size}")
         volumes.append(math.prod(chunk.sizes))
         info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("it is stored in another form than torch's own")
+            raise ValueError("it is stored in a transformed form, which is not supported")
         yield info, volumes[-1] * item
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
-        raise ValueError(f"its shards do not make up its shape {size}")
+        raise ValueError(f"its shards overlap or do not cover its shape {size}")
 
 
 def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range) -> None:
-    """Check the places of a file's shards, and the contents of those that begin in ``to_read``.
+    """Check where a file's shards lie, and the contents of the shards that begin in ``to_read``.
 
     Args:
-        start: bytes in the shards of the files before, by which ``to_read`` counts.
+        shards: for each shard its storage info, its minimal size in bytes, and its tensor's name.
+        start: number of bytes in the shards of all previous files.
+        to_read: range of bytes, counted over the shards of all files.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file, wanted the data of {shards[0][2]}")
+        raise CheckpointError(f"{path}: no such file, but the index places {shards[0][2]} in it")
     end = 0
     with path.open("rb") as file:
-        for info, least, name in sorted(shards, key=lambda shard: shard[0].offset):
-            where = f"{path}: {name}"
-            # Shards that overlap could name the same bytes a thousand times.
-            if info.offset < end or least > info.length:
+        for info, min_bytes, name in sorted(shards, key=lambda shard: shard[0].offset):
+            location = f"{path}: {name}"
+            # Overlapping shards could make the check read the same bytes thousands of times.
+            if info.offset < end or min_bytes > info.length:
                 raise CheckpointError(
-                    f"{where}: got {info.length} bytes at {info.offset}, wanted at least {least} "
-                    f"from {end} on"
+                    f"{location}: got {info.length} bytes at {info.offset}, wanted at least "
+                    f"{min_bytes} from {end} on"
                 )
             end = info.offset + info.length
             if end > path.stat().st_size:
                 raise CheckpointError(
-                    f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
+                    f"{location}: the file ends at {path.stat().st_size}, wanted {end} bytes"
                 )
             if start in to_read:
-                check_zip(FileSlice(file, info.offset, end), where)
+                check_zip(FileSlice(file, info.offset, end), location)
             start += info.length
 
 
-def check_zip(stored: RawIOBase, where: str) -> None:
-    """Compare a file of ``torch.save`` with its CRC-32; an error begins with ``where``."""
+def check_zip(stored: RawIOBase, location: str) -> None:
+    """Compare a file of ``torch.save`` with its CRC-32; an error begins with ``location``."""
     try:
         with zipfile.ZipFile(BufferedReader(stored)) as shard:
-            # testzip() would unpack it all, whatever its size.
+            # testzip() would decompress everything, to whatever size.
             if any(member.compress_type for member in shard.infolist()):
-                raise ValueError("it is compressed, wanted torch's own form")
+                raise ValueError("it is compressed; torch.save writes uncompressed files")
             damaged = shard.testzip()
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
-        raise CheckpointError(f"{where}: damaged: {error}") from error
+        raise CheckpointError(f"{location}: damaged: {error}") from error
     if damaged is not None:
-        raise CheckpointError(f"{where}: damaged: {damaged} has another CRC-32")
+        raise CheckpointError(f"{location}: damaged: the CRC-32 of {damaged} does not match")
 
 
 def read_shard(
@@ -416,24 +445,24 @@ def read_shard(
 
     Args:
         stored: the shard, as ``torch.save`` wrote it.
-        offsets: of the box in the shard.
-        shape: of the whole shard, by the index.
-        target: of the box's shape, any dtype and any device.
+        offsets: index of the box's first element in the shard, one number for each axis.
+        shape: shape of the whole shard, according to the index.
+        target: tensor of the box's shape, with any dtype and on any device.
 
     Raises:
-        Exception: of many kinds, if the shard is damaged, has another shape, or would cost more to
-            read than it should.
+        Exception: of many types, if the shard is damaged, has another shape, or would take too much
+            time or memory to read.
     """
-    place = _place_of(stored, tuple(shape))
-    if place is None:
-        whole = load_plain(stored)
-        if not isinstance(whole, Tensor) or whole.shape != torch.Size(shape):
-            raise ValueError(f"got another shard than the index says, wanted {list(shape)}")
-        target.copy_(whole[slices_of(offsets, target.shape)])
+    location = _locate_data(stored, tuple(shape))
+    if location is None:
+        shard = load_plain(stored)
+        if not isinstance(shard, Tensor) or shard.shape != torch.Size(shape):
+            raise ValueError(f"the shard does not have the shape {list(shape)} of the index")
+        target.copy_(shard[slices_of(offsets, target.shape)])
         return
-    start, dtype = place
-    # Without this, a layer of a stack would be read with the rows of all others.
-    while target.dim() > 1 and target.size(0) == 1:  # one of stacked layers: narrow to its rows
+    start, dtype = location
+    # One layer of a stack: narrow the shard to that layer, so that only its rows are read.
+    while target.dim() > 1 and target.size(0) == 1:
         start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
         shape, offsets, target = shape[1:], offsets[1:], target[0]
     if target.dim() == 0:
@@ -441,32 +470,33 @@ def read_shard(
     row, inside = math.prod(shape[1:]) * dtype.itemsize, slices_of(offsets[1:], target.shape[1:])
     stored.seek(start + offsets[0] * row)
     for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
-        # In blocks: a target on a GPU needs no copy of the whole shard in host memory.
+        # Read in blocks, so that a target on a GPU needs no copy of the whole shard on the host.
         content = bytearray(rows.size(0) * row)
         if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
-            raise ValueError("the file ends within it")
+            raise ValueError("the file ends within the shard")
         block = torch.frombuffer(content, dtype=dtype).view(rows.size(0), *shape[1:])
         rows.copy_(block[(slice(None), *inside)])
 
 
 def slices_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Index of a box in a tensor."""
+    """Return the slices that select the box at ``offsets`` with side ``lengths`` in a tensor."""
     bounds = zip(offsets, lengths, strict=True)
     return tuple(slice(start, start + length) for start, length in bounds)
 
 
-def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtype] | None:
-    """Find the offset of a shard's data if it is contiguous, and its dtype.
+def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtype] | None:
+    """Find the offset in bytes and the dtype of a shard's data, if the data is contiguous.
 
-    None for what torch must assemble: other byte orders, strides, or rare dtypes.
+    Returns:
+        None if torch has to load the shard: for another byte order, for strides, or a rare dtype.
     """
-    found = outline_of(stored)
-    if not isinstance(found, Outline) or found.name != "torch._utils._rebuild_tensor_v2()":
+    outline = outline_of(stored)
+    if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":
         return None
-    storage, first, size, stride, *_ = found.parts
+    storage, first, size, stride, *_ = outline.parts
     # A persistent id of torch.save: "storage", its class, its key in the zip, a device, its size.
-    _, of_type, key, *_ = storage.parts[0]
-    dtype = _STORAGES.get(getattr(of_type, "name", ""))
+    _, storage_class, key, *_ = storage.parts[0]
+    dtype = _STORAGES.get(getattr(storage_class, "name", ""))
     archive, name = torch_archive(stored), f"data/{key}"
     row_by_row = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     if (
@@ -477,14 +507,14 @@ def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtyp
     ):
         return None
     if type(first) is not int or first < 0:
-        raise ValueError("it begins before its own numbers")
+        raise ValueError(f"the tensor begins at element {first!r} of its storage")
     if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
-        raise ValueError(f"it has fewer numbers than {list(shape)} takes")
+        raise ValueError(f"it has fewer elements than its shape {list(shape)} needs")
     return archive.get_record_offset(name) + first * dtype.itemsize, dtype
 
 
 class FileSlice(RawIOBase):
-    """Bytes ``start`` to ``end`` of a file, as a file."""
+    """A file object that reads only the bytes ``start`` to ``end`` of another file."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
         self._file, self._start, self._size = file, start, end - start
@@ -508,53 +538,54 @@ class FileSlice(RawIOBase):
         return len(block)
 
 
-# Plain data beside the tensors: in ``common.pt``, as NeMo, megatron-core up to 0.16 and this
-# package write it. Since 0.17 megatron-core itself stores it among the tensors' shards.
+# Plain data next to the tensors. NeMo, megatron-core up to 0.16 and this package write it to
+# ``common.pt``. Since 0.17 megatron-core itself stores it like a shard of a tensor.
 
 COMMON_NAME = "common.pt"
-# megatron-core's key for an object in a single shard: a list of one.
-_AMONG_SHARDS = "common_state/shard_0_1"
+# megatron-core's key for that shard, which is a list with one object.
+_COMMON_SHARD = "common_state/shard_0_1"
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:
-    """Write ``common`` beside the tensors. Raises OSError if that fails."""
+    """Write plain data next to the tensors in ``folder``. Raises OSError if that fails."""
     torch.save(common, folder / COMMON_NAME)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read the plain data that ``folder`` holds beside tensors.
+    """Read the plain data that is stored next to the tensors in ``folder``.
 
-    megatron-core's list of safe classes counts as plain, ``argparse.Namespace`` among them.
+    Objects of the classes that megatron-core lists as safe count as plain data;
+    ``argparse.Namespace`` is one of them.
     """
     common = folder / COMMON_NAME
     if not common.exists() and (folder / INDEX_NAME).is_file():
-        return _among_shards(folder)
+        return _read_common_shard(folder)
     try:
         with common.open("rb") as stored:
-            return _plain(stored, common)
+            return _load_plain_or_refuse(stored, common)
     except OSError as error:
         raise CheckpointError(f"{common}: refused or unreadable: {short(error)}") from error
 
 
-def _among_shards(folder: Path) -> dict[str, Any]:
-    where = (read_metadata(folder).storage_data or {}).get(MetadataIndex(_AMONG_SHARDS))
-    if where is None:
+def _read_common_shard(folder: Path) -> dict[str, Any]:
+    info = (read_metadata(folder).storage_data or {}).get(MetadataIndex(_COMMON_SHARD))
+    if info is None:
         raise CheckpointError(
-            f"{folder}: got neither {COMMON_NAME} nor {_AMONG_SHARDS} in {INDEX_NAME}, "
-            "wanted the plain data beside the tensors"
+            f"{folder}: the checkpoint's plain data is missing: there is neither {COMMON_NAME} nor "
+            f"{_COMMON_SHARD} in {INDEX_NAME}"
         )
-    path = folder / where.relative_path
+    path = folder / info.relative_path
     try:
         with path.open("rb") as file:
-            file.seek(where.offset)
-            stored = file.read(where.length)
+            file.seek(info.offset)
+            stored = file.read(info.length)
     except OSError as error:
-        raise CheckpointError(f"{path}: {_AMONG_SHARDS}: cannot be read: {error}") from error
-    found = _plain(BytesIO(stored), f"{path}: {_AMONG_SHARDS}")
-    return found[0] if type(found) is list and len(found) == 1 else found
+        raise CheckpointError(f"{path}: {_COMMON_SHARD}: cannot be read: {error}") from error
+    common = _load_plain_or_refuse(BytesIO(stored), f"{path}: {_COMMON_SHARD}")
+    return common[0] if type(common) is list and len(common) == 1 else common
 
 
-def _plain(stored: BinaryIO, name: Path | str) -> Any:
+def _load_plain_or_refuse(stored: BinaryIO, name: Path | str) -> Any:
     try:
         return load_plain(stored)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Weights in zarr, as NeMo 1.21 to 1.23 wrote them: an array for each tensor.
+"""Read weights from zarr arrays, one for each tensor, as NeMo 1.21 to 1.23 wrote them.
 
-They are stacked and named as in torch_dist. megatron-core 0.16 no longer reads the format; the
-``zarr`` package does (extra ``[zarr]``).
+Layers are stacked and tensors are named as in torch_dist. megatron-core 0.16 no longer reads the
+format; the ``zarr`` package does (extra ``[zarr]``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ class ZarrStore(TensorStore):
     """Weights in zarr arrays, as megatron-core up to 0.15 could write them."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if a header asks for more than plain numbers."""
-        self._headers = dict(_arrays(folder))
+        """Read the headers of all arrays.
+
+        Raises:
+            CheckpointError: an array is compressed, filtered, or of a type other than floats.
+        """
+        self._headers = dict(_list_arrays(folder))
         super().__init__(
             folder,
             {
@@ -39,16 +43,16 @@ class ZarrStore(TensorStore):
         )
 
     def check_data(self, *, read: bool) -> None:
-        """Refuse a folder that lacks a chunk of an array, where zarr would read zeros.
+        """Refuse a folder in which a chunk of an array is missing, where zarr would read zeros.
 
-        Reading finds nothing more: the chunks have no checksums.
+        ``read`` changes nothing, because chunks have no checksums.
         """
         _import_zarr(self.folder)
         for path, header in self._headers.items():
             _check_chunks(path, header)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
-        values = _read(self.folder / key, slices_of(offsets, target.size()))
+        values = _read_array(self.folder / key, slices_of(offsets, target.size()))
         target[tuple(slice(length) for length in values.size())].copy_(values)
         return values.numel()
 
@@ -56,9 +60,9 @@ class ZarrStore(TensorStore):
 def _check_chunks(path: Path, header: dict[str, Any]) -> None:
     steps = header["chunks"]
     counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
-    # Counted first: a header may claim more chunks than can be named one by one.
-    if math.prod(counts) >= len(list(path.iterdir())):  # the header is one file more
-        raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} chunks")
+    # Counted first, because a header may claim more chunks than a loop could visit.
+    if math.prod(counts) >= len(list(path.iterdir())):  # the folder also holds the header
+        raise CheckpointError(f"{path}: some of its {math.prod(counts)} chunks are missing")
     chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
     for numbers in product(*map(range, counts)):
         chunk = path / ".".join(map(str, numbers))
@@ -70,19 +74,20 @@ def _check_chunks(path: Path, header: dict[str, Any]) -> None:
             )
 
 
-def _arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _list_arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the path and the header of each array of weights."""
     for header in sorted(folder.glob(f"*/{_HEADER}")):
         if not is_optimizer_state(header.parent.name):
             yield header.parent, _read_header(header)
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """Read the header of an array as megatron-core wrote it.
+    """Read the header of an array, and check that it is of the kind that megatron-core wrote.
 
     Other types and filters of zarr may be pickles, and compressed data may expand to any size.
     """
     header = read_json(path)
-    sizes = header.get("shape"), header.get("chunks")
+    shapes = header.get("shape"), header.get("chunks")
     if (
         header.get("zarr_format") != 2
         or header.get("dtype") not in tuple(_DTYPES)
@@ -90,8 +95,9 @@ def _read_header(path: Path) -> dict[str, Any]:
         or header.get("compressor")
         or header.get("dimension_separator", ".") != "."
         or not all(
-            isinstance(size, list) and all(type(each) is int and 0 < each < 2**40 for each in size)
-            for size in sizes
+            isinstance(shape, list)
+            and all(type(length) is int and 0 < length < 2**40 for length in shape)
+            for shape in shapes
         )
         or len(header["shape"]) != len(header["chunks"])
     ):
@@ -99,13 +105,13 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:
+def _read_array(path: Path, slices: tuple[slice, ...]) -> Tensor:
     try:
         values = _import_zarr(path.parent).open_array(str(path), mode="r")[slices]
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if values.dtype.name == "bfloat16":
-        # torch takes no array of ml_dtypes' bfloat16.
+        # torch does not accept numpy arrays of ml_dtypes' bfloat16.
         return torch.from_numpy(values.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(values)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face that several files of tests convert."""
+"""Hugging Face checkpoints that several test files convert."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def changed_reward(reward_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory, layout: Any) -> Path:
-    """A regression model of three attributes, with label means, as training would save it."""
+    """Archive of a regression model with three attributes and label means."""
     folder = tmp_path_factory.mktemp("three")
     tiny.write_hf_reward_model(folder / "hf", **REWARD_CASES["three_labels"])
     convert(folder / "hf", folder / "converted.nemo")

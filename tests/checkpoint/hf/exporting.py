@@ -1,4 +1,4 @@
-"""What tests of conversions and exports have in common."""
+"""Helpers for tests of conversions and exports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REWARD_CASES: dict[str, dict[str, Any]] = {
     "one_label": {},
     "three_labels": {"labels": 3, "id2label": dict(enumerate(NAMES))},
     "untied": {"tie_word_embeddings": False},
-    # Of three query groups, to which a fourth of zeros is added.
+    # Three query groups, to which a fourth group of zeros is added.
     "zero_groups": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
 }
 
@@ -36,7 +36,7 @@ def export(archive: Path, output: Path, layout: Any, **options: Any) -> Any:
 
 
 def save_again(source: Path, target: Path, layout: Any, **contract: Any) -> None:
-    """The archive as training writes it (its vocabulary is padded), with a changed contract."""
+    """Save an archive like training does, with a padded vocabulary, and a changed contract."""
     loaded = load_reward_model(source, layout)
     changed = dataclasses.replace(loaded.contract, **contract)
     save_reward_model(target, loaded.model, loaded.config, loaded.tokenizer, changed)
@@ -51,7 +51,7 @@ def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
 
 
 def config_edits(*cases: tuple[dict[str, Any], str]) -> Damages:
-    """Each case's changes to ``config.json``, as damages."""
+    """Turn changes of ``config.json`` into damages."""
     return [(partial(edit, **changes), pattern) for changes, pattern in cases]
 
 
@@ -63,27 +63,27 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def edit_tensors(folder: Path, changes: dict[str, Tensor | None]) -> None:
-    """Put tensors into the only file of weights; None: take one out."""
+    """Change tensors in the single file of weights; None removes one."""
     changed = {**load_file(folder / "model.safetensors"), **changes}
-    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    remaining = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(remaining, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=0)
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0)
 
 
 def check_refused(source: Path, damages: Damages, **options: Any) -> None:
-    """The conversion of the folder ``source`` refuses each damage, and leaves nothing."""
+    """Check that the conversion of ``source`` refuses each damage, and leaves no files."""
     output = source.with_name("out") / "model.nemo"
     check_damages(source, damages, lambda folder: convert(folder, output, **options))
     assert not list(output.parent.glob("*"))
 
 
 class LiveBytes:
-    """Counts the bytes of tensors that are in memory, from when they were read until let go."""
+    """Counts the bytes of tensors in memory, from reading until they are freed."""
 
     def __init__(self) -> None:
         self.now = self.peak = self.total = 0
@@ -102,3 +102,16 @@ class LiveBytes:
 
     def _release(self, size: int) -> None:
         self.now -= size
+
+
+def lose(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_only_index(folder: Path, content: str) -> None:
+    """Replace the single file of weights by an index, which is read only without that file."""
+    lose(folder, "model.safetensors")
+    (folder / INDEX).write_text(content)

@@ -1,4 +1,4 @@
-"""LoRA as a folder for peft: its names and numbers, checked on the base model, or refused."""
+"""Export of LoRA for peft: names and values, the check on the base model, and refusals."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def hf(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(hf: Path, layout: Any, contracts: Contracts, tmp_path: Path) -> Any:
-    """Writes a reward model with LoRA of drawn numbers, and two attributes."""
+    """Write a reward model with random LoRA adapters and two attributes."""
 
     def make(lora: LoraShape | None, tensor_parallel: int = 1) -> Path:
         base = tmp_path / "base.nemo"
         if not base.exists():
             convert_hf_to_nemo(hf, base, tensor_parallel=tensor_parallel)
-        how = {"num_attributes": 2, "precision": Precision.fp32, "lora": lora}
-        loaded = load_pretrained(base, layout, **how)
+        options = {"num_attributes": 2, "precision": Precision.fp32, "lora": lora}
+        loaded = load_pretrained(base, layout, **options)
         groups = 2 + (tensor_parallel == 3)
         with torch.no_grad():
-            for name, each in loaded.model.named_parameters():
+            for name, parameter in loaded.model.named_parameters():
                 if is_of_adapter(name) and "linear_out" in name:
-                    each.normal_(std=0.2)
+                    parameter.normal_(std=0.2)
                     if groups == 3 and "qkv" in name:
-                        each[2 * len(each) // 3 :] = 0.0  # as training leaves them
+                        parameter[2 * len(parameter) // 3 :] = 0.0  # as after training
         contract = build_contract(contracts.config(["a", "b"]), loaded.tokenizer, Precision.fp32)
         path = tmp_path / ("plain.nemo" if lora is None else "rm.nemo")
         save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
@@ -61,16 +61,16 @@ def test_adapter_on_the_base_model_is_the_whole_export(
     make: Any, hf: Path, layout: Any, tmp_path: Path, tensor_parallel: int
 ) -> None:
     archive = make(QKV, tensor_parallel)
-    said = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
-    assert "LoRA of rank 3, alpha 6, on linear_qkv, linear_proj" in said
-    assert "checked: 7 texts" in said
+    summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
+    assert "LoRA of rank 3, alpha 6, on linear_qkv, linear_proj" in summary
+    assert "checked: 7 texts" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"]) == (3, 6.0)
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     export(archive, tmp_path / "whole", layout)
-    whole, base = tensors_of(tmp_path / "whole"), tensors_of(hf)
-    assert torch.equal(adapter.pop("base_model.model.score.weight"), whole["score.weight"])
+    full, base = tensors_of(tmp_path / "whole"), tensors_of(hf)
+    assert torch.equal(adapter.pop("base_model.model.score.weight"), full["score.weight"])
     assert len(adapter) == 2 * 4 * 4  # A and B, layers, modules
     for name, weight in base.items():
         stem = f"base_model.model.{name.removesuffix('.weight')}"
@@ -79,7 +79,7 @@ def test_adapter_on_the_base_model_is_the_whole_export(
             low, high = (adapter[f"{stem}.lora_{matrix}.weight"] for matrix in "AB")
             added = 2.0 * high @ low
             assert added.abs().max() > 0.01
-        torch.testing.assert_close(whole[name], weight + added, rtol=0, atol=1e-6)
+        torch.testing.assert_close(full[name], weight + added, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["phi3_untied", "glm", "granite"])
@@ -88,11 +88,11 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
 ) -> None:
     families.write_hf_checkpoint(hf, case)
     archive = make(LoraShape(3, 6.0, ("linear_qkv", "linear_fc1")))
-    said = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
-    assert "checked: 7 texts" in said
+    summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
+    assert "checked: 7 texts" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     parts = {"phi3_untied": ["qkv_proj"]}.get(case, ["k_proj", "q_proj", "v_proj"])
-    # A Granite is not fused. transformers has no class for it, so the card makes one.
+    # A Granite has no fused weights. transformers has no class for it, so the card defines one.
     parts += ["gate_proj", "up_proj"] if case == "granite" else ["gate_up_proj"]
     assert config["target_modules"] == sorted(parts)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -102,11 +102,11 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
 def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
     make: Any, layout: Any, tmp_path: Path
 ) -> None:
-    """And its attributes can be one."""
+    """The attributes can be merged into one."""
     options = ExportOptions(merge=True)
-    said = export_adapter(make(QKV), tmp_path / "out", "org/base", layout, options)
-    assert "NOT CHECKED: org/base is not a folder on this machine" in said
-    assert "the head of reward" in said
+    summary = export_adapter(make(QKV), tmp_path / "out", "org/base", layout, options)
+    assert "NOT CHECKED: org/base is not a folder on this machine" in summary
+    assert "the head of reward" in summary
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert len(adapter["base_model.model.score.weight"]) == 1
     card = (tmp_path / "out" / "README.md").read_text()
@@ -125,10 +125,10 @@ def test_adapter_without_its_base_or_lora_is_refused_and_leaves_nothing(
     with refusals() as refused:
         for base, pattern in (
             (hf, "transformers scores"),
-            (wide, "it is not the base of this reward model"),
+            (wide, "this is not the base of the reward model"),
         ):
             with refused(pattern, pattern):
                 export_adapter(archive, tmp_path / "out", str(base), layout, ExportOptions())
-        with refused("none", "it has no LoRA, so it has no adapter to write"):
+        with refused("none", "it has no LoRA adapter"):
             export_adapter(make(None), tmp_path / "out", "org/base", layout, ExportOptions())
     assert not (tmp_path / "out").exists()

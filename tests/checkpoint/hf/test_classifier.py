@@ -1,4 +1,4 @@
-"""Reward models of others: padded or alone, a text has the reward that transformers gives it."""
+"""Published reward models have the rewards of transformers, padded and in batches of one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_process(layout: object) -> None:
-    """The device that a model goes to is a rank's."""
+    """Initialise one process, because a model is loaded to a rank's device."""
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100, 8192])
@@ -76,7 +76,7 @@ def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path) -> None:
 def test_contract_of_an_export_is_followed(
     layout: Any, tmp_path: Path, exported_folder: Path
 ) -> None:
-    """A text that it truncates has the reward of the archive, and not that of the whole text."""
+    """A truncated sample has the archive's reward, not that of the full sample."""
     scorer = load_scorer(exported_folder / "rm.nemo", layout)
     model = load(exported_folder / "hf")
     assert model.contract == scorer.contract
@@ -99,7 +99,7 @@ def test_contract_that_is_not_of_the_export_is_refused(exported_folder: Path) ->
 
 @pytest.fixture
 def exported_folder(layout: Any, tmp_path: Path) -> Path:
-    """The archive of two attributes, whose contract cuts long texts, and its export ``hf``."""
+    """Archive of two attributes, whose contract truncates long samples, and its export ``hf``."""
     tiny.write_hf_reward_model(tmp_path / "source", labels=2)
     convert_hf_to_nemo(tmp_path / "source", tmp_path / "converted.nemo")
     rules = {"seq_length": 32, "overlong": "truncate_left", "add_eos": True}
@@ -113,7 +113,7 @@ def exported_folder(layout: Any, tmp_path: Path) -> Path:
 def test_folder_that_is_not_there_is_not_asked_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path is no name of a model of the hub, whose absence is noticed much later."""
+    """A missing path is an error at once, without a query to the hub."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
@@ -122,13 +122,13 @@ def test_folder_that_is_not_there_is_not_asked_for(
 
 
 def test_logits_of_classes_are_no_rewards(tmp_path: Path) -> None:
-    """Unless the config says regression: transformers takes several outputs for classes."""
+    """Several outputs count as classes unless the config says regression."""
     tiny.write_hf_reward_model(tmp_path, labels=2)
     load(tmp_path).check_are_rewards("weigh them")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     for problem, message in (
-        (None, r"got none for the outputs \['LABEL_0', 'LABEL_1'\], .* a reward, weigh them"),
+        (None, r"problem_type: .* outputs, \['LABEL_0', 'LABEL_1'\].* a reward, weigh them"),
         ("single_label_classification", "got 'single_label_classification', wanted 'regression'"),
     ):
         path.write_text(json.dumps({**config, "problem_type": problem}))
@@ -149,12 +149,12 @@ def test_what_it_cannot_take_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no reward model from it"):
         load(tmp_path)
     tiny.write_hf_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"got no weights for score\.weight"):
+    with pytest.raises(CheckpointError, match=r"weights are missing: score\.weight"):
         load(tmp_path)
 
 
 def test_reply_that_writes_turns_of_its_own_is_refused(folder: Path) -> None:
-    """As by a scoring contract, which such a model has not."""
+    """Messages with turn markers are refused, like with a scoring contract."""
     from nemo_aligner.contract.turns import TurnMarkError
 
     model = load(folder)

@@ -58,10 +58,10 @@ def test_export_and_the_way_back_change_no_tensor(layout: Any, tmp_path: Path) -
         assert summary.architecture == "LlamaForSequenceClassification"
         assert summary.texts == 7
         assert_same(tensors_of(folder / "out"), tensors_of(folder / "hf"))
-        before, after = config_of(folder / "hf"), config_of(folder / "out")
+        original, after = config_of(folder / "hf"), config_of(folder / "out")
         for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
-            assert after[key] == before[key]
-        # Whoever may read the one may read the other.
+            assert after[key] == original[key]
+        # The exported files have the same permissions as the archive.
         files = [folder / "out" / name for name in ("config.json", "model.safetensors")]
         assert len({file.stat().st_mode for file in files}) == 1
         if case != "one_label":
@@ -77,10 +77,10 @@ def test_export_leaves_out_query_groups_of_zeros_and_says_so(layout: Any, tmp_pa
     convert(tmp_path / "hf", tmp_path / "plain.nemo")
     assert "query groups" not in str(export(tmp_path / "plain.nemo", tmp_path / "plain", layout))
     made = convert(tmp_path / "hf", tmp_path / "padded.nemo", tensor_parallel=3)
-    said = str(export(tmp_path / "padded.nemo", tmp_path / "out", layout))
-    (told,) = (line for line in said.splitlines() if line.startswith("query groups"))
-    assert told.startswith("query groups: 2; left out 1 of zeros")
-    assert "convert --tensor-parallel 3" in told
+    summary = str(export(tmp_path / "padded.nemo", tmp_path / "out", layout))
+    (groups_line,) = (line for line in summary.splitlines() if line.startswith("query groups"))
+    assert groups_line.startswith("query groups: 2; dropped 1 of zeros")
+    assert "convert --tensor-parallel 3" in groups_line
     again = convert(tmp_path / "out", tmp_path / "again.nemo", tensor_parallel=3)
     assert again.zero_groups == made.zero_groups == 1
 
@@ -102,14 +102,14 @@ def test_export_takes_a_config_without_what_has_a_default(layout: Any, tmp_path:
 
 
 def write_run(folder: Path, archive: Path) -> Path:
-    """The folder of the training run that ended in ``archive``, with two validations."""
+    """Write the folder of the run that trained ``archive``, with two validations."""
     folder.mkdir()
     config = {
         "pretrained_checkpoint": {"restore_from_path": "base.nemo"},
         "model": {"data": {"data_prefix": {"train": ["data/train.jsonl"], "validation": []}}},
     }
-    for step, found in ((5, {"v/loss": 0.5}), (10, {"v/loss": 0.25, "v/temperature": None})):
-        state = {"step": step, "consumed_samples": step, "metrics": found, "config": config}
+    for step, metrics in ((5, {"v/loss": 0.5}), (10, {"v/loss": 0.25, "v/temperature": None})):
+        state = {"step": step, "consumed_samples": step, "metrics": metrics, "config": config}
         (folder / f"step_{step:08d}").mkdir()
         (folder / f"step_{step:08d}" / "run_state.json").write_text(json.dumps(state))
     return Path(shutil.copy(archive, folder))
@@ -118,7 +118,7 @@ def write_run(folder: Path, archive: Path) -> Path:
 def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
     three: Path, layout: Any, tmp_path: Path
 ) -> None:
-    """The tokenizer is of a class that transformers 4 has, which tests/readers has read it."""
+    """The tokenizer's class exists in transformers 4, too; tests/readers loads it there."""
     with open_nemo(three) as folder:
         padded = folder.store.tensors["model.embedding.word_embeddings.weight"][0]
     assert padded == (384, 64)
@@ -134,7 +134,7 @@ def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
     assert config["label_means"] == dict(zip(NAMES, MEANS, strict=True))
     assert config["scoring_contract_hash"] == summary.contract.hash
     assert config_of(out, "scoring_contract.json") == summary.contract.to_dict()
-    assert "WARNING: the logits are not yet the rewards" in str(summary)
+    assert "WARNING: the logits are not the rewards" in str(summary)
     card = (out / "README.md").read_text()
     trained = """- train data: `train.jsonl`
 - validation data: none
@@ -145,9 +145,9 @@ def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
 | v/loss | 0.5 | 0.25 |
 | v/temperature |  |  |
 """
-    told = ("license: apache-2.0", "logits alone are not the rewards", "| 1 | 1 |", trained)
-    for said in (*told, *NAMES):
-        assert said in card, said
+    phrases = ("license: apache-2.0", "logits alone are not the rewards", "| 1 | 1 |", trained)
+    for phrase in (*phrases, *NAMES):
+        assert phrase in card, phrase
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (hf / name).read_bytes()
     original = config_of(hf, "tokenizer_config.json")
@@ -167,9 +167,9 @@ def test_export_card_has_a_program_that_gives_the_rewards(
     monkeypatch.chdir(tmp_path)
     variables: dict[str, Any] = {}
     exec(program.partition("```")[0], variables)
-    wanted = score_all(load_scorer(three, layout), [variables["conversation"]])
-    np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-4, rtol=0)
-    assert np.abs(variables["logits"].numpy() - wanted).max() > 1
+    expected = score_all(load_scorer(three, layout), [variables["conversation"]])
+    np.testing.assert_allclose(variables["rewards"].numpy(), expected, atol=1e-4, rtol=0)
+    assert np.abs(variables["logits"].numpy() - expected).max() > 1
 
 
 def test_export_leaves_a_tokenizer_of_another_class_as_it_is(
@@ -181,14 +181,14 @@ def test_export_leaves_a_tokenizer_of_another_class_as_it_is(
     edit(tmp_path / "llama", "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
     llama = load_tokenizer(tmp_path / "llama")
     write_tokenizer(tmp_path / "out", llama, Contracts(llama)(), llama.pad_token)
-    found, wanted = (tmp_path / name / "tokenizer_config.json" for name in ("out", "llama"))
-    assert found.read_bytes() == wanted.read_bytes()
+    actual, expected = (tmp_path / name / "tokenizer_config.json" for name in ("out", "llama"))
+    assert actual.read_bytes() == expected.read_bytes()
 
 
 def test_export_takes_another_template_out_of_the_tokenizers_settings(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Where older tokenizers keep theirs."""
+    """Older tokenizers have the template in their settings, from which it is removed."""
     for name in ("old", "out"):
         (tmp_path / name).mkdir()
     tokenizer.save(tmp_path / "old")
@@ -216,11 +216,11 @@ def test_export_has_the_template_bos_and_eos_of_the_contract(
 
 
 def without_a_pad_token(folder: Path, specials: tuple[str, ...]) -> None:
-    """Pad with EOS, as many tokenizers do, and let only ``specials`` be special."""
+    """Make EOS the pad token, as in many tokenizers, and make only ``specials`` special."""
     edit(folder, "tokenizer_config.json", pad_token="<|im_end|>")
     tokens = config_of(folder, "tokenizer.json")["added_tokens"]
-    kept = [token for token in tokens if token["content"] in specials]
-    edit(folder, "tokenizer.json", added_tokens=kept)
+    remaining = [token for token in tokens if token["content"] in specials]
+    edit(folder, "tokenizer.json", added_tokens=remaining)
 
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -230,7 +230,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     ("specials", "rows", "pad", "pad_id", "vocab_size"),
     [
         (SPECIALS, 320, "<|endoftext|>", 0, 320),
-        # No token to be had: the row behind the words, or one more, is a new one's.
+        # There is no unused token, so the next row, or an additional one, is for a new token.
         (SPECIALS[1:], None, "<|pad|>", None, None),
         (SPECIALS[1:], 340, "<|pad|>", None, 340),
     ],
@@ -273,7 +273,7 @@ def test_export_merged_gives_the_weighted_sum(three: Path, layout: Any, tmp_path
     assert f"add {{'reward': {constant}}}" in str(summary)
     config = config_of(tmp_path / "out")
     assert (config["id2label"], config["label_means"]) == ({"0": "reward"}, {"reward": constant})
-    # The folder's own contract comes back with it, constant included.
+    # A conversion of the export has the same contract, with its constant.
     convert(tmp_path / "out", tmp_path / "merged.nemo")
     texts = ["the cat sleeps", "a dog"]
     parts, merged = (
@@ -288,9 +288,9 @@ def test_export_in_bf16_is_rounded_once(three: Path, layout: Any, tmp_path: Path
     assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
     card = (tmp_path / "out/README.md").read_text()
     assert "trained in fp32 and is rounded to bf16 here" in card
-    wanted = tensors_of(three.parent / "hf")
-    rounded = {name: tensor.bfloat16() for name, tensor in wanted.items()}
-    assert_same(tensors_of(tmp_path / "out"), {**rounded, "score.weight": wanted["score.weight"]})
+    expected = tensors_of(three.parent / "hf")
+    rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
+    assert_same(tensors_of(tmp_path / "out"), {**rounded, "score.weight": expected["score.weight"]})
     assert convert(tmp_path / "out", tmp_path / "rm.nemo").contract == summary.contract
 
 
@@ -304,12 +304,12 @@ def test_export_shards_are_no_larger_than_asked_for(
     assert summary.shards == len(files) > 5
     index = config_of(tmp_path / "out", "model.safetensors.index.json")
     assert {path.name for path in files} == set(index["weight_map"].values())
-    wanted = tensors_of(three.parent / "hf")
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+    expected = tensors_of(three.parent / "hf")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     for path in files:
         assert sum(tensor.nbytes for tensor in load_file(path).values()) <= 100_000
-    assert_same(tensors_of(tmp_path / "out"), wanted)
-    # A shard, and the tensor that begins the next.
+    assert_same(tensors_of(tmp_path / "out"), expected)
+    # For each shard: its size and that of the next shard's first tensor exceed the limit.
     assert live.total > 600_000
     assert live.peak < 250_000
 
@@ -349,8 +349,8 @@ def test_export_that_transformers_reads_otherwise_fails_and_leaves_nothing(
 ) -> None:
     damages: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
         (damage_tensor, "transformers scores .* wanted .* within 0.0001"),
-        (lose_tensor, "tensors do not match: .*norm"),
-        (damage_tokenizer, "transformers tokenizes .* wanted the scoring contract's"),
+        (lose_tensor, "not those that transformers expects.*norm"),
+        (damage_tokenizer, "transformers tokenizes .* but the scoring contract"),
         (damage_pad, "pad token: got id 0, wanted 2"),
     ]
     with refusals() as refused:
@@ -371,11 +371,11 @@ def test_export_refuses_what_has_no_place_or_would_be_overwritten(
     router = with_tensor(three, "model.decoder.layers.mlp.router.weight", tmp_path / "router.nemo")
     with refusals() as refused:
         for archive, output, pattern in (
-            (three, "there", "it exists, wanted the name of a new one"),
+            (three, "there", "it exists already"),
             (three, "file/out", r"file/out: cannot be written"),
             (base, "out", r"base\.nemo: it has no scoring contract"),
             (bias, "out", "its reward head has a bias"),
-            (router, "out", r"no place .*router\.weight"),
+            (router, "out", r"router\.weight: a .* has no such tensor"),
         ):
             with refused(pattern, pattern):
                 export(archive, tmp_path / output, layout)
@@ -384,7 +384,7 @@ def test_export_refuses_what_has_no_place_or_would_be_overwritten(
 
 
 def with_tensor(archive: Path, key: str, path: Path) -> Path:
-    """A copy of the archive that has a tensor more."""
+    """Copy the archive with an additional tensor."""
     with open_nemo(archive) as folder:
         tensors = {
             name: LazyTensor(shape, dtype, partial(folder.store.read, name))
@@ -403,7 +403,7 @@ def test_export_verb_reports_and_fails_clearly(three: Path, tmp_path: Path) -> N
     arguments = ("--input", str(three), "--output", output, "--dtype", "bf16", "--merge")
     done = tiny.run_verb(verb, *arguments, "--max-shard-size", "0.1mb")
     assert "LlamaForSequenceClassification of reward, weights in bf16" in done.stdout
-    assert "WARNING: the logits are not yet the rewards" in done.stdout
+    assert "WARNING: the logits are not the rewards" in done.stdout
     failed = tiny.run_verb(verb, *arguments, check=False)
     assert failed.returncode == 1
     assert "CheckpointError: " in failed.stderr

@@ -1,4 +1,4 @@
-"""Reward heads of every layout: rewards of the source, kept by evaluation, training and export."""
+"""Heads of every layout keep the source's rewards in evaluation, training and export."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Reward = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
 def linear(hidden: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A layer ``name`` of torch, with a bias if it has one."""
+    """Apply the layer ``name`` like torch's Linear, with its bias if there is one."""
     return hidden @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", torch.zeros(1))
 
 
@@ -84,7 +84,7 @@ class Case:
     Attributes:
         sizes: of its tensors, by name.
         reward: as the code that is named above the case computes it.
-        said: by the conversion.
+        summary_line: in the summary of the conversion.
         architecture: in its ``config.json``.
         exported: ``architectures`` of its export; None is not compared.
         body: see ``tests/harness/families.py``.
@@ -95,7 +95,7 @@ class Case:
 
     sizes: dict[str, tuple[int, ...]]
     reward: Reward
-    said: str
+    summary_line: str
     architecture: str
     exported: str | None = "LlamaForSequenceClassification"
     config: dict[str, Any] = field(default_factory=dict)
@@ -226,8 +226,9 @@ def write(case: Case, folder: Path) -> dict[str, Tensor]:
 
 def token_lists(tokenizer: Any) -> list[Tensor]:
     """Token ids ``[1, T]`` of every text, by the chat template of the folder."""
-    written = [tokenizer.apply_chat_template(text, tokenize=False) for text in TEXTS]
-    return [torch.tensor([tokenizer(each, add_special_tokens=False).input_ids]) for each in written]
+    rendered = [tokenizer.apply_chat_template(text, tokenize=False) for text in TEXTS]
+    id_lists = [tokenizer(text, add_special_tokens=False).input_ids for text in rendered]
+    return [torch.tensor([ids]) for ids in id_lists]
 
 
 def hidden_of(folder: Path) -> Tensor:
@@ -245,7 +246,7 @@ def released() -> Iterator[None]:
     release_models()
 
 
-# Of the first step's loss, against that of the source's rewards; bf16 may choose other experts.
+# Tolerance of the first step's loss; bf16 may choose other experts.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 0.15}
 
 
@@ -254,7 +255,7 @@ def test_head_has_the_rewards_of_its_source_and_is_kept(name: str, tmp_path: Pat
     check_the_whole_way(CASES[name], tmp_path)
 
 
-# Rotations that depend on the length of a text, and this is where: TEXTS have 23 to 33 tokens.
+# RoPE that depends on the length; TEXTS have 23 to 33 tokens, so the limits lie between.
 BY_LENGTH = {
     "llama_dynamic": {"max_position_embeddings": 26},
     "phi3_longrope": {"original_max_position_embeddings": 26},
@@ -263,7 +264,7 @@ BY_LENGTH = {
 
 @pytest.mark.parametrize("kind", [*families.BODIES, *BY_LENGTH])
 def test_decoder_goes_the_whole_way(kind: str, tmp_path: Path) -> None:
-    """In a shape that hides nothing, and trained in bf16."""
+    """Every decoder keeps its rewards on the whole path, in bf16 training, too."""
     body = families.BODIES.get(kind, kind)
     shape = families.odd_settings(body)
     case = replace(
@@ -279,21 +280,21 @@ def test_decoder_goes_the_whole_way(kind: str, tmp_path: Path) -> None:
 
 
 def check_the_whole_way(case: Case, tmp_path: Path) -> None:
-    """Convert, score, evaluate, train, serve, export and convert again, each with its rewards."""
+    """Convert, score, evaluate, train, serve, export and convert again; compare all rewards."""
     head = write(case, tmp_path / "hf")
-    wanted = case.reward(hidden_of(tmp_path / "hf"), head).numpy()
-    assert wanted.std(axis=0).min() > 0.1
+    expected = case.reward(hidden_of(tmp_path / "hf"), head).numpy()
+    assert expected.std(axis=0).min() > 0.1
 
-    said = str(convert(tmp_path / "hf", tmp_path / "rm.nemo", seq_length=256))
-    assert case.said in said
-    assert "reads the last token of a text, kept" in said
-    close = partial(np.testing.assert_allclose, desired=wanted, atol=1e-5, rtol=5e-6)
+    summary = str(convert(tmp_path / "hf", tmp_path / "rm.nemo", seq_length=256))
+    assert case.summary_line in summary
+    assert "reads the last token of a sample, kept" in summary
+    close = partial(np.testing.assert_allclose, desired=expected, atol=1e-5, rtol=5e-6)
     ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
     close(ours.score(TEXTS))
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "hf") as theirs:
         close(theirs.score(TEXTS))
 
-    chosen, rejected = np.split(wanted, 2)
+    chosen, rejected = np.split(expected, 2)
     records, settings, loss = PAIRS, {}, float(np.logaddexp(0, rejected - chosen).mean())
     if case.outputs == 1:
         metrics = ours.evaluate(PAIRS).metrics
@@ -312,7 +313,7 @@ def check_the_whole_way(case: Case, tmp_path: Path) -> None:
         records,
         validation=records,
         output=tmp_path / "run",
-        # What was logged first stays.
+        # The first logged value is kept.
         callback=lambda progress: logged.update({**progress.metrics, **logged}),
         **SETTINGS,
         **{"trainer.precision": case.precision},
@@ -321,11 +322,11 @@ def check_the_whole_way(case: Case, tmp_path: Path) -> None:
     )
     assert logged["train/loss"] == pytest.approx(loss, rel=LOSS_TOLERANCES[case.precision])
     after = trained.score(TEXTS)
-    assert np.abs(after - wanted).max() > 1e-3
+    assert np.abs(after - expected).max() > 1e-3
     trained.export(tmp_path / "out")
     if case.exported is not None:
         assert config_of(tmp_path / "out")["architectures"] == [case.exported]
-    # transformers computes in fp32, and so does the archive for it.
+    # transformers computes in fp32, so the archive is scored in fp32, too.
     archive = tmp_path / "run/checkpoints/megatron_gpt.nemo"
     exact = na.RewardModel.from_pretrained(archive, precision="fp32").score(TEXTS)
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
@@ -344,13 +345,16 @@ def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> N
     half = {"score.weight": None, "score.2.weight": torch.ones(1, 8)}
     damages = [
         (partial(edit_tensors, changes=other), "got several reward heads: score, score.2; wanted"),
-        (partial(edit_tensors, changes=half), r"score\.2\.weight: got it without score\.0\.weight"),
-        (overwrite("value_head.bin", "a pickle"), "got a pickled reward head, which is not read"),
+        (partial(edit_tensors, changes=half), r"score\.2\.weight: .* score\.0\.weight, is missing"),
+        (overwrite("value_head.bin", "a pickle"), "pickled reward heads are not supported"),
         *config_edits(
-            ({"value_head_prefix": "a.b"}, "value_head_prefix: got 'a.b', wanted a layer's name"),
+            (
+                {"value_head_prefix": "a.b"},
+                "value_head_prefix: got 'a.b', wanted the name of a layer",
+            ),
             (
                 {"architectures": ["Qwen2ForProcessRewardModel"]},
-                "step_separator: got none, and the",
+                "step_separator: it is not set, and the",
             ),
         ),
     ]
@@ -358,9 +362,9 @@ def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> N
     unknown = [(lambda folder: None, "head: got 'value', wanted one of none, lm_head:ROW, ")]
     check_refused(tmp_path / "hf", unknown, head="value")
     edit_tensors(tmp_path / "hf", other)
-    said = str(convert(tmp_path / "hf", tmp_path / "two.nemo", head="score.2"))
-    assert "head: score.2 (two layers of 8; as of" in said
-    assert said.splitlines()[1].endswith("kept; left out: score.weight")
+    summary = str(convert(tmp_path / "hf", tmp_path / "two.nemo", head="score.2"))
+    assert "head: score.2 (two layers of 8; as of" in summary
+    assert summary.splitlines()[1].endswith("kept; left out: score.weight")
     body = convert(tmp_path / "hf", tmp_path / "base.nemo", head="none")
     assert body.contract is None
     assert "head: none as asked; left out: score.0.weight, score.2.weight, score.weight" in str(
@@ -370,12 +374,12 @@ def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> N
         assert not [name for name in folder.tensors if name.startswith("rm_head")]
 
 
-# Jinja of the prompt that Qwen3-Reranker's card writes around a query and a document.
+# Chat template with the prompt for a query and a document in Qwen3-Reranker's model card.
 RERANKER = (
     "<|im_start|>system\nJudge.<|im_end|>\n<|im_start|>user\n<Query>: {{ messages[0].content }}"
     "\n<Document>: {{ messages[1].content }}<|im_end|>\n<|im_start|>assistant\n"
 )
-# The choice, or what a config names; the body; and the reward from the logits of all tokens.
+# The option --head, or the config; the decoder; and the reward from the logits of all tokens.
 ROWS: dict[str, tuple[str | None, dict[str, Any], str, Callable[[Tensor, Any], Tensor]]] = {
     # Llama-3.1-Nemotron-70B-Reward-HF's card: the first score of the first generated token
     "row 0": ("lm_head:0", {}, "llama_untied", lambda logits, token: logits[..., 0]),
@@ -414,14 +418,14 @@ def test_head_of_rows_has_the_logits_of_the_output_layer(name: str, tmp_path: Pa
     edit(tmp_path / "hf", **config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    wanted = []
+    expected = []
     for ids in token_lists(tokenizer):
         with torch.no_grad():
-            wanted.append(reward(model(ids).logits[0, -1], tokenizer.convert_tokens_to_ids))
+            expected.append(reward(model(ids).logits[0, -1], tokenizer.convert_tokens_to_ids))
     summary = convert(tmp_path / "hf", tmp_path / "rm.nemo", head=choice)
     assert "minus row" in summary.head or name in ("row 0", "one token")
-    assert "reads the last token of a text, kept" in summary.head
-    close = partial(np.testing.assert_allclose, desired=np.array(wanted)[:, None], atol=1e-4)
+    assert "reads the last token of a sample, kept" in summary.head
+    close = partial(np.testing.assert_allclose, desired=np.array(expected)[:, None], atol=1e-4)
     ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
     close(ours.score(TEXTS))
     options = {} if choice is None else {"source.head": choice}
@@ -437,23 +441,23 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
     write_hf_checkpoint(tmp_path / "gemma2", "gemma2")
     write_hf_checkpoint(tmp_path / "granite", "granite")
     rows = tiny.SHAPE["vocab_size"]
-    for source, choice, config, said in (
+    for source, choice, config, message in (
         ("llama", "lm_head:", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
         ("llama", "lm_head:0,1,2", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
-        ("llama", f"lm_head:{rows}", {}, f"lm_head.weight: got {rows} rows, wanted row {rows}"),
+        ("llama", f"lm_head:{rows}", {}, f"lm_head.weight: it has {rows} rows, .* no row {rows}"),
         ("llama", "lm_head:thank the", {}, "token 'thank the': got 6 tokens for it, wanted one"),
         ("llama", None, {"classifier_from_token": ["a", "b", "c"]}, "wanted two tokens with"),
-        ("gemma2", "lm_head:0", {}, "final_logit_softcapping: got 30.0, so its logits are no"),
-        ("granite", "lm_head:0", {}, "logits_scaling: got 4.0, so its logits are no"),
+        ("gemma2", "lm_head:0", {}, "final_logit_softcapping: got 30.0.* changes the logits"),
+        ("granite", "lm_head:0", {}, "logits_scaling: got 4.0.* changes the logits"),
     ):
         edit(tmp_path / source, **{"classifier_from_token": None, **config})
         with pytest.raises(CheckpointError) as caught:
             convert(tmp_path / source, tmp_path / "rm.nemo", head=choice)
-        assert said in str(caught.value), str(caught.value)
+        assert message in str(caught.value), str(caught.value)
 
 
 def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
-    """As get_score of that modeling_internlm2.py: its token is behind the rendered conversation."""
+    """As in get_score of InternLM2's code: the reward token follows the rendered conversation."""
     write_hf_checkpoint(tmp_path / "llama", "llama_untied")
     theirs = internlm2_names(load_file(tmp_path / "llama/model.safetensors"))
     head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5)) * 0.3
@@ -476,19 +480,21 @@ def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
     lists = [*token_lists(tokenizer), raw]
     with torch.no_grad():
         ends = [body(F.pad(ids, (0, 1), value=token_id)).last_hidden_state[0, -1] for ids in lists]
-    wanted = (torch.stack(ends) @ head.T).numpy()
+    expected = (torch.stack(ends) @ head.T).numpy()
 
     summary = convert(tmp_path / "hf", tmp_path / "rm.nemo")
-    said = "v_head (linear; as of InternLM2ForRewardModel), reads token 0, which is appended to a "
-    assert summary.head.startswith(said)
+    description = (
+        "v_head (linear; as of InternLM2ForRewardModel), reads token 0, which is appended to a "
+    )
+    assert summary.head.startswith(description)
     ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
-    np.testing.assert_allclose(ours.score([*TEXTS, "the cat sings"]), wanted, atol=1e-5)
+    np.testing.assert_allclose(ours.score([*TEXTS, "the cat sings"]), expected, atol=1e-5)
     trained = na.train(
         tmp_path / "rm.nemo", PAIRS, validation=PAIRS, output=tmp_path / "run", **SETTINGS
     )
     assert trained.contract().reward_token_id == token_id
     after = trained.score([*TEXTS, "the cat sings"])
-    assert np.abs(after - wanted).max() > 1e-3
+    assert np.abs(after - expected).max() > 1e-3
     trained.export(tmp_path / "exported")
     assert config_of(tmp_path / "exported")["architectures"] == ["LlamaForSequenceClassification"]
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "exported") as exported:

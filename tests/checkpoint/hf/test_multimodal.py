@@ -1,4 +1,4 @@
-"""Text decoders inside models with vision parts, against those models as transformers has them."""
+"""Text decoders in multimodal models compute the same as the models in transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import (
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.source import decoder_config, decoder_name, is_multimodal
+from nemo_aligner.checkpoint.hf.multimodal import decoder_config, decoder_name, is_multimodal
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -31,7 +31,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "im
 CLIP = {"model_type": "clip_vision_model", **SMALL, "num_attention_heads": 2, "patch_size": 14}
 PIXTRAL = {**CLIP, "model_type": "pixtral", "head_dim": 16}
 QWEN = {"depth": 1, "num_heads": 2, "patch_size": 14}
-# Rotations whose parts differ for the three coordinates of an image.
+# RoPE with separate channels for the three coordinates of an image.
 MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
 CASES: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -108,18 +108,18 @@ def test_decoder_in_a_multimodal_folder_is_taken(
 ) -> None:
     theirs = write(tmp_path / "hf", case)
     summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "base.nemo")
-    assert "\nleft out: " in str(summary)
+    assert "\ndropped: " in str(summary)
     assert "tensors of other parts (" in str(summary)
     ours = load_pretrained(
         tmp_path / "base.nemo", layout, num_attributes=3, precision=Precision.fp32
     ).model
     with torch.no_grad():
-        hidden = [theirs.model(torch.tensor([each])).last_hidden_state for each in SEQUENCES]
-        wanted = torch.cat([each[:, -1] for each in hidden]) @ ours.rm_head.weight.T
-    found = infer(ours, [PackedBatch.pack(SEQUENCES)], layout)
-    assert found is not None
-    assert wanted.std() > 0.02
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+        hidden = [theirs.model(torch.tensor([states])).last_hidden_state for states in SEQUENCES]
+        expected = torch.cat([states[:, -1] for states in hidden]) @ ours.rm_head.weight.T
+    actual = infer(ours, [PackedBatch.pack(SEQUENCES)], layout)
+    assert actual is not None
+    assert expected.std() > 0.02
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_reward_model_with_vision_parts_is_exported_as_its_decoder(
@@ -134,7 +134,7 @@ def test_reward_model_with_vision_parts_is_exported_as_its_decoder(
     back = AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
     assert type(back).__name__ == "Gemma3TextForSequenceClassification"
     decoder = {
-        f"model.{name}": each for name, each in theirs.model.language_model.state_dict().items()
+        f"model.{name}": tensor for name, tensor in theirs.model.language_model.state_dict().items()
     }
     assert_same(
         tensors_of(tmp_path / "back"), {**decoder, "score.weight": theirs.score.weight.data}
@@ -142,7 +142,7 @@ def test_reward_model_with_vision_parts_is_exported_as_its_decoder(
 
 
 def test_decoder_has_the_same_names_however_the_whole_is_written() -> None:
-    for name, wanted in (
+    for name, expected in (
         ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
@@ -151,17 +151,17 @@ def test_decoder_has_the_same_names_however_the_whole_is_written() -> None:
         ("visual.merger.mlp.0.bias", None),
         ("model.vision_tower.head.weight", None),
     ):
-        assert decoder_name(name) == wanted, name
+        assert decoder_name(name) == expected, name
     # Before transformers 5, Qwen2-VL had no text_config.
     text = {**tiny.SHAPE, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
     older = {**text, "model_type": "qwen2_vl", "vision_config": {}}
     newer = {"model_type": "qwen2_vl", "text_config": text, "tie_word_embeddings": True}
-    found, wanted = (
-        find_family("qwen2").to_nemo(decoder_config(each, [])) for each in (older, newer)
+    actual, expected = (
+        find_family("qwen2").to_nemo(decoder_config(config, [])) for config in (older, newer)
     )
-    assert found == wanted
-    assert found["rotary_base"] == 1000000.0
-    # No flag: what is stored decides.
+    assert actual == expected
+    assert actual["rotary_base"] == 1000000.0
+    # Without the setting, the stored tensors decide.
     for names, tied in (([], True), (["lm_head.weight"], False)):
         assert decoder_config({"model_type": "llava"}, names)["tie_word_embeddings"] is tied
 
@@ -173,16 +173,16 @@ def test_multimodal_config_that_is_not_known_is_refused() -> None:
         for config, pattern in (
             (
                 {"model_type": "paligemma", **text},
-                "'paligemma', .* sees a prompt in both directions",
+                "'paligemma', .* attends to a prompt in both directions",
             ),
             (
                 {"model_type": "new", **text},
-                "got 'new', a model with more than .*, or one of gemma3, ",
+                "got 'new', a model with more parts than .*, or one of gemma3, ",
             ),
             ({"model_type": ["x"], **text}, r"model_type: got \['x'\]"),
             (
                 {"model_type": "gemma3", "text_config": 5},
-                "text_config: got 5, wanted keys and values",
+                "text_config: got 5, wanted a mapping",
             ),
         ):
             assert is_multimodal(config)

@@ -1,4 +1,4 @@
-"""What is unpacked of a tar, how much of it, and what of it is compared with its checksums."""
+"""Unpacking of archives: unsafe members, limits, and checksums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.nemo.archive import (
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.fuzzing import files_of
 
-MEGABYTES = bytes(range(256)) * 2**13  # two of them
+MEGABYTES = bytes(range(256)) * 2**13  # 2 MiB
 FILES = {"config": b"a: 1", "deep/er/weights": MEGABYTES + b"end", "deep/empty": b""}
 
 
@@ -44,7 +44,7 @@ def sums_of(files: dict[str, bytes]) -> bytes:
 
 
 def pack(path: Path, *members: tuple[str, bytes | None], **attributes: Any) -> Path:
-    """A tar of files, and of folders where there is no content; ``attributes`` of all members."""
+    """Write a tar; None as content makes a folder, and all members have the ``attributes``."""
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -56,10 +56,10 @@ def pack(path: Path, *members: tuple[str, bytes | None], **attributes: Any) -> P
     return path
 
 
-def refuse(path: Path, scratch: Path, wanted: Callable[..., bool] = everything) -> str:
-    """What is said of an archive of which nothing is left."""
+def refuse(path: Path, scratch: Path, is_needed: Callable[..., bool] = everything) -> str:
+    """Return the error for an archive; check that no unpacked file is left."""
     with pytest.raises(CheckpointError) as caught:
-        unpack(path, wanted)
+        unpack(path, is_needed)
     assert not list(scratch.iterdir())
     return str(caught.value)
 
@@ -91,10 +91,10 @@ def test_archive_gives_only_what_is_wanted(tmp_path: Path, scratch: Path) -> Non
 def test_archive_attributes_stay_behind(tmp_path: Path, scratch: Path) -> None:
     path = pack(tmp_path / "a.nemo", ("tool", b"x"), mode=0o7777, mtime=0, uid=12345)
     file = unpack(path, everything) / "tool"
-    mine = tmp_path / "mine"
-    mine.write_bytes(b"")
-    assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(mine.stat().st_mode)
-    assert file.stat().st_uid == mine.stat().st_uid
+    own_file = tmp_path / "mine"
+    own_file.write_bytes(b"")
+    assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(own_file.stat().st_mode)
+    assert file.stat().st_uid == own_file.stat().st_uid
     assert file.stat().st_mtime > 1e9
 
 
@@ -108,20 +108,20 @@ def test_archive_that_is_none_or_ends_early_is_named(tmp_path: Path, scratch: Pa
 
 
 def test_archive_names_that_are_refused(tmp_path: Path, scratch: Path) -> None:
-    """Also of a member that nobody wants; nothing is written outside."""
+    """Unsafe names are refused, also of members that are not needed; no file is written outside."""
     outside = tmp_path / "outside"
     outside.mkdir()
     out, odd = (
         "has a path outside the archive",
         "has a name with unprintable characters or a backslash",
     )
-    for name, told in (
+    for name, message in (
         (f"{outside}/x", out), ("a/../x", out), ("../x", out), ("./a/../../x", out),
         ("a\\x", odd), ("a\x07x", odd), ("a\nb", odd), ("a\x1b[2J", odd),
     ):  # fmt: skip
         path = pack(tmp_path / "a.nemo", ("fine", b"x"), (name, b"x"))
-        for wanted in (everything, lambda member: member.name == "fine"):
-            assert refuse(path, scratch, wanted) == f"{path}: member {name!r} {told}"
+        for is_needed in (everything, lambda member: member.name == "fine"):
+            assert refuse(path, scratch, is_needed) == f"{path}: member {name!r} {message}"
     assert not list(outside.iterdir())
     assert {path.name for path in tmp_path.iterdir()} == {"a.nemo", "outside", "scratch"}
 
@@ -130,19 +130,19 @@ def test_archive_members_are_plain_files_once_and_folders(tmp_path: Path, scratc
     path = tmp_path / "a.nemo"
     for first in (b"x", None):
         pack(path, ("./a", first), ("a", b"x"))
-        assert refuse(path, scratch) == f"{path}: member 'a' is there twice"
+        assert refuse(path, scratch) == f"{path}: member 'a' occurs twice"
     unpack(pack(path, ("./a", None), ("a", None)), everything)
     shutil.rmtree(next(scratch.iterdir()))
-    told = f"{path}: member 'a' is not a plain file or folder"
+    message = f"{path}: member 'a' is not a plain file or folder"
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, b"S"):
         for link in ("b", "/etc/hostname"):
             pack(path, ("a", b""), type=kind, linkname=link, devmajor=1, devminor=3)
-            assert refuse(path, scratch) == told, kind
+            assert refuse(path, scratch) == message, kind
     sparse = tarfile.TarInfo("a")
     sparse.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**40)}
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         tar.addfile(sparse)
-    assert refuse(path, scratch) == told
+    assert refuse(path, scratch) == message
 
 
 def test_archive_is_refused_whose_folders_or_headers_are_nested_without_end(
@@ -151,10 +151,10 @@ def test_archive_is_refused_whose_folders_or_headers_are_nested_without_end(
     fine = "/".join("a" * 63)
     shutil.rmtree(unpack(pack(tmp_path / "a.nemo", (f"{fine}/x", b"x")), everything))
     path = pack(tmp_path / "a.nemo", ("fine", b"x"), (f"{'a/' * 2000}x", b"x"))
-    for wanted in (everything, lambda member: member.name == "fine"):
-        told = f"{path}: member 'a/a/a/.*'... is 2001 folders deep, wanted at most 64; "
-        assert re.match(told, refuse(path, scratch, wanted))
-    # Each such header has the name of the next one, which is another.
+    for is_needed in (everything, lambda member: member.name == "fine"):
+        message = f"{path}: member 'a/a/a/.*'... is 2001 folders deep, wanted at most 64"
+        assert re.match(message, refuse(path, scratch, is_needed))
+    # Each header contains the name of the next one, which is such a header, too.
     name = tarfile.TarInfo("././@LongLink")
     name.type, name.size = tarfile.GNUTYPE_LONGNAME, 2
     header = name.tobuf(tarfile.GNU_FORMAT) + b"x\0".ljust(512, b"\0")
@@ -171,7 +171,7 @@ def test_archive_is_refused_whose_folders_or_headers_are_nested_without_end(
     os.close(inside)
     with pytest.raises(CheckpointError, match="its folders are nested too deeply"):
         verify_folder(folder, everything)
-    subprocess.run(["rm", "-rf", folder], check=True)  # as shutil.rmtree calls itself
+    subprocess.run(["rm", "-rf", folder], check=True)  # shutil.rmtree is recursive, too
 
 
 def test_archive_has_as_many_members_as_may_be(
@@ -188,56 +188,54 @@ def test_archive_has_as_many_members_as_may_be(
 def test_archive_leaves_a_spare_of_the_disk(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
-    """The spare, or half of what is free where that is less."""
+    """Some space stays free on the disk, or half of the free space if that is less."""
     size = sum(map(len, FILES.values()))
-    path = pack(tmp_path / "a.nemo", *FILES.items(), ("unwanted", b"x" * 1000))
+    path = pack(tmp_path / "a.nemo", *FILES.items(), ("unneeded", b"x" * 1000))
     monkeypatch.setattr(archive_module, "_SPARE_BYTES", spare)
     enough = size + min(spare, size)
 
-    def wanted(name: PurePosixPath) -> bool:
-        return name.name != "unwanted"
+    def is_needed(name: PurePosixPath) -> bool:
+        return name.name != "unneeded"
 
     for free in (enough, enough - 1):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr("shutil.disk_usage", lambda root, usage=usage: usage)
         if free == enough:
-            shutil.rmtree(unpack(path, wanted))
-    told = f"{path}: it does not fit into {scratch}; set TMPDIR"
-    assert refuse(path, scratch, wanted) == told
+            shutil.rmtree(unpack(path, is_needed))
+    message = refuse(path, scratch, is_needed)
+    assert message.startswith(f"{path}: it does not fit into {scratch}; set TMPDIR")
 
 
 def test_archive_limit_by_a_setting(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = pack(tmp_path / "a.nemo", ("a", b"x" * 600))
-    # A header, two blocks of content, and the block that ends a tar.
+    # A header, two blocks of content, and the block at the end of a tar.
     monkeypatch.setenv(MAX_BYTES_VARIABLE, "2048")
     shutil.rmtree(unpack(path, everything))
     monkeypatch.setenv(MAX_BYTES_VARIABLE, "2047")
-    said = refuse(path, scratch)
-    assert said == (
-        f"{path}: cannot unpack: it unpacks to more than 2047 bytes; if it may, set "
-        f"{MAX_BYTES_VARIABLE}"
-    )
-    # What nobody wants counts too.
-    assert refuse(path, scratch, lambda name: False) == said
+    message = refuse(path, scratch)
+    assert message.startswith(f"{path}: cannot unpack: it unpacks to more than 2047 bytes")
+    assert MAX_BYTES_VARIABLE in message
+    # Members that are not needed count, too.
+    assert refuse(path, scratch, lambda name: False) == message
     for bad in ("", "-1", "1e9", "many"):
         monkeypatch.setenv(MAX_BYTES_VARIABLE, bad)
-        wanted = f"{MAX_BYTES_VARIABLE}: got {bad!r}, wanted a number of bytes"
-        assert refuse(path, scratch) == wanted
+        expected = f"{MAX_BYTES_VARIABLE}: got {bad!r}, wanted a number of bytes"
+        assert refuse(path, scratch) == expected
 
 
 def test_archive_limit_by_the_size_on_the_disk(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gzip bomb ends there; 256 MiB are always allowed, and no more."""
+    """Unpacking a gzip bomb stops at a multiple of its size; 256 MiB are always allowed."""
     assert archive_module._max_bytes(pack(tmp_path / "empty.nemo")) == 2**28
     path = pack(tmp_path / "a.nemo", ("a", bytes(2**20)))
     path.write_bytes(gzip.compress(path.read_bytes()))
     shutil.rmtree(unpack(path, everything))
     monkeypatch.setattr(archive_module, "_ALWAYS_ALLOWED", 0)
     limit = 20 * path.stat().st_size
-    assert f"it unpacks to more than {limit} bytes; " in refuse(path, scratch)
+    assert f"it unpacks to more than {limit} bytes" in refuse(path, scratch)
     monkeypatch.setattr(archive_module, "_MAX_RATIO", 2**20)
     unpack(path, everything)
 
@@ -245,7 +243,7 @@ def test_archive_limit_by_the_size_on_the_disk(
 def test_archive_header_of_many_megabytes_is_not_read(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tarfile would hold all of a name, however long its header says that it is."""
+    """tarfile would read a complete name into memory, whatever length its header claims."""
     path = tmp_path / "a.nemo"
     gzip_read, sizes = gzip.GzipFile.read, list[int]()
 
@@ -255,14 +253,14 @@ def test_archive_header_of_many_megabytes_is_not_read(
 
     monkeypatch.setattr(gzip.GzipFile, "read", noting)
     for kind in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
-        said = []
+        messages = []
         for size in (2**24, 2**24 + 512):
             member = tarfile.TarInfo("././@LongLink")
             member.type, member.size = kind, size
             path.write_bytes(gzip.compress(member.tobuf() + b"a" * 1024))
-            said.append(refuse(path, scratch))
-        assert "a header of" not in said[0]
-        assert "cannot unpack: a header of 16777728 bytes" in said[1]
+            messages.append(refuse(path, scratch))
+        assert "a header of" not in messages[0]
+        assert "cannot unpack: a header of 16777728 bytes" in messages[1]
     assert 0 < min(sizes) <= max(sizes) <= 2**24
 
 
@@ -276,12 +274,12 @@ def test_checksum_is_that_of_the_whole_file(tmp_path: Path) -> None:
 def test_checksums_name_a_file_that_is_not_the_one_that_was_written(
     tmp_path: Path, scratch: Path
 ) -> None:
-    rest = {name: data for name, data in FILES.items() if name != "config"}
+    without_config = {name: data for name, data in FILES.items() if name != "config"}
     for change, files, name in (
         ("nothing", FILES, None),
         ("changed", {**FILES, "config": b"a: 2"}, "config"),
-        ("missing", rest, "config"),
-        ("renamed", {**rest, "confog": FILES["config"]}, "config"),
+        ("missing", without_config, "config"),
+        ("renamed", {**without_config, "confog": FILES["config"]}, "config"),
         ("added", {**FILES, "confag": b""}, "confag"),
     ):
         path = pack(tmp_path / "a.nemo", *files.items(), (CHECKSUMS_NAME, sums_of(FILES)))
@@ -293,19 +291,16 @@ def test_checksums_name_a_file_that_is_not_the_one_that_was_written(
             verify_folder(root, everything)
             shutil.rmtree(unpack(path, everything))
             continue
-        got, wanted = (
+        actual, expected = (
             hashlib.sha256(group[name]).hexdigest() if name in group else None
             for group in (files, FILES)
         )
-        told = (
-            f"{name}: got sha256 {got}, {CHECKSUMS_NAME} wants {wanted}: "
-            "it is damaged, missing or was changed"
-        )
-        assert refuse(path, scratch) == f"{path}: {told}"
+        message = f"{name}: got sha256 {actual}, but {CHECKSUMS_NAME} lists {expected}"
+        assert refuse(path, scratch).startswith(f"{path}: {message}")
         with pytest.raises(CheckpointError) as caught:
             verify_folder(root, everything)
-        assert str(caught.value) == f"{root}: {told}"
-        # What is not wanted is not compared.
+        assert str(caught.value).startswith(f"{root}: {message}")
+        # Files that are not needed are not compared.
         verify_folder(root, lambda file: not file.name.startswith("conf"))
         (root / CHECKSUMS_NAME).unlink()
         verify_folder(root, everything)

@@ -1,4 +1,4 @@
-"""A model's fingerprint: of its weights, at any layout, and read without them."""
+"""The model fingerprint depends on the weights, not the layout, and is read without weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import tiny
 
-# Written before archives had fingerprints.
+# An archive of a version without fingerprints.
 OLD = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
 Save = Callable[..., str]
 
@@ -45,7 +45,7 @@ def loaded(archive: Path, layout: Any) -> LoadedRewardModel:
 
 @pytest.fixture
 def save(loaded: LoadedRewardModel, tmp_path: Path) -> Save:
-    """Save the loaded model again, as it is by then, and read the archive's fingerprint."""
+    """Save the loaded model in its current state, and return the archive's fingerprint."""
 
     def save(name: str, **config: Any) -> str:
         path = tmp_path / f"{name}.nemo"
@@ -61,12 +61,12 @@ def save(loaded: LoadedRewardModel, tmp_path: Path) -> Save:
 def test_fingerprint_changes_with_any_weight_and_setting_but_not_by_saving(
     archive: Path, loaded: LoadedRewardModel, save: Save, layout: Any, tmp_path: Path
 ) -> None:
-    """The contract, which knows no weights, stays the same throughout."""
+    """Weights and settings change the fingerprint; they do not change the contract."""
     first = read_fingerprint(archive)
     assert loaded.fingerprint == first == save("same")
-    # Settings that shape no model, as a run adds them, do not count.
+    # Settings that do not define the model's shape, such as those of a run, do not count.
     assert save("settings", reward_model_type="binary_ranking") == first
-    found = [first, save("eps", layernorm_epsilon=1e-6)]
+    fingerprints = [first, save("eps", layernorm_epsilon=1e-6)]
     parameters = dict(loaded.model.named_parameters())
     for name in (
         "rm_head.weight",
@@ -75,16 +75,16 @@ def test_fingerprint_changes_with_any_weight_and_setting_but_not_by_saving(
     ):
         with torch.no_grad():
             parameters[name].view(-1)[3] += 2**-10
-        found.append(save(name))
-    assert len(set(found)) == len(found)
+        fingerprints.append(save(name))
+    assert len(set(fingerprints)) == len(fingerprints)
     assert load_reward_model(tmp_path / "rm_head.weight.nemo", layout).contract == loaded.contract
-    # Archives that are written one tensor at a time have it, too.
+    # Archives that are written one tensor at a time have the same fingerprint.
     merge_checkpoints([archive, archive], [0.5, 0.5], tmp_path / "merged.nemo")
     assert read_fingerprint(tmp_path / "merged.nemo") == first
 
 
 def test_fingerprint_is_read_without_the_weights(archive: Path, tmp_path: Path) -> None:
-    """Of an archive that ends behind it, of its folder, and of one that is damaged."""
+    """The fingerprint is read from a truncated archive and from a folder; damage is an error."""
     fingerprint = read_fingerprint(archive)
     with tarfile.open(archive) as tar:
         end = tar.getmember(f"./{FINGERPRINT_NAME}").offset_data + 512
@@ -106,7 +106,7 @@ def test_fingerprint_is_read_without_the_weights(archive: Path, tmp_path: Path) 
 
 
 def test_older_archive_has_the_fingerprint_of_its_checksums(layout: Any, tmp_path: Path) -> None:
-    """The same for a copy and for its folder, and none without checksums."""
+    """An archive without a fingerprint has one by its checksums, as a file and as a folder."""
     fingerprint = read_fingerprint(OLD)
     assert fingerprint == "0a7b1d90578b4d07fd8b835721dc7b42"
     shutil.copy(OLD, tmp_path / "copy.nemo")
@@ -120,7 +120,7 @@ def test_older_archive_has_the_fingerprint_of_its_checksums(layout: Any, tmp_pat
 
 
 def test_fingerprint_of_an_algorithm_never_changes() -> None:
-    """Else ``expect_fingerprint`` would refuse a model that is saved again by a later version."""
+    """Later versions compute the same fingerprint, so ``expect_fingerprint`` stays valid."""
     sums = {"model.decoder.a": ("float32", 3), "model.rm_head.weight": ("float32", 2**63)}
     assert build_fingerprint(sums, tiny.SMALLEST) == "6b9fbab85040989fc4374d11757732dd"
 

@@ -1,4 +1,4 @@
-"""Settings and weights into a model: both have to fit, and every layout gets the same."""
+"""Loading weights into a model: shapes must fit the settings, and all layouts agree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.harness.contracts import Contracts
 
 LORA = LoraShape(3, 6.0, LORA_TARGETS)
 
-# A setting of model_config.yaml, and what else than its name may be told.
+# Settings of model_config.yaml that do not fit the weights.
 SIZES = [
     {"hidden_size": 10**12},
     {"hidden_size": 2**30},
@@ -89,19 +89,19 @@ def test_settings_are_checked_before_anything_is_allocated(
         for changes in SIZES:
             (unpacked / "model_config.yaml").write_text(config)
             edit(unpacked, **changes)
-            with refused(changes, next(iter(changes)) + "|layers of shape|settings want"):
+            with refused(changes, next(iter(changes)) + "|layers of shape|settings imply"):
                 load(unpacked, layout)
 
 
 def test_weights_of_another_model_are_named(
     unpacked: Path, theirs: Theirs, layout: Any, tmp_path: Path
 ) -> None:
-    """Too many, too few, or none under the prefix: NeMo 1's settings over NeMo 2's weights."""
+    """Surplus, missing and wrongly prefixed weights are named."""
     norm = "decoder.final_layernorm.weight"
     bias = {"decoder.layers.self_attention.linear_qkv.bias": torch.ones(foreign.LAYERS, 128)}
     with refusals() as refused:
         for write in (nemo1, bridge):
-            with refused((write, "more"), r"no place in the model.*linear_qkv\.bias"):
+            with refused((write, "more"), r"do not belong to the model.*linear_qkv\.bias"):
                 load(theirs(write, f"{write.__name__}_more", bias), layout)
             with refused((write, "fewer"), r"final_layernorm\.weight: got none"):
                 load(theirs(write, f"{write.__name__}_fewer", {norm: None}), layout)
@@ -119,7 +119,7 @@ def test_weights_of_another_model_are_named(
 
 
 def ours(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
-    """An archive as this package writes it."""
+    """Write an archive of this package."""
     output = folder.with_suffix(".nemo")
     import_nemo(nemo1(folder, tensors, tokenizer), output)
     return output
@@ -129,13 +129,13 @@ def ours(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
 def test_ranks_get_what_was_written_and_save_it_as_it_was(
     write: Writer, theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
-    """At TP=2 and at PP=2, from layers stacked and apart; the sums are those of one process."""
+    """At TP=2 and PP=2, from stacked and separate layers; the sums equal those of one process."""
     if write is zarr_folder:
         pytest.importorskip("zarr")
     source = theirs(write)
     done = tiny.run_script("tests/checkpoint/resave.py", str(source), str(tmp_path), processes=2)
     assert done.stdout.count("all ranks know: missing.nemo: no such") == 2 * len(LAYOUTS)
-    # The second rank has no C compiler, so the first one must not round by the kernels either.
+    # The second rank has no C compiler, so no rank may use the C kernels, which round otherwise.
     assert done.stdout.count("kernels are used: False") == 2 * len(LAYOUTS)
     warnings = [line for line in done.stderr.splitlines() if "kernels.c" in line]
     assert len(warnings) == 1
@@ -146,18 +146,18 @@ def test_ranks_get_what_was_written_and_save_it_as_it_was(
     sums = [line for line in done.stdout.splitlines() if "sums: " in line]
     assert [line.partition("sums: ")[2] for line in sums] == [alone] * 2 * len(LAYOUTS)
     for name in LAYOUTS:
-        got = dist_checkpointing.load_plain_tensors(str(tmp_path / name))
-        found = {key.removeprefix("model."): tensor for key, tensor in got.items()}
-        assert found.keys() == tensors.keys() - {"output_layer.weight"} | {"rm_head.weight"}
-        for key in found.keys() & tensors.keys():
+        stored = dist_checkpointing.load_plain_tensors(str(tmp_path / name))
+        actual = {key.removeprefix("model."): tensor for key, tensor in stored.items()}
+        assert actual.keys() == tensors.keys() - {"output_layer.weight"} | {"rm_head.weight"}
+        for key in actual.keys() & tensors.keys():
             rows = slice(tiny.SHAPE["vocab_size"] if "embedding" in key else None)
-            torch.testing.assert_close(found[key][rows], tensors[key][rows], rtol=0, atol=0)
+            torch.testing.assert_close(actual[key][rows], tensors[key][rows], rtol=0, atol=0)
 
 
 def test_checkpoint_that_is_opened_has_its_index_read_once(
     index_reads: list[str], layout: Any, tmp_path: Path
 ) -> None:
-    """To train and to score; without checksums every piece is read to be checked, too."""
+    """For training and for scoring; without checksums all shards are read for the check, too."""
     path = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
     shutil.unpack_archive(path, tmp_path / "folder", "tar")
     (tmp_path / "folder" / "checksums.json").unlink()
@@ -170,20 +170,20 @@ def test_checkpoint_that_is_opened_has_its_index_read_once(
 
 
 def test_megatron_config_of_a_gemma_is_that_of_nemo_1(theirs: Theirs, layout: Any) -> None:
-    """Bridge calls the GELU with tanh fast_gelu, and scales embeddings by the provider's class."""
+    """Bridge's names for Gemma's activation and embedding scaling give NeMo 1's settings."""
     numbers = torch.linspace(-4, 4, 101)
     gelu = torch.nn.functional.gelu(numbers, approximate="tanh")
     torch.testing.assert_close(fast_gelu(numbers), gelu)
     tied = {"output_layer.weight": None}
-    wanted = load(theirs(nemo1, "a", tied, **foreign.NEMO1_GEMMA), layout).model
-    found = load(theirs(bridge, "b", tied, **foreign.BRIDGE_GEMMA), layout).model
-    torch.testing.assert_close(scores(found, layout), scores(wanted, layout), rtol=0, atol=0)
+    expected = load(theirs(nemo1, "a", tied, **foreign.NEMO1_GEMMA), layout).model
+    actual = load(theirs(bridge, "b", tied, **foreign.BRIDGE_GEMMA), layout).model
+    torch.testing.assert_close(scores(actual, layout), scores(expected, layout), rtol=0, atol=0)
 
 
 def test_megatron_config_of_layers_that_differ_is_read_by_its_own_names(
     theirs: Theirs, layout: Any
 ) -> None:
-    """Windows, layers without rotation, and YaRN; what each of them does is compared elsewhere."""
+    """Windows, layers without RoPE, and YaRN are read by megatron-core's names."""
     settings = {
         "window_size": [7, 0],
         "window_attn_skip_freq": 2,
@@ -192,17 +192,17 @@ def test_megatron_config_of_layers_that_differ_is_read_by_its_own_names(
         "yarn_rotary_scaling_factor": 4.0,
         "yarn_original_max_position_embeddings": 16,
     }
-    plain, wanted = (
+    plain, expected = (
         scores(load(theirs(nemo1, name, **more), layout).model, layout)
         for name, more in (("a", {}), ("b", {**settings, "scale_positional_embedding": False}))
     )
     more = {**settings, "rope_scaling": False, "scale_factor": None}
-    found = scores(load(theirs(bridge, "c", **more), layout).model, layout)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    assert (found - plain).abs().max() > 1e-2
+    actual = scores(load(theirs(bridge, "c", **more), layout).model, layout)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert (actual - plain).abs().max() > 1e-2
 
 
-# Of NeMo 2 and Megatron-Bridge: what their models can be, and ours cannot.
+# Settings of NeMo 2 and Megatron-Bridge that this package does not implement.
 NOT_BUILT = [
     ({"rotary_interleaved": True}, "rotary_interleaved: got True"),
     ({"num_moe_experts": 8}, "num_moe_experts: got 8"),
@@ -219,11 +219,11 @@ NOT_BUILT = [
     ({"normalization": "BatchNorm"}, "normalization: got 'BatchNorm'"),
     ({"add_bias_linear": True}, "bias: got True"),
     ({"position_embedding_type": "learned_absolute"}, "position_embedding_type"),
-    ({"num_layers": 5}, "4 layers of shape.*want 5"),
+    ({"num_layers": 5}, "4 layers of shape.*imply 5"),
     ({"num_query_groups": None}, "linear_qkv"),
     ({"seq_length": None}, "max_position_embeddings|NoneType|None"),
 ]
-# NeMo 1 sets fields of megatron-core's ``TransformerConfig`` by their names, also in a section.
+# NeMo 1 also sets fields of megatron-core's ``TransformerConfig``, at the top or in a section.
 SECTION = "mcore_customization_config"
 NOT_BUILT_OF_NEMO_1 = [
     ({"softmax_scale": 0.1}, r"model_config\.yaml: softmax_scale: got 0\.1"),
@@ -245,13 +245,13 @@ def test_megatron_config_of_what_is_not_built_is_refused(theirs: Theirs, layout:
             with refused(changes, pattern):
                 load(first, layout)
             edit(first, softmax_scale=None)
-    edit(first, **{SECTION: {"num_microbatches_per_virtual_pipe": 4}})  # changes no result
+    edit(first, **{SECTION: {"num_microbatches_per_virtual_pipe": 4}})  # changes no hidden state
     load(first, layout)
 
 
 @pytest.fixture(scope="module")
 def with_lora(layout: Any, contracts: Contracts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model with LoRA, all of whose matrices have numbers."""
+    """Save a reward model with LoRA whose matrices are all random, and none zero."""
     place = tmp_path_factory.mktemp("lora")
     base = tiny.write_base_nemo(place / "base.nemo")
     loaded = load_pretrained(base, layout, num_attributes=1, precision=Precision.fp32, lora=LORA)
@@ -270,11 +270,11 @@ def test_lora_is_loaded_as_it_was_saved(with_lora: Path, layout: Any, tmp_path: 
     path = tmp_path / "again.nemo"
     save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, loaded.contract)
     again = load_reward_model(path, layout)
-    found, wanted = (dict(each.model.named_parameters()) for each in (again, loaded))
-    assert found.keys() == wanted.keys()
-    assert sum(map(is_of_adapter, found)) == 4 * 2 * 4  # layers, A and B, linear layers
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert all(wanted[name].any() for name in wanted if is_of_adapter(name))
+    actual, expected = (dict(pretrained.model.named_parameters()) for pretrained in (again, loaded))
+    assert actual.keys() == expected.keys()
+    assert sum(map(is_of_adapter, actual)) == 4 * 2 * 4  # layers, A and B, linear layers
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert all(expected[name].any() for name in expected if is_of_adapter(name))
 
 
 def test_lora_is_folded_into_weights_that_are_read_without_a_model(
@@ -290,9 +290,11 @@ def test_lora_is_folded_into_weights_that_are_read_without_a_model(
             plain, low, high = (weights[stem + part].detach() for part in parts)
             number = stem.split(".")[2]
             key = "model." + stem.replace(f".{number}.", ".", 1) + "weight"
-            got = layers[key][int(number)].read()
+            actual = layers[key][int(number)].read()
             torch.testing.assert_close(
-                got, plain + 6.0 / 3 * high @ low, msg=lambda said, stem=stem: f"{stem}: {said}"
+                actual,
+                plain + 6.0 / 3 * high @ low,
+                msg=lambda message, stem=stem: f"{stem}: {message}",
             )
 
 
@@ -310,11 +312,11 @@ def test_lora_settings_that_do_not_fit_the_matrices_are_refused(
     folder = unpack(with_lora, lambda name: name.name != CHECKSUMS_NAME)
     damages = [
         (section(rank=4), r"adapter\.linear_in\.weight: got 4 layers of shape"),
-        (section(rank=2**31), r"its settings want 4 of \[2147483648, 64\]"),
+        (section(rank=2**31), r"the settings imply 4 of \[2147483648, 64\]"),
         (section(rank="3"), r"nemo_.*: model_config\.yaml: lora\.rank: got '3'"),
-        (section(targets=["linear_qkv"]), "tensors have no place in the model"),
+        (section(targets=["linear_qkv"]), "tensors do not belong to the model"),
         (lambda folder: edit(folder, lora={}), "lora: got {}, wanted rank, alpha and targets"),
-        (without, "tensors have no place in the model that its settings describe"),
+        (without, "tensors do not belong to the model that the settings describe"),
     ]
     check_damages(folder, damages, lambda folder: load_reward_model(folder, layout))
     base = unpack(with_lora.with_name("base.nemo"), lambda name: name.name != CHECKSUMS_NAME)

@@ -1,4 +1,4 @@
-"""A few stored tensors, and requests for them."""
+"""A few stored tensors, and state dicts that request them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sharded(key: str, data: torch.Tensor, *offsets: tuple, **options: Any) -> An
 
 
 def request(fill: float | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """An embedding, two stacked layers, an opaque object; of counted numbers, or of ``fill``."""
+    """Build a state dict of an embedding, two stacked layers and an opaque object."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     def tensor(start: float, *shape: int) -> torch.Tensor:
@@ -36,13 +36,13 @@ def request(fill: float | None = None, dtype: torch.dtype = torch.float32) -> di
 
 
 def check_loaded(state: dict[str, Any]) -> None:
-    wanted = request()
-    assert state.keys() == wanted.keys() - {"model._extra_state"}
+    expected = request()
+    assert state.keys() == expected.keys() - {"model._extra_state"}
     for name, value in state.items():
-        torch.testing.assert_close(value, wanted[name].data, rtol=0, atol=0)
+        torch.testing.assert_close(value, expected[name].data, rtol=0, atol=0)
 
 
-def load(folder: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
+def load(folder: Path, requested: dict[str, Any] | None = None) -> dict[str, Any]:
     from nemo_aligner.checkpoint.weights import load_weights
 
-    return load_weights(request(fill=-1.0) if wanted is None else wanted, folder)
+    return load_weights(request(fill=-1.0) if requested is None else requested, folder)

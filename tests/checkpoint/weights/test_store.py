@@ -1,4 +1,4 @@
-"""Weights that are saved and opened: they come back bit for bit, and what does not fit is named."""
+"""Saved weights are read back bit-identical; requests that do not fit are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.checkpoint.loading import Tensors, Theirs, check, refuse
 from tests.checkpoint.loading import load as load_model
 from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.weights.tensors import check_loaded, load, request, sharded
-from tests.checkpoint.weights.test_index import edited_index
+from tests.checkpoint.weights.test_store_index import edited_index
 from tests.models.test_adapters import LORA, build, perturb
 
 pytestmark = pytest.mark.usefixtures("layout")
@@ -50,8 +50,8 @@ def test_store_gives_what_was_saved_and_reads_the_index_once(
     }
     store.check_data(read=True)
     for layer in range(2):
-        found = store.read("model.layers.weight", layer)
-        torch.testing.assert_close(found, request()[f"{layer}.weight"].data)
+        tensor = store.read("model.layers.weight", layer)
+        torch.testing.assert_close(tensor, request()[f"{layer}.weight"].data)
     store.load(request(fill=0.0))
     assert len(index_reads) == 2
     in_bf16 = load(saved, request(fill=0.0, dtype=torch.bfloat16))["model.embedding"]
@@ -59,9 +59,9 @@ def test_store_gives_what_was_saved_and_reads_the_index_once(
 
 
 def test_store_has_the_format_of_megatron_core_both_ways(tmp_path: Path, saved: Path) -> None:
-    wanted = request(fill=-1.0)
-    del wanted["model._extra_state"]
-    check_loaded(dist_checkpointing.load(wanted, str(saved)))
+    expected = request(fill=-1.0)
+    del expected["model._extra_state"]
+    check_loaded(dist_checkpointing.load(expected, str(saved)))
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     dist_checkpointing.save(request(), str(theirs))
@@ -108,15 +108,15 @@ def test_store_that_lacks_a_part_names_it(saved: Path) -> None:
 
     damages = [
         *map(lose, (".metadata", "common.pt", "metadata.json")),
-        (lose_chunk, r"layers\.weight: its shards do not make up its shape"),
-        (write_common({"model.embedding": 1}), "beside the tensors: Duplicate"),
-        (write_common([1]), "beside the tensors: Duplicate"),
+        (lose_chunk, r"layers\.weight: its shards overlap or do not cover its shape"),
+        (write_common({"model.embedding": 1}), "next to the tensors .*: Duplicate"),
+        (write_common([1]), "next to the tensors .*: Duplicate"),
         (name_format("fsdp_dtensor"), "'fsdp_dtensor', wanted 'torch_dist'"),
-        (name_format("zarr"), "got another format, wanted 'torch_dist'"),
+        (name_format("zarr"), "has the format 'torch_dist'"),
     ]
     check_damages(saved, damages, load)
     lose_chunk(saved)
-    with pytest.raises(CheckpointError, match=r"layers\.weight: got a part of it"):
+    with pytest.raises(CheckpointError, match=r"layers\.weight: only a part"):
         open_weights(saved).read("model.layers.weight")
 
 
@@ -152,7 +152,7 @@ def test_save_that_fails_in_the_background_is_told_at_the_end(
 
 
 def test_save_on_a_full_disk_says_so_and_how_much_is_free(tmp_path: Path) -> None:
-    """Wherever it fills up, and whatever torch makes of that."""
+    """A full disk is reported with the free space, whichever error torch raises."""
     message = r"cannot be written: (the disk is full|a write was cut off, as by a full disk), with "
     large = {"a": sharded("a", torch.zeros(300, 1000)), "b": sharded("b", torch.zeros(3, 1000))}
     message += r"\d+\.\d [GM]B free there\. Free some"
@@ -183,26 +183,28 @@ def test_save_clones_no_part_of_flat_memory(
 
 def test_own_storage_is_the_same_memory_and_outlives_its_tensor() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
-        whole = torch.arange(24).to(dtype)
-        part = whole[6:18].view(3, 4)
-        own = zero_copy_slice(part)
-        assert own.untyped_storage().size() == part.nbytes
-        assert own.data_ptr() == part.data_ptr()
-        assert own.dtype is dtype
-        assert torch.equal(own, part)
-        whole.zero_()
-        assert not own.any()
-    own = zero_copy_slice(torch.arange(2**16)[7:])
+        zeros = torch.arange(24).to(dtype)
+        part = zeros[6:18].view(3, 4)
+        view = zero_copy_slice(part)
+        assert view.untyped_storage().size() == part.nbytes
+        assert view.data_ptr() == part.data_ptr()
+        assert view.dtype is dtype
+        assert torch.equal(view, part)
+        zeros.zero_()
+        assert not view.any()
+    view = zero_copy_slice(torch.arange(2**16)[7:])
     taken = [torch.full((2**16,), -1) for _ in range(8)]
     assert len(taken) == 8
-    assert torch.equal(own, torch.arange(7, 2**16))
-    # Whole tensors and those with holes are left as they are.
-    whole = torch.zeros(3, 4)
-    assert all(zero_copy_slice(each) is each for each in (whole, torch.tensor(1.0), whole[:, 1]))
+    assert torch.equal(view, torch.arange(7, 2**16))
+    # Complete tensors and strided views are returned unchanged.
+    zeros = torch.zeros(3, 4)
+    assert all(
+        zero_copy_slice(tensor) is tensor for tensor in (zeros, torch.tensor(1.0), zeros[:, 1])
+    )
 
 
 def test_run_weights_are_those_that_train(layout: Any) -> None:
-    """With LoRA the adapters and all of the head; without it everything."""
+    """With LoRA only adapters and head are saved, without LoRA everything."""
     model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
     model.rm_head.add_learned_scalars([1.0])
     of_head = {f"model.rm_head.{name}" for name, _ in model.rm_head.named_parameters()}
@@ -235,21 +237,21 @@ def test_run_weights_digest_sees_one_bit_of_a_frozen_weight_and_none_of_others(
 ) -> None:
     model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
     model.rm_head.add_learned_scalars([1.0])
-    before = frozen_digest(model)
+    previous = frozen_digest(model)
     perturb(model)
     with torch.no_grad():
         for parameter in model.rm_head.parameters():
             parameter.add_(1)
-    assert frozen_digest(model) == before
+    assert frozen_digest(model) == previous
     bits = model.decoder.layers[2].mlp.linear_fc1.weight.data.view(torch.int32)
     bits[3, 4] ^= 1
-    assert frozen_digest(model) != before
+    assert frozen_digest(model) != previous
     bits[3, 4] ^= 1
     first, second = (model.decoder.layers[index].mlp.linear_fc2.weight.data for index in (0, 1))
-    kept = first.clone()
+    original = first.clone()
     first.copy_(second)
-    second.copy_(kept)
-    assert frozen_digest(model) != before
+    second.copy_(original)
+    assert frozen_digest(model) != previous
 
 
 def test_zarr_is_read_and_imported(
@@ -259,11 +261,11 @@ def test_zarr_is_read_and_imported(
     pytest.importorskip("ml_dtypes")
     for dtype in (torch.float32, torch.bfloat16):
         cast = {key: tensor.to(dtype) for key, tensor in tensors.items()}
-        wanted = {key: tensor.float() for key, tensor in cast.items()}
+        expected = {key: tensor.float() for key, tensor in cast.items()}
         path, output = theirs(zarr_folder, str(dtype), cast), tmp_path / f"{dtype}.nemo"
-        check(load_model(path, layout).model, wanted)
+        check(load_model(path, layout).model, expected)
         import_nemo(foreign.pack(path, tmp_path / "theirs.nemo", "w"), output)
-        check(load_model(output, layout).model, wanted)
+        check(load_model(output, layout).model, expected)
 
 
 def test_zarr_that_is_damaged_or_has_no_package_is_refused(

@@ -1,7 +1,15 @@
-"""Registry of model families, by their names in ``config.json``, GGUF files and NeMo configs.
+"""Registry of model families, which translate settings and tensors of Hugging Face and Megatron.
 
-A new family is a file beside this one, and its line in ``_BUILT_IN``; ``register_family`` takes one
-from another package.
+- ``base``: ``ModelFamily``, the rules for its tensors (``Rule``), and its names in GGUF files.
+- ``settings``: parts of a ``config.json`` that several families have: sizes, RoPE, windows.
+- ``llama``: Llama and decoders that differ from it by settings or names of tensors (Mistral,
+  Ministral, SmolLM3, Granite, Arcee, Phi-3, InternLM2).
+- ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
+- ``mixtures``: mixture-of-experts (MoE) models.
+
+This file looks a family up: by ``model_type`` for a conversion in, by the fields of a GGUF file, or
+by a NeMo config for an export. A new family is a new file in this folder and a line in
+``_BUILT_IN``; ``register_family`` adds a family from another package.
 """
 
 from __future__ import annotations
@@ -9,7 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, beside_llama
+from nemo_aligner.checkpoint.hf.families.base import (
+    GgufFormat,
+    ModelFamily,
+    describe_differences_from_llama,
+)
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.llama import (
@@ -31,7 +43,7 @@ from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# In order of preference: the first family that has a decoder names its export.
+# In order of preference: a decoder is exported as the first family that it fits.
 _BUILT_IN = (
     LLAMA,
     MISTRAL,
@@ -66,64 +78,68 @@ _FAMILIES = {family.name: family for family in _BUILT_IN}
 def register_family(family: ModelFamily) -> None:
     """Add a family from another package, for this process.
 
-    If another family has such decoders, too, its ``to_nemo`` must write its name under
-    ``NAME_KEY``; otherwise exports of one would become models of the other.
+    If its decoders have the same settings as those of another family, ``to_nemo`` must write the
+    family's name under ``NAME_KEY``. Otherwise an export would use the other family.
 
     Raises:
-        ConfigError: a family has this name already, or this name in GGUF files.
+        ConfigError: another family has this name already, or this name in GGUF files.
     """
-    names = {each.gguf.architecture for each in _FAMILIES.values() if each.gguf}
+    names = {existing.gguf.architecture for existing in _FAMILIES.values() if existing.gguf}
     if family.name in _FAMILIES or (family.gguf and family.gguf.architecture in names):
         raise ConfigError(
-            f"model family {family.name}: its name, or its name in GGUF files, is taken"
+            f"model family {family.name}: another family has this name already, or this name in "
+            "GGUF files. Choose another name"
         )
     _FAMILIES[family.name] = family
 
 
 def find_family(model_type: Any) -> ModelFamily:
-    """Find the family with this ``model_type`` in ``config.json``."""
+    """Return the family with this ``model_type`` in ``config.json``."""
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
-        raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {known}")
+        supported = ", ".join(_FAMILIES)
+        raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {supported}")
     return _FAMILIES[model_type]
 
 
 def check_gguf_architecture(architecture: Any) -> None:
-    """Refuse GGUF files of an architecture that no family has."""
+    """Raise CheckpointError if no family has this ``general.architecture`` of a GGUF file."""
     formats = [family.gguf for family in _FAMILIES.values() if family.gguf]
     architectures = dict.fromkeys(gguf.architecture for gguf in formats)
     if not isinstance(architecture, str) or architecture not in architectures:
         raise CheckpointError(
             f"general.architecture: got {shown(architecture)}, wanted one of: "
-            f"{', '.join(architectures)}. Convert the Hugging Face folder that the file was made "
-            "from"
+            f"{', '.join(architectures)}. Convert the Hugging Face folder from which the file was "
+            "made"
         )
 
 
 def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat]:
-    """Find the family of a GGUF file by its fields; several may share an architecture."""
+    """Find the family of a GGUF file by its metadata fields.
+
+    Two families may have the same architecture. Then the files of one have a field that marks them.
+    """
     architecture = fields.get("general.architecture")
     check_gguf_architecture(architecture)
-    plain = None
+    unmarked = None
     for family in _FAMILIES.values():
         gguf = family.gguf
         if gguf is None or gguf.architecture != architecture:
             continue
         if gguf.marked_by is None:
-            plain = family, gguf
-        # It is 0, or missing, in files of the other family.
+            unmarked = family, gguf
+        # The field is 0 or missing in files of the other family.
         elif fields.get(f"{architecture}.{gguf.marked_by}"):
             return family, gguf
-    assert plain is not None  # every architecture has a family without a mark
-    family, gguf = plain
+    assert unmarked is not None, "every architecture has a family without a mark"
+    family, gguf = unmarked
     return _FAMILIES[gguf.hf_family or family.name], gguf
 
 
 def family_of(config: Config) -> ModelFamily:
-    """Find the family of a NeMo config: the one it names, or the first with such a decoder.
+    """Find the family of a NeMo config: the one it names, or the first that the decoder fits.
 
     Raises:
-        CheckpointError: no family has one; it says how the decoder differs from Llama's.
+        CheckpointError: the decoder fits no family; it says how the decoder differs from Llama's.
     """
     shape, name = ModelShape.from_config(config), config.get(NAME_KEY)
     if name is not None and name not in tuple(_FAMILIES):
@@ -134,7 +150,8 @@ def family_of(config: Config) -> ModelFamily:
     for family in _FAMILIES.values() if name is None else (_FAMILIES[name],):
         if family.has(shape):
             return family
-    wanted = f"any family: {', '.join(_FAMILIES)}" if name is None else f"the family {name}"
+    families = f"any family: {', '.join(_FAMILIES)}" if name is None else f"the family {name}"
     raise CheckpointError(
-        f"model_config.yaml: got a decoder with {beside_llama(shape)}, which is not of {wanted}"
+        f"model_config.yaml: got a decoder with {describe_differences_from_llama(shape)}, which "
+        f"does not belong to {families}"
     )

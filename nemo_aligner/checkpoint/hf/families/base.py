@@ -1,7 +1,8 @@
-"""ModelFamily: translation of a family's config and tensors to Megatron's and back.
+"""``ModelFamily``: translation of a family's settings and tensors to Megatron's, and back.
 
-Also here: rules for tensors, query groups of zeros, and GGUF's names. ``settings.py`` has the parts
-of a ``config.json`` that families share.
+The file has, in this order: rules that join and split tensors, rules that several families share,
+the order of queries, keys and values, query groups of zeros, GGUF's names, and ``ModelFamily``.
+``settings.py`` has the parts of a ``config.json`` that families share.
 """
 
 from __future__ import annotations
@@ -29,35 +30,41 @@ def _copy(tensors: Sequence[Tensor], config: Config) -> Tensor:
     return tensor
 
 
-def _whole(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+def _keep_unsplit(tensor: Tensor, config: Config) -> Sequence[Tensor]:
     return (tensor,)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A Megatron tensor, and the Hugging Face tensors that make it up, by ``join`` and ``split``.
-
-    Both functions take the NeMo config without added query groups.
+    """Translation of a Megatron tensor to one or more Hugging Face tensors, and back.
 
     Attributes:
-        is_by_group: the tensor has a part for each query group along its first axis, though its
-            name does not say so.
+        megatron: name of the Megatron tensor, without prefixes.
+        hf: names of the Hugging Face tensors.
+        join: joins the Hugging Face tensors to the Megatron tensor. Like ``split``, it gets the
+            NeMo config without added query groups.
+        split: splits the Megatron tensor into the Hugging Face tensors.
+        is_by_group: the first axis of the tensor is divided into query groups. It need not be set
+            for the tensors in ``_GROUP_AXES``.
     """
 
     megatron: str
     hf: tuple[str, ...]
     join: Join = _copy
-    split: Split = _whole
+    split: Split = _keep_unsplit
     is_by_group: bool = False
 
     @property
     def group_axis(self) -> int | None:
-        """Axis of query groups in the Megatron tensor; None if it has none."""
+        """Axis of the Megatron tensor that is divided into query groups; None if there is none."""
         return 0 if self.is_by_group else _GROUP_AXES.get(self.megatron)
 
 
 def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> Rule:
-    """Rule for a norm's weight, which either side stores as gamma or as gamma - 1."""
+    """Build the rule for the weight of a norm.
+
+    Hugging Face and Megatron may each store it as gamma or as gamma - 1.
+    """
 
     def shift(config: Config) -> int:
         return hf_is_zero_centered - bool(config.get("layernorm_zero_centered_gamma"))
@@ -72,7 +79,10 @@ def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> R
 
 
 def stacked_rule(megatron: str, *hf: str) -> Rule:
-    """Rule for tensors of one size that are concatenated: an MLP's gate and up projections."""
+    """Build the rule for tensors of equal size that Megatron concatenates along the first axis.
+
+    Such tensors are an MLP's gate and up projections.
+    """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         return torch.cat(list(tensors))
@@ -84,14 +94,16 @@ def stacked_rule(megatron: str, *hf: str) -> Rule:
 
 
 def experts_rule(megatron: str, *hf: str) -> Rule:
-    """Rule for the matrices of all experts, ``[E, ..., in]``; each has one of every ``hf``.
+    """Build the rule for the matrices of all experts, which Megatron stores as ``[E, ..., in]``.
 
-    Of several, which have one size, each is a part of the second axis: a gate and a projection. The
-    place of an expert's number is EXPERT.
+    Args:
+        hf: names of one expert's matrices, with EXPERT for its number. Several matrices, such as
+            the gate and up projections, have equal sizes and form the second axis:
+            ``[E, len(hf), out, in]``.
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
-        # Names go expert by expert, and gate before projection within one.
+        # The tensors are ordered by expert, and within an expert like ``hf``.
         matrices = torch.stack(list(tensors))
         return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
 
@@ -101,12 +113,16 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     return Rule(megatron, hf, join, split)
 
 
-# In a rule's names, stands for the number of an expert.
+# Stands for the number of an expert in the names of a rule.
 EXPERT = "{expert}"
 
 
 def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Rules for the matrices of a layer's experts, or of its shared one."""
+    """Build the rules for the matrices of a layer's experts, or of its shared expert.
+
+    Args:
+        kind: ``experts`` or ``shared_experts``.
+    """
     return (
         experts_rule(f"mlp.{kind}.linear_fc1.weight", gate, up),
         experts_rule(f"mlp.{kind}.linear_fc2.weight", down),
@@ -114,17 +130,17 @@ def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
-    """Rule for queries, keys and values, which Megatron interleaves by query group."""
+    """Build the rule for queries, keys and values, which Megatron interleaves by query group."""
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         heads, groups = config["num_attention_heads"], config["num_query_groups"]
-        wanted = [count * config["kv_channels"] for count in (heads, groups, groups)]
-        got = [tensor.shape[0] for tensor in tensors]
-        if got != wanted:
+        expected = [count * config["kv_channels"] for count in (heads, groups, groups)]
+        rows = [tensor.shape[0] for tensor in tensors]
+        if rows != expected:
             names = [name.split(".")[-2:][0] for name in (query, key, value)]
             raise CheckpointError(
-                f"{names[0]}, {names[1]} and {names[2]}: got {got} rows, wanted {wanted}, as the "
-                "config says"
+                f"{names[0]}, {names[1]} and {names[2]}: got {rows} rows, but the config implies "
+                f"{expected}"
             )
         queries, keys, values = tensors
         return pack_qkv(queries, keys, values, heads, groups)
@@ -136,7 +152,7 @@ def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
 
 
 def fused_qkv_rule(megatron: str, fused: str) -> Rule:
-    """Rule for queries, keys and values that lie in one tensor, one after the other."""
+    """Build the rule for queries, keys and values that Hugging Face concatenates in one tensor."""
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -152,39 +168,40 @@ def fused_qkv_rule(megatron: str, fused: str) -> Rule:
 
 
 def interleaved(rule: Rule) -> Rule:
-    """Change a ``qkv_rule`` for a family that rotates pairs of neighbouring channels.
+    """Change a ``qkv_rule`` for a family whose RoPE rotates pairs of neighbouring channels.
 
-    Channel ``2 i`` of a head, which they rotate with ``2 i + 1``, is channel ``i`` here, rotated
-    with ``i + r``. Scores are sums over channels, whose order is free.
+    Such a family rotates channel ``2 i`` of a head with channel ``2 i + 1``. Here that becomes
+    channel ``i``, rotated with channel ``i + r`` for ``2 r`` rotated channels. Attention scores do
+    not change, because they are sums over the channels.
     """
 
     def reorder(tensor: Tensor, config: Config, sizes: tuple[int, int]) -> Tensor:
-        channels, rest = config["kv_channels"], tensor.shape[1:]
-        turned = int(channels * config["rotary_percentage"])
-        heads = tensor.reshape(-1, channels, *rest)
-        first = heads[:, :turned].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
-        return torch.cat([first, heads[:, turned:]], dim=1).reshape(-1, *rest)
+        channels, row_shape = config["kv_channels"], tensor.shape[1:]
+        rotated = int(channels * config["rotary_percentage"])
+        heads = tensor.reshape(-1, channels, *row_shape)
+        first = heads[:, :rotated].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+        return torch.cat([first, heads[:, rotated:]], dim=1).reshape(-1, *row_shape)
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         query, key, value = tensors
-        query, key = (reorder(each, config, (-1, 2)) for each in (query, key))
+        query, key = (reorder(tensor, config, (-1, 2)) for tensor in (query, key))
         return rule.join((query, key, value), config)
 
     def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
         query, key, value = rule.split(tensor, config)
-        query, key = (reorder(each, config, (2, -1)) for each in (query, key))
+        query, key = (reorder(tensor, config, (2, -1)) for tensor in (query, key))
         return query, key, value
 
     return replace(rule, join=join, split=split)
 
 
-# Rules for tensors that several families name alike.
+# Rules for tensors that have the same names in several families.
 
 FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
 MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 
-# The reward head of transformers' classes.
+# The reward head in transformers' classes.
 HF_HEAD = "score.weight"
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",))
@@ -207,7 +224,7 @@ POST_MLP_NORM = "mlp.linear_fc2.post_layernorm.weight"
 
 
 def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """Rules for norms of queries and keys."""
+    """Build the rules for the norms of queries and keys; ``norm`` builds the rule of one norm."""
     return (
         norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
         norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
@@ -215,12 +232,12 @@ def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
 
 
 QUERY_KEY_NORMS = query_key_norms(norm_rule)
-# Over all heads together.
+# For norms over all heads together instead of one head.
 ACROSS_HEADS_NORMS = tuple(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)
 
 
 def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """Rules outside the layers: the embeddings and the final norm."""
+    """Build the rules outside the layers: embedding and final norm."""
     return (EMBEDDING, norm(FINAL_NORM, "model.norm.weight"))
 
 
@@ -230,7 +247,7 @@ def layer_rules_with(
     attention: tuple[Rule, ...] = (QKV, PROJECTION),
     mlp_norm: str = MLP_NORM,
 ) -> tuple[Rule, ...]:
-    """Rules of a layer with a norm before attention and one before the MLP, named as in Llama."""
+    """Build the rules of a layer with Llama's names: a norm before attention and before the MLP."""
     return (
         norm(ATTENTION_NORM, "input_layernorm.weight"),
         *attention,
@@ -244,7 +261,7 @@ MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with()
 
 # Megatron's order of queries, keys and values, and added query groups of zeros.
 
-# Axis of query groups by tensor.
+# Axis that is divided into query groups, by the name of the Megatron tensor.
 _GROUP_AXES = {
     "self_attention.linear_qkv.weight": 0,
     "self_attention.linear_qkv.bias": 0,
@@ -255,50 +272,54 @@ _GROUP_AXES = {
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
     """Interleave q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
 
-    For each group its queries, its key and its value: ``[(heads + 2 * groups) * d, ...]``.
+    Returns:
+        ``[(heads + 2 * groups) * d, ...]``: for each group its queries, its key and its value.
     """
-    rest = query.shape[1:]
-    parts = [tensor.reshape(groups, -1, *rest) for tensor in (query, key, value)]
-    return torch.cat(parts, dim=1).reshape(-1, *rest)
+    row_shape = query.shape[1:]
+    parts = [tensor.reshape(groups, -1, *row_shape) for tensor in (query, key, value)]
+    return torch.cat(parts, dim=1).reshape(-1, *row_shape)
 
 
 def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert ``pack_qkv``."""
-    rest = packed.shape[1:]
-    # Channels of a head, for a weight as for a bias.
-    size = packed.shape[0] // (heads + 2 * groups)
-    grouped = packed.reshape(groups, -1, *rest)
-    query, key, value = grouped.split([heads // groups * size, size, size], dim=1)
-    return (query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest))
+    """Invert ``pack_qkv``; works for weights and biases."""
+    row_shape = packed.shape[1:]
+    channels = packed.shape[0] // (heads + 2 * groups)
+    grouped = packed.reshape(groups, -1, *row_shape)
+    query, key, value = grouped.split([heads // groups * channels, channels, channels], dim=1)
+    return (
+        query.reshape(-1, *row_shape),
+        key.reshape(-1, *row_shape),
+        value.reshape(-1, *row_shape),
+    )
 
 
-def add_zero_groups(axis: int | None, tensor: Tensor, groups: int, wanted: int) -> Tensor:
-    """Pad a Megatron tensor of ``groups`` query groups with groups of zeros up to ``wanted``.
+def add_zero_groups(axis: int | None, tensor: Tensor, groups: int, padded_groups: int) -> Tensor:
+    """Pad a Megatron tensor of ``groups`` query groups with zeros up to ``padded_groups`` groups.
 
-    Their values are zero and so are their columns of the output projection: they add nothing, their
-    gradients are exactly zero, and so they stay zero.
+    The values of the added groups and their columns of the output projection are zero. So they
+    change no output, their gradients are exactly zero, and they stay zero in training.
 
     Args:
-        axis: of query groups, by ``Rule.group_axis``.
+        axis: ``Rule.group_axis``; None returns the tensor unchanged.
     """
     if axis is None:
         return tensor
     shape = list(tensor.shape)
-    shape[axis] = shape[axis] // groups * (wanted - groups)
+    shape[axis] = shape[axis] // groups * (padded_groups - groups)
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
 
 
-def remove_zero_groups(axis: int | None, tensor: Tensor, groups: int, kept: int) -> Tensor:
-    """Invert ``add_zero_groups``: keep the first ``kept`` of ``groups`` query groups."""
+def remove_zero_groups(axis: int | None, tensor: Tensor, groups: int, model_groups: int) -> Tensor:
+    """Invert ``add_zero_groups``: keep the first ``model_groups`` of ``groups`` query groups."""
     if axis is None:
         return tensor
-    return tensor.narrow(axis, 0, tensor.size(axis) // groups * kept)
+    return tensor.narrow(axis, 0, tensor.size(axis) // groups * model_groups)
 
 
-# GGUF: llama.cpp's names for a family's fields and tensors, and its changes to them.
+# GGUF: llama.cpp's names for a family's fields and tensors, and how llama.cpp changes the tensors.
 # See https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
 
-# GGUF's tensor names, then Hugging Face's, as in most families.
+# Maps from GGUF's tensor names to Hugging Face's, as in most families.
 MODEL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -324,29 +345,30 @@ POST_NORM_NAMES = {
 
 @dataclass(frozen=True)
 class GgufFormat:
-    """A family's form in GGUF files.
+    """How GGUF files store the models of a family.
 
-    Names are GGUF's, then Hugging Face's.
+    All maps go from GGUF's names to Hugging Face's.
 
     Attributes:
-        architecture: ``general.architecture`` of its files.
-        layer: tensors of a layer.
-        model: tensors outside the layers.
-        epsilon: field of its norms' epsilon.
-        optional: fields that only this family has.
-        derived: computes keys of ``config.json`` that have no field, from those that do.
-        is_permuted: the rows of q and k are in rotary pairs, not halves.
+        architecture: ``general.architecture`` of the files.
+        layer: names of the tensors of a layer.
+        model: names of the tensors outside the layers.
+        epsilon: field and key of the norms' epsilon.
+        optional: fields that not every family has.
+        derived: computes keys of ``config.json`` for which there is no field from the other keys.
+        is_permuted: the rows of q and k are ordered as RoPE pairs of neighbouring channels, not as
+            two halves.
         norm_offset: number that was added to the weights of norms.
-        is_partly_rotated: some of a head's channels may not be rotated.
-        is_share_of_hidden: the count of rotated channels is one of the hidden size per head, which
-            says nothing of heads of another size.
-        has_windows: a window, and the layers that have it, are fields.
-        marked_by: field that only this family's files have, of two families with this architecture;
-            None for the other, or for one alone.
+        is_partly_rotated: RoPE may be applied to a part of a head's channels.
+        is_share_of_hidden: the number of rotated channels was computed from the hidden size divided
+            by the heads, so it is wrong if heads have another size.
+        has_windows: there are fields for a sliding window and the layers that have it.
+        marked_by: field that only this family's files have, if another family has the same
+            architecture, too. None for the other family, and for a single one.
         has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
-        may_have_biases: queries, keys and values have biases in some models of the family, which
-            the tensors tell and no field.
-        hf_family: name of the family whose tensors the file has; None is the family itself.
+        may_have_biases: some models of the family have biases of queries, keys and values. Only the
+            tensors tell; there is no field for it.
+        hf_family: name of the family whose tensors the file has; None for the family itself.
     """
 
     architecture: str
@@ -368,7 +390,7 @@ class GgufFormat:
 
 # The family itself.
 
-# Properties of a decoder, with Llama's values.
+# Fields of ``ModelShape`` in which families differ, with Llama's values.
 PLAIN: Mapping[str, Any] = {
     "activation": "swiglu",
     "normalization": "rmsnorm",
@@ -399,23 +421,25 @@ ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family: its config, its tensors and its GGUF files; tensors are Llama's by default.
+    """A model family: how its settings, tensors and GGUF files are translated.
+
+    The defaults are Llama's.
 
     Attributes:
         name: ``model_type`` in ``config.json``.
-        to_nemo: translates a ``config.json`` to a NeMo config. Raises CheckpointError for what it
-            cannot carry over.
-        to_hf: translates a NeMo config to the decoder's part of a ``config.json``, ``model_type``
-            first.
-        model: rules for tensors outside the layers.
-        layer: rules for tensors of a layer, whose Hugging Face names lack ``layer_prefix`` and the
-            layer's number.
-        untied: rule for the output layer, where it is not the embeddings.
-        made_of: fields of ``ModelShape`` in which its decoders differ from Llama's, with their
-            values; ``ANY`` is every value, and a function tells if one is of the family.
-        gguf: its form in GGUF files; None if llama.cpp has no name for it.
+        to_nemo: translates a ``config.json`` to a NeMo config. Raises CheckpointError for settings
+            that it cannot translate.
+        to_hf: translates a NeMo config to the decoder's part of a ``config.json``, which begins
+            with ``model_type``.
+        model: rules for the tensors outside the layers.
+        layer: rules for the tensors of a layer. Their Hugging Face names lack ``layer_prefix`` and
+            the layer's number.
+        untied: rule for the output layer, which a model has unless it is tied to the embedding.
+        made_of: fields of ``ModelShape`` in which the family's decoders differ from Llama's, with
+            their values. ``ANY`` stands for any value; a function tells if a value is supported.
+        gguf: how GGUF files store the family; None if llama.cpp does not support it.
         layer_prefix: prefix of a layer's tensor names, before its number.
-        unused: suffixes of stored tensors that are no weights.
+        unused: suffixes of stored tensors that are not weights.
     """
 
     name: str
@@ -430,9 +454,13 @@ class ModelFamily:
     unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
-        """List every rule with its layer's index and full Hugging Face names, in model order.
+        """List all rules, with complete Hugging Face names and their layers, in the model's order.
 
-        ``config`` is the NeMo one.
+        Args:
+            config: NeMo config of the model.
+
+        Returns:
+            Pairs of a rule and its layer, from 0 on; None outside the layers.
         """
         return [
             *((rule, None) for rule in self.model),
@@ -440,7 +468,7 @@ class ModelFamily:
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
                 for rule in self.layer
-                # A family may have biases or not; its rules list them always.
+                # If models of a family may have biases, its rules always include them.
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
@@ -450,22 +478,22 @@ class ModelFamily:
         names: Iterable[str] = rule.hf
         if EXPERT in rule.hf[0]:
             experts = range(config[EXPERT_COUNT])
-            names = [name.replace(EXPERT, str(each)) for each in experts for name in rule.hf]
+            names = [name.replace(EXPERT, str(expert)) for expert in experts for name in rule.hf]
         return replace(rule, hf=tuple(f"{self.layer_prefix}{layer}.{name}" for name in names))
 
     def has(self, shape: ModelShape) -> bool:
         """Tell if a decoder of this shape belongs to the family."""
-        wanted = {**PLAIN, **self.made_of}
-        return all(_fits(getattr(shape, key), value) for key, value in wanted.items())
+        expected = {**PLAIN, **self.made_of}
+        return all(_is_match(getattr(shape, key), value) for key, value in expected.items())
 
 
-def _fits(found: Any, wanted: Any) -> bool:
-    if callable(wanted):
-        return wanted(found)
-    return wanted is ANY or found == wanted
+def _is_match(value: Any, expected: Any) -> bool:
+    if callable(expected):
+        return expected(value)
+    return expected is ANY or value == expected
 
 
-def beside_llama(shape: ModelShape) -> str:
-    """Describe how a decoder differs from Llama's, for an error."""
-    found = {key: getattr(shape, key) for key in PLAIN}
-    return ", ".join(f"{key}={value}" for key, value in found.items() if value != PLAIN[key])
+def describe_differences_from_llama(shape: ModelShape) -> str:
+    """Describe in which settings a decoder differs from Llama's, for an error."""
+    values = {key: getattr(shape, key) for key in PLAIN}
+    return ", ".join(f"{key}={value}" for key, value in values.items() if value != PLAIN[key])

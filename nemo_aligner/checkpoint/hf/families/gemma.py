@@ -17,21 +17,21 @@ from nemo_aligner.models.shape import ModelShape
 gemma_norm = partial(base.norm_rule, hf_is_zero_centered=True)
 gemma_to_nemo = partial(
     settings.decoder_to_nemo,
-    act=(),  # of several keys, which differ by generation
+    act=(),  # each generation has another key for the activation
     head_dim=256,
     tied=True,
     activation="geglu",
     apply_embedding_scaling=True,
-    # Kept as gamma - 1: adding 1 would round a bf16 weight once more.
+    # Stored as gamma - 1 in archives, too, because adding 1 would round a bf16 weight once more.
     layernorm_zero_centered_gamma=True,
 )
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    # Gemma's own releases say gelu, and mean its tanh approximation.
-    read.only("hidden_act", "gelu_pytorch_tanh", "gelu")
-    read.only("hidden_activation", None, "gelu_pytorch_tanh")
+    reader = HfSettings(config)
+    # Gemma's releases have "gelu" here, but use the tanh approximation.
+    reader.only("hidden_act", "gelu_pytorch_tanh", "gelu")
+    reader.only("hidden_activation", None, "gelu_pytorch_tanh")
     return gemma_to_nemo(config)
 
 
@@ -52,19 +52,22 @@ GEMMA = ModelFamily(
 )
 
 
-# Gemma 2: Gemma with alternating windows, soft-capped scores, and norms of each block's output.
+# Gemma 2: Gemma with windows in every second layer, soft-capped attention scores, and norms of each
+# block's output.
 
 
 def _gemma2_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    read.only("hidden_activation", "gelu_pytorch_tanh")
-    size, is_uncapped = read.window(), config.get("attn_logit_softcapping", 50.0) is None
+    reader = HfSettings(config)
+    reader.only("hidden_activation", "gelu_pytorch_tanh")
+    size, is_uncapped = reader.window(), config.get("attn_logit_softcapping", 50.0) is None
     return gemma_to_nemo(
         config,
         post_layernorms=True,
-        attn_logit_softcapping=None if is_uncapped else read.number("attn_logit_softcapping", 50.0),
-        query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256),
-        **settings.window_to_nemo(config, size, settings.alternating_layers(read.layers())),
+        attn_logit_softcapping=None
+        if is_uncapped
+        else reader.number("attn_logit_softcapping", 50.0),
+        query_pre_attn_scalar=reader.number("query_pre_attn_scalar", 256),
+        **settings.window_to_nemo(config, size, settings.alternating_layers(reader.layers())),
     )
 
 
@@ -77,7 +80,7 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
         hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh",
         attention_bias=False,
-        # transformers accepts only an int.
+        # transformers' class accepts only an int.
         query_pre_attn_scalar=int(scalar) if scalar.is_integer() else scalar,
         attn_logit_softcapping=shape.attn_logit_softcapping,
         **settings.window_to_hf(config),
@@ -85,7 +88,10 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _gguf_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive the attention scale: llama.cpp goes by the 46 layers of the 27B, the exception."""
+    """Derive the attention scale, which has no field.
+
+    Only the 27B model's differs. Like llama.cpp, recognize that model by its 46 layers.
+    """
     is_27b = config["num_hidden_layers"] == 46
     per_head = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": per_head if is_27b else config["head_dim"]}
@@ -134,11 +140,11 @@ GEMMA2 = replace(
 )
 
 
-# Gemma 3: Gemma 2 with norms of queries and keys instead of the cap, windows in all layers but
-# every sixth, and a rotation of their own in the layers with a window.
+# Gemma 3: Gemma 2 with norms of queries and keys instead of soft-capping, windows in all layers but
+# every sixth, and another RoPE in the layers with a window.
 
 _GLOBAL_BASE, _LOCAL_BASE = 1000000.0, 10000.0
-# Of transformers' class. Releases with vision parts leave out what does not differ from it.
+# Defaults of transformers' class. Releases with vision have only the settings that differ.
 _GEMMA3_SIZES = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -152,23 +158,23 @@ _GEMMA3_SIZES = {
 
 def _gemma3_to_nemo(config: Config) -> dict[str, Any]:
     config = {**_GEMMA3_SIZES, **config}
-    read = HfSettings(config)
-    read.only("hidden_activation", "gelu_pytorch_tanh")
-    read.only("attn_logit_softcapping", None)
-    size, layers = read.window(), read.layers()
-    kinds = settings.every_nth_layer(layers, read.count("sliding_window_pattern", 6))
+    reader = HfSettings(config)
+    reader.only("hidden_activation", "gelu_pytorch_tanh")
+    reader.only("attn_logit_softcapping", None)
+    size, layers = reader.window(), reader.layers()
+    kinds = settings.every_nth_layer(layers, reader.count("sliding_window_pattern", 6))
     window = settings.window_to_nemo(config, size, kinds)
-    of_global, of_local = settings.rotations_by_layer(config, "rope_local_base_freq")
-    local = settings.rope_to_nemo({"rope_parameters": of_local}, None, _LOCAL_BASE, ("default",))
-    rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    full_rope, local_rope = settings.split_rope_by_window(config, "rope_local_base_freq")
+    local = settings.rope_to_nemo({"rope_parameters": local_rope}, None, _LOCAL_BASE, ("default",))
+    without_rope = {key: value for key, value in config.items() if not key.startswith("rope_")}
     return gemma_to_nemo(
-        rest,
+        without_rope,
         **settings.rope_to_nemo(
-            {"rope_parameters": of_global}, None, _GLOBAL_BASE, ("default", "linear")
+            {"rope_parameters": full_rope}, None, _GLOBAL_BASE, ("default", "linear")
         ),
         post_layernorms=True,
         qk_layernorm=True,
-        query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256),
+        query_pre_attn_scalar=reader.number("query_pre_attn_scalar", 256),
         rotary_base_local=local["rotary_base"] if window else None,
         **window,
     )
@@ -178,28 +184,31 @@ def _gemma3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     gemma2 = _gemma2_to_hf(config)
     del gemma2["attn_logit_softcapping"]
-    of_global = gemma2.pop("rope_parameters")
+    full_rope = gemma2.pop("rope_parameters")
     local = shape.rotary_base_local or _LOCAL_BASE
-    of_local = {"rope_type": "default", "rope_theta": local}
+    local_rope = {"rope_type": "default", "rope_theta": local}
     return {
         **gemma2,
         "model_type": "gemma3_text",
         "rope_local_base_freq": local,
-        "rope_parameters": {settings.FULL: of_global, settings.SLIDING: of_local},
+        "rope_parameters": {settings.FULL: full_rope, settings.SLIDING: local_rope},
     }
 
 
-def _gemma3_of_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what files leave out: llama.cpp's scale of attention scores, and both rotations."""
+def _gemma3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Derive settings that have no field: the attention scale, and RoPE of layers with a window.
+
+    Like llama.cpp, recognize the 27B model, whose scale differs, by its 62 layers.
+    """
     is_27b = config["num_hidden_layers"] == 62
     per_head = config["hidden_size"] // config["num_attention_heads"]
     local = config.get("rope_local_base_freq", _LOCAL_BASE)
-    of_local = {"rope_type": "default", "rope_theta": local}
+    local_rope = {"rope_type": "default", "rope_theta": local}
     full = [settings.FULL] * config["num_hidden_layers"]
     return {
         "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
-        "rope_parameters": {settings.FULL: config["rope_parameters"], settings.SLIDING: of_local},
-        # Without a window the file has no field of it.
+        "rope_parameters": {settings.FULL: config["rope_parameters"], settings.SLIDING: local_rope},
+        # A file of a model without a window has no field for it.
         **({} if config["sliding_window"] else {"sliding_window": 4096, "layer_types": full}),
     }
 
@@ -220,7 +229,7 @@ GEMMA3 = replace(
         "gemma3",
         layer={**_GGUF.layer, **base.QUERY_KEY_NORM_NAMES},
         optional={"rope.freq_base_swa": "rope_local_base_freq"},
-        derived=_gemma3_of_gguf,
+        derived=_gemma3_from_gguf,
         norm_offset=1,
         has_windows=True,
     ),

@@ -1,6 +1,7 @@
-"""GLM-4 (``glm`` and ``glm4``) and Helium, which rotate neighbouring channels.
+"""GLM-4 (``glm`` and ``glm4``) and Helium, whose RoPE rotates pairs of neighbouring channels.
 
-Their NeMo configs name the family: the tensors of such a decoder are not those of a Llama.
+Their NeMo configs name the family, because the settings do not tell them from a Llama, whose
+tensors differ.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
 
-# GLM-4: half of a head's channels are rotated, and the two halves of the MLP are one tensor.
+# GLM-4: RoPE rotates half of a head's channels, and the gate and up projections are one tensor.
 
 _glm_to_nemo = partial(
     settings.decoder_to_nemo, epsilon=1.5625e-7, rotated=0.5, head_dim=128, attention_bias=True
@@ -32,7 +33,7 @@ GLM = ModelFamily(
     made_of={"qkv_bias": base.ANY, "rotary_percentage": base.ANY},
 )
 
-# GLM-4-0414: what is added to the residual stream is normed, too.
+# GLM-4-0414: GLM-4 with norms after attention and MLP, too.
 GLM4 = replace(
     GLM,
     name="glm4",
@@ -44,7 +45,7 @@ GLM4 = replace(
         base.norm_rule(base.POST_MLP_NORM, "post_mlp_layernorm.weight"),
     ),
     made_of={**GLM.made_of, "post_layernorms": True},
-    # llama.cpp rotates neighbouring channels of this architecture, too: no rows are reordered.
+    # llama.cpp also rotates neighbouring channels for this architecture, so no rows are reordered.
     gguf=GgufFormat(
         "glm4",
         layer={
@@ -60,7 +61,7 @@ GLM4 = replace(
     ),
 )
 
-# Helium: all channels are rotated, and nothing is fused.
+# Helium: RoPE rotates all channels, and no tensors are fused.
 HELIUM = ModelFamily(
     name="helium",
     to_nemo=partial(

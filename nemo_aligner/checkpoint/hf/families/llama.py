@@ -1,6 +1,6 @@
-"""Llama, and decoders that differ from it by settings, or by the names of their tensors.
+"""Llama, and families that differ from it only by settings, or by the names of their tensors.
 
-SmolLM (which is a Llama), Mistral, Ministral and Ministral 3, SmolLM3, Granite, Arcee, Phi-3 and
+These are SmolLM (a Llama), Mistral, Ministral and Ministral 3, SmolLM3, Granite, Arcee, Phi-3 and
 InternLM2.
 """
 
@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Llama, and SmolLM, which is one.
+# Llama. SmolLM is a Llama, too.
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
@@ -29,18 +29,18 @@ LLAMA = ModelFamily(
     name="llama",
     to_nemo=_to_nemo,
     to_hf=partial(settings.decoder_to_hf, model_type="llama", attention_bias=False, mlp_bias=False),
-    # Mistral's GGUF files have this name, too, and do not mention its window.
+    # Mistral's GGUF files have this architecture, too, and no field for the window.
     gguf=GgufFormat("llama", is_permuted=True),
 )
 
 
-# Mistral: Llama with a window in all layers, or in none. llama.cpp writes it as a Llama.
+# Mistral: Llama with a window in all layers, or in none. llama.cpp's converter writes a Llama.
 
 
 def _mistral_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    read.only("layer_types", None)
-    return settings.decoder_to_nemo(config, **settings.window_everywhere(read.window()))
+    reader = HfSettings(config)
+    reader.only("layer_types", None)
+    return settings.decoder_to_nemo(config, **settings.window_everywhere(reader.window()))
 
 
 MISTRAL = ModelFamily(
@@ -50,18 +50,18 @@ MISTRAL = ModelFamily(
         settings.decoder_to_hf, model_type="mistral", of_shape={"sliding_window": "window_size"}
     ),
     made_of={"window_size": base.ANY},
-    # Mistral Small 3.1 with its vision parts; other Mistrals are written as Llamas.
+    # The architecture of Mistral Small 3.1 with vision; other Mistrals are written as Llamas.
     gguf=GgufFormat("mistral3", is_permuted=True),
 )
 
 
-# Ministral: Mistral with a window in the layers that layer_types names.
+# Ministral: Mistral with a window only in the layers that layer_types names.
 
 
 def _ministral_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    size = read.window()
-    kinds = [settings.FULL if size is None else settings.SLIDING] * read.layers()
+    reader = HfSettings(config)
+    size = reader.window()
+    kinds = [settings.FULL if size is None else settings.SLIDING] * reader.layers()
     return settings.decoder_to_nemo(config, **settings.window_to_nemo(config, size, kinds))
 
 
@@ -79,7 +79,7 @@ MINISTRAL = ModelFamily(
 
 # Ministral 3: Mistral with queries that are scaled by their position.
 
-# Of transformers' class.
+# Defaults of transformers' class.
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -95,11 +95,11 @@ _BETA, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
 def _ministral3_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    read.only("layer_types", None)
+    reader = HfSettings(config)
+    reader.only("layer_types", None)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or _MINISTRAL3_ROPE
     if not isinstance(rope, Mapping):
-        raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted keys and values")
+        raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted a mapping")
     scaling = HfSettings(rope)
     return settings.decoder_to_nemo(
         {**config, "rope_parameters": rope, "rope_scaling": None},
@@ -107,9 +107,9 @@ def _ministral3_to_nemo(config: Config) -> dict[str, Any]:
         epsilon=1e-5,
         llama_4_scaling_beta=scaling.number(_BETA),
         llama_4_original_max_position_embeddings=scaling.count(
-            _LENGTH, read.count("max_position_embeddings")
+            _LENGTH, reader.count("max_position_embeddings")
         ),
-        **settings.window_everywhere(read.window(missing=None)),
+        **settings.window_everywhere(reader.window(missing=None)),
     )
 
 
@@ -119,7 +119,7 @@ def _ministral3_to_hf(config: Config) -> dict[str, Any]:
     decoder = settings.decoder_to_hf(config, "ministral3", sliding_window=shape.window_size)
     scaling = {_BETA: shape.query_scaling.beta, _LENGTH: shape.query_scaling.old_context_len}
     rope = {**decoder["rope_parameters"], **scaling}
-    # vLLM reads the scaling of queries as Mistral's own files have it.
+    # vLLM reads the scaling of queries under the keys of Mistral's own checkpoint format.
     for_vllm = {_LENGTH: scaling[_LENGTH], "beta": scaling[_BETA]}
     return {
         **decoder,
@@ -133,7 +133,7 @@ _MSCALE = "mscale_all_dim"
 
 
 def _ministral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling of queries, which is inside ``rope_parameters``; both mscales are one number."""
+    """Put the scaling of queries into ``rope_parameters``; both mscales have one GGUF field."""
     rope = {**config["rope_parameters"], _BETA: config[_BETA]}
     if _MSCALE in config:
         rope |= {"mscale": config[_MSCALE], _MSCALE: config[_MSCALE]}
@@ -158,15 +158,15 @@ MINISTRAL3 = ModelFamily(
 )
 
 
-# SmolLM3: Llama with layers that do not rotate.
+# SmolLM3: Llama with layers that have no RoPE.
 
 
 def _smollm3_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    layers = read.layers()
-    every = read.count("no_rope_layer_interval", 4)
+    reader = HfSettings(config)
+    layers = reader.layers()
+    interval = reader.count("no_rope_layer_interval", 4)
     marks = config.get("no_rope_layers") or [
-        int(layer % every > 0) for layer in range(1, layers + 1)
+        int(layer % interval > 0) for layer in range(1, layers + 1)
     ]
     if (
         not isinstance(marks, list)
@@ -174,12 +174,12 @@ def _smollm3_to_nemo(config: Config) -> dict[str, Any]:
         or not all(type(mark) in (int, bool) and 0 <= mark <= 1 for mark in marks)
     ):
         raise CheckpointError(
-            f"no_rope_layers: got {shown(marks)}, wanted a 1 for each of {layers} layers that "
-            "rotates, and a 0 for each other one"
+            f"no_rope_layers: got {shown(marks)}, wanted for each of {layers} layers a 1 if it "
+            "has RoPE, else a 0"
         )
     without = [1 - mark for mark in marks[:layers]]
-    size = read.window(missing=None)
-    if not read.flag("use_sliding_window", False):
+    size = reader.window(missing=None)
+    if not reader.flag("use_sliding_window", False):
         size = None
     kinds = [settings.SLIDING if mark and size is not None else settings.FULL for mark in without]
     return settings.decoder_to_nemo(
@@ -199,7 +199,7 @@ def _smollm3_to_hf(config: Config) -> dict[str, Any]:
         "smollm3",
         attention_bias=False,
         mlp_bias=False,
-        # Their default is a token of the published model.
+        # Set, because the default of transformers' class is a token of the published model.
         pad_token_id=None,
         no_rope_layers=[int(shape.rotates(layer)) for layer in layers],
         use_sliding_window=shape.window_size is not None,
@@ -212,24 +212,25 @@ SMOLLM3 = ModelFamily(
     to_nemo=_smollm3_to_nemo,
     to_hf=_smollm3_to_hf,
     made_of={"no_rope_freq": base.ANY, **base.ANY_WINDOW},
-    # llama.cpp leaves out the rotation in every fourth layer, as the released model does.
+    # llama.cpp applies no RoPE in every fourth layer, as in the released model.
     gguf=GgufFormat(
         "smollm3", is_permuted=True, derived=lambda config: {"no_rope_layer_interval": 4}
     ),
 )
 
 
-# Granite: Llama with a factor for the embeddings, for attention's scores, and for each block.
+# Granite: Llama with factors for the embeddings, the attention scores, and the output of each
+# block.
 
 
 def _granite_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    # logits_scaling is not read: it divides the logits of words, which no reward head has.
+    reader = HfSettings(config)
+    # logits_scaling is not read, because it scales the logits of tokens only.
     return settings.decoder_to_nemo(
         config,
-        embedding_multiplier=read.number("embedding_multiplier", 1.0),
-        residual_multiplier=read.number("residual_multiplier", 1.0),
-        query_pre_attn_scalar=read.number("attention_multiplier", 1.0) ** -2.0,
+        embedding_multiplier=reader.number("embedding_multiplier", 1.0),
+        residual_multiplier=reader.number("residual_multiplier", 1.0),
+        query_pre_attn_scalar=reader.number("attention_multiplier", 1.0) ** -2.0,
     )
 
 
@@ -241,7 +242,7 @@ def _granite_to_hf(config: Config) -> dict[str, Any]:
         "granite",
         embedding_multiplier=shape.embedding_multiplier,
         residual_multiplier=shape.residual_multiplier,
-        # Rounded to what double precision keeps of its inverse square.
+        # Rounded to 15 digits, because NeMo's config stores its inverse square.
         attention_multiplier=float(f"{shape.kv_channels**-0.5 if scale is None else scale:.15g}"),
         attention_bias=False,
         mlp_bias=False,
@@ -268,7 +269,7 @@ GRANITE = ModelFamily(
 )
 
 
-# Arcee (AFM): Llama with a squared ReLU without a gate.
+# Arcee (AFM): Llama with an ungated squared ReLU.
 
 ARCEE = ModelFamily(
     name="arcee",
@@ -292,17 +293,17 @@ ARCEE = ModelFamily(
 )
 
 
-# Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with fused weights, some of it with a window.
+# Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with fused weights; some models have a window.
 
-# Of LongRoPE, in the first releases.
+# Names of LongRoPE in the first releases.
 _OLDER_NAMES = ("su", "yarn")
 
 
 def _phi3_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    size = read.window(missing=None)
-    if size is not None and size >= read.count("max_position_embeddings"):
-        size = None  # it changes nothing
+    reader = HfSettings(config)
+    size = reader.window(missing=None)
+    if size is not None and size >= reader.count("max_position_embeddings"):
+        size = None  # a window of at least the maximum length has no effect
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in _OLDER_NAMES:
         config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
@@ -317,21 +318,21 @@ def _phi3_to_nemo(config: Config) -> dict[str, Any]:
 
 def _phi3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    # It overrides the one in rope_parameters.
-    of_rope: dict[str, Any] = {}
+    # transformers prefers this key to the one in rope_parameters.
+    original_length: dict[str, Any] = {}
     if shape.longrope is not None:
-        of_rope["original_max_position_embeddings"] = shape.longrope.old_context_len
+        original_length["original_max_position_embeddings"] = shape.longrope.old_context_len
     return settings.decoder_to_hf(
         config,
         "phi3",
-        **of_rope,
+        **original_length,
         partial_rotary_factor=shape.rotary_percentage,
         sliding_window=shape.window_size,
     )
 
 
 def _phi3_length(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The length of LongRoPE, which the family has outside ``rope_parameters``, too."""
+    """Copy LongRoPE's original length out of ``rope_parameters``; the family has it twice."""
     length = config["rope_parameters"].get(_LENGTH)
     return {} if length is None else {_LENGTH: length}
 
@@ -365,14 +366,14 @@ PHI3 = ModelFamily(
 )
 
 
-# InternLM2, as its reward models are published: Llama under other names, with q, k and v fused.
-# Names and the order of wqkv (the queries of a group, its key, its value: Megatron's own) are those
-# of modeling_internlm2.py in those models' folders. transformers has no such class, so exports of
-# it are Llama's.
+# InternLM2, whose reward models are published: Llama with other names, and q, k and v fused. The
+# names and the order in wqkv (for each group its queries, key and value, like in Megatron) are
+# those of modeling_internlm2.py in the published folders. transformers has no such class, so a
+# model is exported as a Llama.
 
 
 def _internlm2_to_nemo(config: Config) -> dict[str, Any]:
-    # Absent, it is true in their class.
+    # A missing bias means true in InternLM2's class.
     HfSettings({"bias": True, **config}).only("bias", False)
     return settings.decoder_to_nemo(config)
 
@@ -396,6 +397,6 @@ INTERNLM2 = replace(
         Rule("mlp.linear_fc2.weight", ("feed_forward.w2.weight",)),
     ),
     untied=Rule("output_layer.weight", ("output.weight",)),
-    # llama.cpp's converter splits wqkv, so a file has the tensors of a Llama.
+    # llama.cpp's converter splits wqkv, so a GGUF file has the tensors of a Llama.
     gguf=GgufFormat("internlm2", is_permuted=True, hf_family="llama"),
 )

@@ -1,7 +1,7 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, in every layer.
+"""Mixture-of-experts (MoE) models: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
 
-Files have one tensor for a matrix of an expert, as they are published. transformers 5 may write
-those of all experts as one; ``source.py`` takes them apart.
+All their layers have experts. Published files have one tensor for each matrix of an expert.
+transformers 5 may fuse the matrices of all experts in one tensor, which ``source.py`` splits.
 """
 
 from __future__ import annotations
@@ -25,29 +25,32 @@ def _to_nemo(
     top_k: int,
     renormalized: bool | None = None,
 ) -> dict[str, Any]:
-    """NeMo's keys for the experts; numbers are transformers' defaults.
+    """Return NeMo's keys for the experts.
 
     Args:
-        width: key of an expert's ffn channels.
-        renormalized: whether the chosen experts' weights sum to 1; None is by the config.
+        width: key of an expert's ffn channels, and transformers' default for it.
+        experts: default number of experts.
+        top_k: default number of experts for a token.
+        renormalized: whether the weights of the chosen experts sum to 1; None means that the config
+            tells.
     """
-    read = HfSettings(config)
-    read.only("decoder_sparse_step", 1, None)
-    read.only("mlp_only_layers", [], None)
-    # transformers 5 writes the second for some that had the first.
-    count = read.count("num_experts", read.count("num_local_experts", experts))
+    reader = HfSettings(config)
+    reader.only("decoder_sparse_step", 1, None)
+    reader.only("mlp_only_layers", [], None)
+    # transformers 5 writes the second key for some models that had the first.
+    count = reader.count("num_experts", reader.count("num_local_experts", experts))
     if renormalized is None:
-        renormalized = read.flag("norm_topk_prob", False)
+        renormalized = reader.flag("norm_topk_prob", False)
     return {
         layer_shape.EXPERT_COUNT: count,
-        layer_shape.EXPERT_TOP_K: read.count("num_experts_per_tok", top_k, most=count),
-        layer_shape.EXPERT_WIDTH: read.count(*width),
+        layer_shape.EXPERT_TOP_K: reader.count("num_experts_per_tok", top_k, limit=count),
+        layer_shape.EXPERT_WIDTH: reader.count(*width),
         layer_shape.PRE_SOFTMAX: not renormalized,
     }
 
 
 def _to_hf(config: Config, width: str) -> dict[str, Any]:
-    """Keys of ``config.json`` for the experts."""
+    """Return the keys of ``config.json`` for the experts; ``width`` is that of the ffn channels."""
     experts = _experts_of(config)
     return {
         "num_experts": experts.count,
@@ -58,22 +61,28 @@ def _to_hf(config: Config, width: str) -> dict[str, Any]:
 
 
 def _experts_of(config: Config) -> ExpertShape:
-    """The mixture of a NeMo config that has one."""
+    """Return the shape of the experts of a NeMo config."""
     experts = ModelShape.from_config(config).experts
     assert experts is not None
     return experts
 
 
-def _layer(moe: str, *others: Rule, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Rules of a layer as Llama's, with experts under the name ``moe``."""
-    names = [f"{moe}.experts.{base.EXPERT}.{each}.weight" for each in (gate, up, down)]
+def _layer_rules(moe: str, *added: Rule, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Return Llama's rules of a layer, with experts instead of the MLP.
+
+    Args:
+        moe: name of the module with router and experts.
+        added: more rules of the layer.
+        gate, up, down: names of an expert's projections.
+    """
+    names = [f"{moe}.experts.{base.EXPERT}.{name}.weight" for name in (gate, up, down)]
     router = Rule("mlp.router.weight", (f"{moe}.gate.weight",))
     experts = (router, *base.experts_rules("experts", *names))
-    return (*base.layer_rules_with(mlp=experts, mlp_norm=base.EXPERTS_NORM), *others)
+    return (*base.layer_rules_with(mlp=experts, mlp_norm=base.EXPERTS_NORM), *added)
 
 
-# GGUF has the matrices of all experts of a layer in one tensor. Whether the chosen experts' weights
-# sum to 1 is no field: it is what llama.cpp does in such a model.
+# GGUF stores the matrices of all experts of a layer in one tensor. It has no field for whether the
+# weights of the chosen experts sum to 1; llama.cpp decides that by the architecture.
 _GGUF_PARTS = {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
 _GGUF_FIELDS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _GGUF_WIDTHS = {
@@ -83,7 +92,7 @@ _GGUF_WIDTHS = {
 
 
 def _gguf_names(moe: str, *, gate: str, up: str, down: str) -> dict[str, str]:
-    """GGUF's names of a layer's tensors, with experts under the name ``moe``."""
+    """Map GGUF's names of a layer's tensors to Hugging Face's; arguments as in ``_layer_rules``."""
     parts = {"gate": gate, "up": up, "down": down}
     return {
         **base.ATTENTION_NAMES,
@@ -96,7 +105,7 @@ def _gguf_names(moe: str, *, gate: str, up: str, down: str) -> dict[str, str]:
     }
 
 
-_OF_QWEN = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_QWEN_PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def _are_plain(experts: ExpertShape | None) -> bool:
@@ -111,7 +120,7 @@ def _have_shared_gate(experts: ExpertShape | None) -> bool:
     return experts is not None and experts.shared_gate
 
 
-# Mixtral: Mistral, whose MLP's channels are an expert's.
+# Mixtral: Mistral with experts in place of the MLP.
 
 
 def _mixtral_to_nemo(config: Config) -> dict[str, Any]:
@@ -128,8 +137,8 @@ def _mixtral_to_hf(config: Config) -> dict[str, Any]:
     shape, experts = ModelShape.from_config(config), _experts_of(config)
     if shape.ffn_hidden_size != experts.width:
         raise CheckpointError(
-            f"model_config.yaml: {layer_shape.EXPERT_WIDTH}: got {experts.width}, wanted "
-            f"ffn_hidden_size ({shape.ffn_hidden_size}), as a Mixtral has one number for both"
+            f"model_config.yaml: {layer_shape.EXPERT_WIDTH}: got {experts.width}, but "
+            f"ffn_hidden_size is {shape.ffn_hidden_size}; a Mixtral has one setting for both"
         )
     return settings.decoder_to_hf(
         config,
@@ -144,7 +153,7 @@ MIXTRAL = ModelFamily(
     name="mixtral",
     to_nemo=_mixtral_to_nemo,
     to_hf=_mixtral_to_hf,
-    layer=_layer("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    layer=_layer_rules("block_sparse_moe", gate="w1", up="w3", down="w2"),
     made_of={"window_size": base.ANY, "experts": _are_renormalized},
     gguf=GgufFormat(
         "llama",
@@ -162,12 +171,12 @@ _SHARED = "shared_expert_intermediate_size"
 
 
 def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
+    reader = HfSettings(config)
     return qwen_to_nemo(
         config,
-        qkv_bias=read.flag("qkv_bias", True),
+        qkv_bias=reader.flag("qkv_bias", True),
         **_to_nemo(config, ("moe_intermediate_size", 1408), 60, 4),
-        **{layer_shape.SHARED_WIDTH: read.count(_SHARED, 5632), layer_shape.SHARED_GATE: True},
+        **{layer_shape.SHARED_WIDTH: reader.count(_SHARED, 5632), layer_shape.SHARED_GATE: True},
     )
 
 
@@ -183,28 +192,28 @@ def _qwen2_moe_to_hf(config: Config) -> dict[str, Any]:
     )
 
 
-_shared = (f"mlp.shared_expert.{each}.weight" for each in _OF_QWEN.values())
+_shared = (f"mlp.shared_expert.{name}.weight" for name in _QWEN_PROJECTIONS.values())
 
 QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
     to_nemo=_qwen2_moe_to_nemo,
     to_hf=_qwen2_moe_to_hf,
-    layer=_layer(
+    layer=_layer_rules(
         "mlp",
         base.QKV_BIAS,
         Rule("mlp.router.shared_gate", ("mlp.shared_expert_gate.weight",)),
         *base.experts_rules("shared_experts", *_shared),
-        **_OF_QWEN,
+        **_QWEN_PROJECTIONS,
     ),
     made_of={"qkv_bias": base.ANY, **base.ANY_WINDOW, "experts": _have_shared_gate},
     gguf=GgufFormat(
         "qwen2moe",
         layer={
-            **_gguf_names("mlp", **_OF_QWEN),
+            **_gguf_names("mlp", **_QWEN_PROJECTIONS),
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
             **{
                 f"{_GGUF_PARTS[part]}_shexp": f"mlp.shared_expert.{name}"
-                for part, name in _OF_QWEN.items()
+                for part, name in _QWEN_PROJECTIONS.items()
             },
         },
         optional={**_GGUF_FIELDS, **_GGUF_WIDTHS},
@@ -217,8 +226,8 @@ QWEN2_MOE = ModelFamily(
 
 
 def _qwen3_moe_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    read.only("use_sliding_window", False, None)
+    reader = HfSettings(config)
+    reader.only("use_sliding_window", False, None)
     experts = _to_nemo(config, ("moe_intermediate_size", 768), 128, 8)
     return settings.decoder_to_nemo(config, qk_layernorm=True, **experts)
 
@@ -238,18 +247,18 @@ QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
     to_nemo=_qwen3_moe_to_nemo,
     to_hf=_qwen3_moe_to_hf,
-    layer=_layer("mlp", *base.QUERY_KEY_NORMS, **_OF_QWEN),
+    layer=_layer_rules("mlp", *base.QUERY_KEY_NORMS, **_QWEN_PROJECTIONS),
     made_of={"qk_layernorm": True, "experts": _are_plain},
     gguf=GgufFormat(
         "qwen3moe",
-        layer={**_gguf_names("mlp", **_OF_QWEN), **base.QUERY_KEY_NORM_NAMES},
+        layer={**_gguf_names("mlp", **_QWEN_PROJECTIONS), **base.QUERY_KEY_NORM_NAMES},
         optional={**_GGUF_FIELDS, **_GGUF_WIDTHS},
         derived=lambda config: {"norm_topk_prob": True},
     ),
 )
 
 
-# OLMoE: the norms of queries and keys are over all heads together.
+# OLMoE: each norm of queries and keys is over all heads together.
 
 
 def _olmoe_to_nemo(config: Config) -> dict[str, Any]:
@@ -273,11 +282,11 @@ OLMOE = ModelFamily(
     name="olmoe",
     to_nemo=_olmoe_to_nemo,
     to_hf=_olmoe_to_hf,
-    layer=_layer("mlp", *base.ACROSS_HEADS_NORMS, **_OF_QWEN),
+    layer=_layer_rules("mlp", *base.ACROSS_HEADS_NORMS, **_QWEN_PROJECTIONS),
     made_of={"qk_layernorm": True, "qk_layernorm_across_heads": True, "experts": _are_plain},
     gguf=GgufFormat(
         "olmoe",
-        layer={**_gguf_names("mlp", **_OF_QWEN), **base.QUERY_KEY_NORM_NAMES},
+        layer={**_gguf_names("mlp", **_QWEN_PROJECTIONS), **base.QUERY_KEY_NORM_NAMES},
         optional=_GGUF_FIELDS,
         derived=lambda config: {"norm_topk_prob": False},
     ),

@@ -1,4 +1,4 @@
-"""Nemotron: squared ReLU, LayerNorm1P, and half of a head's channels rotated."""
+"""Nemotron: squared ReLU, LayerNorm1P, and RoPE over half of a head's channels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _to_hf(config: Config) -> dict[str, Any]:
 
 
 def _norm_rule(megatron: str, hf: str) -> Rule:
-    """Rule for a weight that both sides store as LayerNorm1P's gamma - 1."""
+    """Build the rule for a norm's weight that both sides store as gamma - 1 (LayerNorm1P)."""
     return Rule(megatron, (hf,))
 
 

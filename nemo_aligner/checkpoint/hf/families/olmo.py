@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and EXAONE 4, which norm what attention and MLP add, not what they read."""
+"""OLMo 2, OLMo 3 and EXAONE 4, whose norms are after attention and MLP, not before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
-_NORMS_BEHIND: dict[str, Any] = {
+_POST_NORMS: dict[str, Any] = {
     "pre_layernorms": False,
     "post_layernorms": True,
     "qk_layernorm": True,
@@ -29,23 +29,23 @@ _BLOCKS = (
 
 
 _GGUF_NAMES = {
-    **{name: ours for name, ours in base.ATTENTION_NAMES.items() if name != "attn_norm"},
+    **{name: hf_name for name, hf_name in base.ATTENTION_NAMES.items() if name != "attn_norm"},
     **base.GATED_MLP_NAMES,
     **base.POST_NORM_NAMES,
     **base.QUERY_KEY_NORM_NAMES,
 }
 
 
-def _behind_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
-    return settings.decoder_to_nemo(config, epsilon=1e-5, **_NORMS_BEHIND, **family)
+def _post_norms_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
+    return settings.decoder_to_nemo(config, epsilon=1e-5, **_POST_NORMS, **family)
 
 
-# OLMo 2: the norms of queries and keys are over all heads together.
+# OLMo 2: each norm of queries and keys is over all heads together.
 
 
 def _olmo2_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("clip_qkv", None)
-    return _behind_to_nemo(config, qk_layernorm_across_heads=True)
+    return _post_norms_to_nemo(config, qk_layernorm_across_heads=True)
 
 
 OLMO2 = ModelFamily(
@@ -53,27 +53,27 @@ OLMO2 = ModelFamily(
     to_nemo=_olmo2_to_nemo,
     to_hf=partial(settings.decoder_to_hf, model_type="olmo2", attention_bias=False),
     layer=(*_BLOCKS, *base.ACROSS_HEADS_NORMS),
-    made_of={**_NORMS_BEHIND, "qk_layernorm_across_heads": True},
+    made_of={**_POST_NORMS, "qk_layernorm_across_heads": True},
     gguf=GgufFormat("olmo2", layer=_GGUF_NAMES),
 )
 
 
-# OLMo 3: OLMo 2 with a window in three of four layers, in which the rotation is not scaled.
+# OLMo 3: OLMo 2 with a window in three of four layers, whose RoPE is not scaled.
 
 _BASE = 500000.0
 
 
 def _olmo3_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
+    reader = HfSettings(config)
     window = settings.window_to_nemo(
-        config, read.window(), settings.every_nth_layer(read.layers(), 4)
+        config, reader.window(), settings.every_nth_layer(reader.layers(), 4)
     )
-    of_full, of_sliding = settings.rotations_by_layer(config, "rope_theta")
-    local = settings.rope_to_nemo({"rope_parameters": of_sliding}, None, _BASE, ("default",))
-    rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
-    return _behind_to_nemo(
-        rest,
-        **settings.rope_to_nemo({**rest, "rope_parameters": of_full}, None, _BASE),
+    full_rope, sliding_rope = settings.split_rope_by_window(config, "rope_theta")
+    local = settings.rope_to_nemo({"rope_parameters": sliding_rope}, None, _BASE, ("default",))
+    without_rope = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    return _post_norms_to_nemo(
+        without_rope,
+        **settings.rope_to_nemo({**without_rope, "rope_parameters": full_rope}, None, _BASE),
         qk_layernorm_across_heads=True,
         rotary_base_local=local["rotary_base"] if window else None,
         **window,
@@ -83,22 +83,23 @@ def _olmo3_to_nemo(config: Config) -> dict[str, Any]:
 def _olmo3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     olmo2 = OLMO2.to_hf(config)
-    base = shape.rotary_base_local or shape.rotary_base
-    of_sliding = {"rope_type": "default", "rope_theta": base}
+    full_rope = olmo2["rope_parameters"]
+    local_base = shape.rotary_base_local or shape.rotary_base
+    sliding_rope = {"rope_type": "default", "rope_theta": local_base}
     return {
         **olmo2,
         "model_type": "olmo3",
-        "rope_parameters": {settings.FULL: olmo2["rope_parameters"], settings.SLIDING: of_sliding},
+        "rope_parameters": {settings.FULL: full_rope, settings.SLIDING: sliding_rope},
         **settings.window_to_hf(config),
     }
 
 
-def _olmo3_rotations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the scaled rotation to layers without a window, and the plain one to the others."""
-    of_full = config["rope_parameters"]
-    local = config.get("rope_local_base_freq", of_full["rope_theta"])
-    of_sliding = {"rope_type": "default", "rope_theta": local}
-    return {"rope_parameters": {settings.FULL: of_full, settings.SLIDING: of_sliding}}
+def _olmo3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Derive RoPE of both kinds of layers: scaled without a window, unscaled with a window."""
+    full_rope = config["rope_parameters"]
+    local = config.get("rope_local_base_freq", full_rope["rope_theta"])
+    sliding_rope = {"rope_type": "default", "rope_theta": local}
+    return {"rope_parameters": {settings.FULL: full_rope, settings.SLIDING: sliding_rope}}
 
 
 OLMO3 = replace(
@@ -111,22 +112,22 @@ OLMO3 = replace(
         "olmo2",
         layer=_GGUF_NAMES,
         optional={"rope.freq_base_swa": "rope_local_base_freq"},
-        derived=_olmo3_rotations,
+        derived=_olmo3_from_gguf,
         has_windows=True,
         marked_by="attention.sliding_window",
     ),
 )
 
 
-# EXAONE 4: with windows, the layers that have none do not rotate either.
+# EXAONE 4: in a model with windows, the layers without a window have no RoPE.
 
 
 def _exaone4_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    size, kinds = read.window(), [settings.FULL] * read.layers()
+    reader = HfSettings(config)
+    size, kinds = reader.window(), [settings.FULL] * reader.layers()
     if size is not None:
         kinds = config.get("layer_types") or settings.every_nth_layer(
-            len(kinds), read.count("sliding_window_pattern", 4)
+            len(kinds), reader.count("sliding_window_pattern", 4)
         )
     window = settings.window_to_nemo({**config, "layer_types": kinds}, size, kinds)
     without = [int(kind == settings.FULL) for kind in kinds]
@@ -135,7 +136,7 @@ def _exaone4_to_nemo(config: Config) -> dict[str, Any]:
         if size is not None and any(without)
         else {}
     )
-    return _behind_to_nemo(config, **window, **rotating)
+    return _post_norms_to_nemo(config, **window, **rotating)
 
 
 def _exaone4_to_hf(config: Config) -> dict[str, Any]:
@@ -143,8 +144,8 @@ def _exaone4_to_hf(config: Config) -> dict[str, Any]:
     for layer, kind in enumerate(settings.layer_types(config), 1):
         if shape.rotates(layer) != (shape.window_size is None or kind == settings.SLIDING):
             raise CheckpointError(
-                f"model_config.yaml: no_rope_freq: got {config.get('no_rope_freq')!r}, wanted the "
-                "layers without a window of an EXAONE 4 that has windows"
+                f"model_config.yaml: no_rope_freq: got {config.get('no_rope_freq')!r}, but in an "
+                "EXAONE 4 with windows exactly the layers without a window have no RoPE"
             )
     return settings.decoder_to_hf(config, "exaone4", **settings.window_to_hf(config))
 
@@ -154,6 +155,6 @@ EXAONE4 = ModelFamily(
     to_nemo=_exaone4_to_nemo,
     to_hf=_exaone4_to_hf,
     layer=(*_BLOCKS, *base.QUERY_KEY_NORMS),
-    made_of={**_NORMS_BEHIND, **base.ANY_WINDOW, "no_rope_freq": base.ANY},
+    made_of={**_POST_NORMS, **base.ANY_WINDOW, "no_rope_freq": base.ANY},
     gguf=GgufFormat("exaone4", layer=_GGUF_NAMES, has_windows=True),
 )

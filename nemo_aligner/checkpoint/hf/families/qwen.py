@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, and Seed-OSS, a Qwen2 without windows."""
+"""Qwen2, Qwen2.5, Qwen3, and Seed-OSS, which is a Qwen2 without windows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 
 
 def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
-    """Translate a Qwen's config: a window, if it is used, in the layers past the first ones."""
-    read = HfSettings(config)
-    layers, size = read.layers(), None
+    """Translate the config of a Qwen model to a NeMo config.
+
+    By default a window, if it is used, is in the layers from ``max_window_layers`` on.
+    """
+    reader = HfSettings(config)
+    layers, size = reader.layers(), None
     kinds = [settings.FULL] * layers
-    if read.flag("use_sliding_window", False):
-        size = read.window()
+    if reader.flag("use_sliding_window", False):
+        size = reader.window()
     if size is not None:
-        without = read.count("max_window_layers", 28, least=0)
+        without = reader.count("max_window_layers", 28, least=0)
         kinds = [settings.FULL if layer < without else settings.SLIDING for layer in range(layers)]
     return settings.decoder_to_nemo(
         config, **family, **settings.window_to_nemo(config, size, kinds)
@@ -28,7 +31,7 @@ def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
 
 
 def qwen_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate back, with the keys that say which layers have a window."""
+    """Translate a NeMo config to a Qwen's ``config.json``, with the keys of the window."""
     window = settings.window_to_hf(config)
     return settings.decoder_to_hf(
         config,
@@ -50,7 +53,7 @@ QWEN2 = ModelFamily(
 )
 
 
-# Seed-OSS: the size of its heads is its own.
+# Seed-OSS: the size of a head is a setting of its own, 128 by default.
 
 
 def _seed_to_nemo(config: Config) -> dict[str, Any]:

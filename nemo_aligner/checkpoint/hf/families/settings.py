@@ -1,4 +1,7 @@
-"""What families share of a ``config.json``: sizes, rotary embeddings and windows, both ways."""
+"""Translate the parts of a ``config.json`` that families share: sizes, RoPE and windows.
+
+Both directions: ``..._to_nemo`` for conversions, ``..._to_hf`` for exports.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_cou
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Key of a NeMo config that names the family where the decoder alone does not determine it.
+# Key of a NeMo config with the name of the family, for decoders that would fit another one, too.
 NAME_KEY = "hf_model_type"
 
 # Settings that all families have.
@@ -36,60 +39,67 @@ def decoder_to_nemo(
     tied: bool = False,
     **family: Any,
 ) -> dict[str, Any]:
-    """Translate a ``config.json`` to a NeMo config; ``family`` adds the family's own settings.
+    """Translate a ``config.json`` to a NeMo config.
 
-    Numbers and flags are what transformers' class has where the config lacks the key.
+    The arguments from ``epsilon`` on are the defaults of transformers' class, for missing keys.
 
     Args:
-        name: of a family whose decoders are another's, too.
-        act: values of ``hidden_act`` that are read; none if another key names the activation.
-        epsilon: of the norms.
-        base: of the rotation.
-        rotated: share of a head's channels that are rotated; None for a family that rotates all.
-        head_dim: channels of a head; None is its part of the hidden size.
-        attention_bias: biases of queries, keys and values; None for a family without the choice.
-        tied: the output layer is the embedding table.
+        name: name of the family, if its decoders would fit another family, too.
+        act: supported values of ``hidden_act``; empty if another key names the activation.
+        epsilon: epsilon of the norms.
+        base: base of RoPE.
+        rotated: fraction of a head's channels to which RoPE is applied; None for a family that
+            always rotates all channels.
+        head_dim: channels of a head; None means the hidden size divided by the heads.
+        attention_bias: queries, keys and values have biases; None for a family that never has them.
+        tied: the output layer is tied to the embedding.
+        family: settings of this family, which are added to the result.
+
+    Raises:
+        CheckpointError: a setting is not supported.
     """
-    read = HfSettings(config)
+    reader = HfSettings(config)
     if act:
-        read.only("hidden_act", *act)
+        reader.only("hidden_act", *act)
     if attention_bias is None:
-        read.only("attention_bias", False, None)
+        reader.only("attention_bias", False, None)
     for key, *values in _ONLY:
-        read.only(key, *values)
-    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+        reader.only(key, *values)
+    heads, hidden = reader.count("num_attention_heads"), reader.count("hidden_size")
     nemo = {
-        "num_layers": read.layers(),
+        "num_layers": reader.layers(),
         "hidden_size": hidden,
-        "ffn_hidden_size": read.count("intermediate_size"),
+        "ffn_hidden_size": reader.count("intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": read.count("num_key_value_heads", heads),
-        "kv_channels": read.count("head_dim", head_dim or hidden // heads),
-        "encoder_seq_length": read.count("max_position_embeddings"),
-        "max_position_embeddings": read.count("max_position_embeddings"),
+        "num_query_groups": reader.count("num_key_value_heads", heads),
+        "kv_channels": reader.count("head_dim", head_dim or hidden // heads),
+        "encoder_seq_length": reader.count("max_position_embeddings"),
+        "max_position_embeddings": reader.count("max_position_embeddings"),
         "normalization": "rmsnorm",
-        "layernorm_epsilon": read.number("rms_norm_eps", epsilon),
+        "layernorm_epsilon": reader.number("rms_norm_eps", epsilon),
         "activation": "fast-swiglu",
         "bias": False,
-        "qkv_bias": attention_bias is not None and read.flag("attention_bias", attention_bias),
+        "qkv_bias": attention_bias is not None and reader.flag("attention_bias", attention_bias),
         "qk_layernorm": False,
         **rope_to_nemo(config, rotated, base),
-        "vocab_size": read.count("vocab_size"),
+        "vocab_size": reader.count("vocab_size"),
         "make_vocab_size_divisible_by": 128,
-        "share_embeddings_and_output_weights": read.flag("tie_word_embeddings", tied),
+        "share_embeddings_and_output_weights": reader.flag("tie_word_embeddings", tied),
         **family,
     }
-    ModelShape.from_config(nemo)  # raises now for what a load would refuse
+    ModelShape.from_config(nemo)  # raises now for settings with which a model cannot be built
     return nemo if name is None else {**nemo, NAME_KEY: name}
 
 
 def decoder_to_hf(
     config: Config, model_type: str, of_shape: Mapping[str, str] | None = None, **family: Any
 ) -> dict[str, Any]:
-    """Translate a NeMo config to the decoder's part of a ``config.json``; ``family`` overrides.
+    """Translate a NeMo config to the decoder's part of a ``config.json``.
 
     Args:
-        of_shape: keys that the family has beside them, and their fields of ``ModelShape``.
+        of_shape: additional keys of this family, with the fields of ``ModelShape`` that have their
+            values.
+        family: settings of this family, which override the others.
     """
     shape = ModelShape.from_config(config)
     return {
@@ -112,15 +122,15 @@ def decoder_to_hf(
 
 
 def is_tied(config: Config) -> bool:
-    """Tell if a NeMo config ties the output layer to the embedding table."""
+    """Tell if a NeMo config ties the output layer to the embedding."""
     return bool(config.get("share_embeddings_and_output_weights", True))
 
 
 # Reading of a ``config.json`` key by key; every error names the key.
 
 Config = Mapping[str, Any]
-# Far above any model's: a config may imply a list of them before any weight is looked at.
-_MOST_LAYERS = 10_000
+# A limit, because lists with an entry for each layer are built before any weight is read.
+_MAX_LAYERS = 10_000
 
 
 class HfSettings:
@@ -136,14 +146,14 @@ class HfSettings:
     def number(self, key: str, default: float | None = None) -> Any:
         """Read a number above 0."""
         value = self.config.get(key)
-        wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
-        return read_number(default if value is None else value, key, wanted)
+        expected = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+        return read_number(default if value is None else value, key, expected)
 
-    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Read an integer."""
+    def count(self, key: str, default: int | None = None, least: int = 1, limit: int = MOST) -> int:
+        """Read an integer from ``least`` to ``limit``."""
         value = self.config.get(key)
-        wanted = f"a whole number from {least} on, at most {most}"
-        return read_count(default if value is None else value, key, wanted, least, most)
+        expected = f"a whole number from {least} on, at most {limit}"
+        return read_count(default if value is None else value, key, expected, least, limit)
 
     def flag(self, key: str, default: bool) -> bool:
         """Read a bool."""
@@ -154,27 +164,27 @@ class HfSettings:
 
     def layers(self) -> int:
         """Read ``num_hidden_layers``."""
-        return self.count("num_hidden_layers", most=_MOST_LAYERS)
+        return self.count("num_hidden_layers", limit=_MAX_LAYERS)
 
     def window(self, missing: int | None = 4096) -> int | None:
-        """Read ``sliding_window``: null is none, and ``missing`` stands for a missing key."""
+        """Read ``sliding_window``: None if it is null, and ``missing`` if the key is missing."""
         is_null = self.config.get("sliding_window", missing) is None
         return None if is_null else self.count("sliding_window", missing)
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse any value but ``allowed``, of which the first is the default."""
+        """Refuse any value except ``allowed``. The first of these is the default."""
         value = self.config.get(key, allowed[0])
         if value not in allowed:
-            wanted = " or ".join(repr(choice) for choice in allowed)
+            supported = " or ".join(repr(choice) for choice in allowed)
             raise CheckpointError(
-                f"{key}: got {shown(value)}, which is not supported; wanted {wanted}"
+                f"{key}: got {shown(value)}, which is not supported; wanted {supported}"
             )
 
 
-# Rotary embedding.
+# RoPE.
 
 
-# By kind, NeMo's keys and those of ``rope_parameters``.
+# For each kind of scaling: NeMo's keys, and those of ``rope_parameters``.
 _FACTORS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"seq_len_interpolation_factor": "factor"},
@@ -195,26 +205,26 @@ def rope_to_nemo(
     base: float = 10000.0,
     kinds: tuple[str, ...] = _ROPE_KINDS,
 ) -> dict[str, Any]:
-    """Translate to NeMo's keys from ``rope_parameters`` (transformers 5) or the older keys.
+    """Translate ``rope_parameters`` (transformers 5), or the older keys, to NeMo's keys.
 
     Args:
         rotated: see ``decoder_to_nemo``.
-        base: of the rotation, unless the config says otherwise.
-        kinds: that the family has.
+        base: default base of RoPE.
+        kinds: kinds of RoPE scaling that the family supports.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted keys and values")
+        raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted a mapping")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in kinds:
         raise CheckpointError(
             f"rope_type: got {shown(kind)}, which is not supported; wanted "
             + " or ".join(map(repr, kinds))
         )
-    beside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    outside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     inside = {key: value for key, value in rope.items() if value is not None}
-    scaling = HfSettings({**beside, **inside})
-    # A share below 1 would be read and not applied.
+    scaling = HfSettings({**outside, **inside})
+    # This family ignores the fraction, so a value below 1 is refused.
     if rotated is None:
         scaling.only("partial_rotary_factor", None, 1.0)
     rotary = {
@@ -227,7 +237,8 @@ def rope_to_nemo(
         return {**rotary, **_yarn_to_nemo(scaling, config)}
     if kind == "longrope":
         return {**rotary, **_longrope_to_nemo(scaling, config)}
-    return {**rotary, **{ours: scaling.number(name) for ours, name in _FACTORS[kind].items()}}
+    factors = {nemo_key: scaling.number(key) for nemo_key, key in _FACTORS[kind].items()}
+    return {**rotary, **factors}
 
 
 _YARN = {
@@ -240,25 +251,25 @@ _YARN = {
 
 
 def _yarn_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
-    """YaRN's settings by megatron-core's names; those that are left out keep transformers' values.
+    """Translate YaRN's settings to megatron-core's names; missing ones keep their defaults.
 
-    transformers prefers an original length beside ``rope_parameters`` to the one inside.
+    Like transformers, prefer an original length outside ``rope_parameters`` to one inside.
     """
     key = "original_max_position_embeddings"
     outside = HfSettings(config)
-    most = outside.count("max_position_embeddings")
-    length = outside.count(key, scaling.count(key, most))
-    found = {
+    max_length = outside.count("max_position_embeddings")
+    length = outside.count(key, scaling.count(key, max_length))
+    yarn = {
         "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": scaling.number("factor", most / length),
+        "yarn_rotary_scaling_factor": scaling.number("factor", max_length / length),
         "yarn_original_max_position_embeddings": length,
         "yarn_correction_range_round_to_int": scaling.flag("truncate", True),
     }
-    # 0 is none there, too, and one mscale alone changes nothing.
-    given = {ours: name for ours, name in _YARN.items() if scaling.config.get(name)}
-    if len(given.keys() & {"yarn_mscale", "yarn_mscale_all_dim"}) < 2:
-        given = {ours: name for ours, name in given.items() if "mscale" not in ours}
-    return {**found, **{ours: scaling.number(name) for ours, name in given.items()}}
+    # transformers ignores a 0, and a single one of the two mscales.
+    present = {nemo_key: name for nemo_key, name in _YARN.items() if scaling.config.get(name)}
+    if len(present.keys() & {"yarn_mscale", "yarn_mscale_all_dim"}) < 2:
+        present = {nemo_key: name for nemo_key, name in present.items() if "mscale" not in nemo_key}
+    return {**yarn, **{nemo_key: scaling.number(name) for nemo_key, name in present.items()}}
 
 
 _LONGROPE = {
@@ -270,19 +281,19 @@ _LONGROPE = {
 
 
 def _longrope_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
-    """LongRoPE's settings; an original length beside ``rope_parameters`` is preferred."""
+    """Translate LongRoPE's settings; prefer an original length outside ``rope_parameters``."""
     key, outside = "original_max_position_embeddings", HfSettings(config)
     inside = scaling.count(key, outside.count("max_position_embeddings"))
-    given = {ours: scaling.config.get(name) for ours, name in _LONGROPE.items()}
+    longrope = {nemo_key: scaling.config.get(name) for nemo_key, name in _LONGROPE.items()}
     return {
         "position_embedding_type": "longrope",
         f"longrope_{key}": outside.count(key, inside),
-        **{ours: value for ours, value in given.items() if value is not None},
+        **{nemo_key: value for nemo_key, value in longrope.items() if value is not None},
     }
 
 
-def rotations_by_layer(config: Config, local_base: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the rotary embedding of a family in which it depends on a layer's window.
+def split_rope_by_window(config: Config, local_base: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the two RoPE settings of a family whose layers with a window have their own.
 
     Args:
         local_base: older key of the base in layers with a window.
@@ -290,35 +301,37 @@ def rotations_by_layer(config: Config, local_base: str) -> tuple[dict[str, Any],
     Returns:
         ``rope_parameters`` of the layers without a window, and of those with one.
     """
-    given = config.get("rope_parameters") or {}
+    parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
-    for key, value in (("rope_parameters", given), ("rope_scaling", scaling)):
+    for key, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, Mapping):
-            raise CheckpointError(f"{key}: got {shown(value)}, wanted keys and values")
-    of_layers = [given.get(kind) or {} for kind in (FULL, SLIDING)]
-    if not all(isinstance(each, Mapping) for each in of_layers) or given.keys() - {FULL, SLIDING}:
+            raise CheckpointError(f"{key}: got {shown(value)}, wanted a mapping")
+    by_kind = [parameters.get(kind) or {} for kind in (FULL, SLIDING)]
+    are_mappings = all(isinstance(rope, Mapping) for rope in by_kind)
+    if not are_mappings or parameters.keys() - {FULL, SLIDING}:
         raise CheckpointError(
-            f"rope_parameters: got {shown(given)}, wanted those of {FULL!r} and of {SLIDING!r}"
+            f"rope_parameters: got {shown(parameters)}, wanted a mapping for {FULL!r} and one for "
+            f"{SLIDING!r}"
         )
     bases = [{"rope_theta": config.get(key)} for key in ("rope_theta", local_base)]
-    of_global, of_local = ({**base, **each} for base, each in zip(bases, of_layers, strict=True))
-    return {**of_global, **scaling}, of_local
+    full, sliding = ({**base, **rope} for base, rope in zip(bases, by_kind, strict=True))
+    return {**full, **scaling}, sliding
 
 
 def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
-    """Translate to the keys of ``config.json`` for transformers 4 and 5."""
-    found = {
+    """Translate RoPE settings to the keys of ``config.json`` for transformers 4 and 5."""
+    scalings = {
         "seq_len_interpolation_factor": shape.seq_len_interpolation_factor,
         "scale_positional_embedding": shape.rope_scaling and True,
         "dynamic_rope_factor": shape.dynamic_rope_factor,
         "position_embedding_type": (shape.yarn and "yarn") or (shape.longrope and "longrope"),
     }
-    # NeMo can combine them: each is a setting of its own there.
-    several = [f"{key}={value}" for key, value in found.items() if value is not None]
+    # NeMo can combine several kinds of scaling, because it has a key for each.
+    several = [f"{key}={value}" for key, value in scalings.items() if value is not None]
     if len(several) > 1:
         raise CheckpointError(
-            f"model_config.yaml: got {' and '.join(several)}, wanted one of them: Hugging Face has "
-            "no name for both"
+            f"model_config.yaml: got {' and '.join(several)}, which Hugging Face cannot combine. A "
+            "model with one of them can be exported"
         )
     rope: dict[str, Any] = {"rope_theta": shape.rotary_base, "rope_type": "default"}
     if shape.seq_len_interpolation_factor is not None:
@@ -348,7 +361,7 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
             "original_max_position_embeddings": shape.longrope.old_context_len,
             **{name: config[key] for key, name in _LONGROPE.items() if config.get(key) is not None},
         }
-    # transformers 5 reads the first, 4 the other two.
+    # transformers 5 reads rope_parameters, transformers 4 the other two keys.
     scaling = None if rope["rope_type"] == "default" else rope
     return {"rope_parameters": rope, "rope_theta": shape.rotary_base, "rope_scaling": scaling}
 
@@ -359,10 +372,14 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[str, Any]:
-    """Translate a window of ``size`` keys, in the layers that ``layer_types`` names.
+    """Translate a sliding window, in the layers that ``layer_types`` names, to NeMo's keys.
 
     Args:
+        size: number of keys in the window; None if there is no window.
         kinds: default of ``layer_types``, one entry for each layer.
+
+    Returns:
+        NeMo's keys for the window; empty if no layer has one.
     """
     count, kinds = len(kinds), config.get("layer_types") or kinds
     has_window = size is not None and isinstance(kinds, list)
@@ -370,8 +387,8 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
         return {}
     if not has_window or len(kinds) != count or not all(kind in (SLIDING, FULL) for kind in kinds):
         raise CheckpointError(
-            f"layer_types: got {shown(kinds)}, a window of {size} and {count} layers, which is not "
-            f"supported; wanted {SLIDING!r} or {FULL!r} for each layer, and a window"
+            f"layer_types: got {shown(kinds)} with a window of {size} and {count} layers, wanted "
+            f"{SLIDING!r} or {FULL!r} for each layer, and a window"
         )
     assert size is not None
     if kinds == [SLIDING] * count:
@@ -383,35 +400,37 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
 
 
 def frequency(marks: list[int], mark: int) -> int | list[int]:
-    """Shorten a 0 or 1 for each layer to N, if every N-th has the ``mark`` and no other."""
-    every = marks.index(mark) + 1 if mark in marks else len(marks) + 1
-    is_regular = all((each == mark) == (layer % every == 0) for layer, each in enumerate(marks, 1))
-    return every if is_regular else marks
+    """Shorten a list of 0 and 1, one for each layer, to N if exactly every N-th is ``mark``."""
+    period = marks.index(mark) + 1 if mark in marks else len(marks) + 1
+    is_regular = all(
+        (layer_mark == mark) == (layer % period == 0) for layer, layer_mark in enumerate(marks, 1)
+    )
+    return period if is_regular else marks
 
 
 def every_nth_layer(layers: int, without: int) -> list[str]:
-    """``layer_types`` of a model with windows in all layers but every ``without``-th."""
+    """Return ``layer_types`` of a model with windows in all layers but every ``without``-th."""
     return [SLIDING if layer % without else FULL for layer in range(1, layers + 1)]
 
 
 def window_everywhere(size: int | None) -> dict[str, Any]:
-    """NeMo's keys for a window in every layer; none for None."""
+    """Return NeMo's keys for a window of ``size`` keys in every layer; empty if it is None."""
     return {} if size is None else {"window_size": size, "window_pattern": "all"}
 
 
 def alternating_layers(layers: int) -> list[str]:
-    """``layer_types`` of a model with windows in its odd layers, counted from 1."""
+    """Return ``layer_types`` of a model with windows in its odd layers, counted from 1."""
     return [FULL if layer % 2 else SLIDING for layer in range(layers)]
 
 
 def layer_types(config: Config) -> list[str]:
-    """``layer_types`` of a NeMo config."""
+    """Return the ``layer_types`` that a NeMo config implies."""
     shape = ModelShape.from_config(config)
     windows = [shape.window_of(layer + 1) for layer in range(shape.num_layers)]
     return [FULL if window is None else SLIDING for window in windows]
 
 
 def window_to_hf(config: Config) -> dict[str, Any]:
-    """Keys of ``config.json`` for the window of a NeMo config, and the layers that have it."""
+    """Return the keys of ``config.json`` for the window in a NeMo config, and its layers."""
     size = ModelShape.from_config(config).window_size
     return {"sliding_window": size, "layer_types": layer_types(config)}

@@ -1,4 +1,4 @@
-"""Model families: their configs, rules and models, there and back, and what is refused."""
+"""Model families: translation of configs, rules and models in both directions, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.harness import families, tiny
 from tests.harness.families import CASES, WINDOW
 
 NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
-# What every config.json says.
+# Settings in every config.json.
 SIZES = {
     key: value
     for key, value in tiny.SHAPE.items()
@@ -75,18 +75,22 @@ def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
         again.load_state_dict(model(case).state_dict())
         tokens = torch.arange(5, 60)[None]
         with torch.no_grad():
-            # The cap of an LM head's logits is not the decoder's.
-            wanted, found = (each.model(tokens).last_hidden_state for each in (model(case), again))
-        assert wanted.std() > 0.1
-        assert torch.equal(found, wanted)
+            # A cap on the LM head's logits does not change the decoder.
+            expected, actual = (
+                decoder.model(tokens).last_hidden_state for decoder in (model(case), again)
+            )
+        assert expected.std() > 0.1
+        assert torch.equal(actual, expected)
 
 
 def test_family_config_leaves_out_what_transformers_adds() -> None:
-    found, wanted = {}, {}
+    actual, expected = {}, {}
     for name in NAMES:
         full = AutoConfig.for_model(name, **SIZES).to_dict()
-        found[name], wanted[name] = (find_family(name).to_nemo(each) for each in (SIZES, full))
-    assert found == wanted
+        actual[name], expected[name] = (
+            find_family(name).to_nemo(config) for config in (SIZES, full)
+        )
+    assert actual == expected
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -94,7 +98,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: got 9, wanted .* at most 8"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
-    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted a 1 for each"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted for each"),
     ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
     ("ministral", {"layer_types": ["chunked_attention"] * 4}, "layer_types: got"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
@@ -113,14 +117,22 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
     ("gemma2", {"layer_types": 4}, "layer_types: got 4"),
     ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: got 30.0"),
-    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted th"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"rope_theta": 5.0}},
+        "rope_parameters: got .*, wanted a mapping",
+    ),
     ("gemma3_text", {"rope_scaling": {"type": "yarn"}}, "rope_type: got 'yarn', .* 'default' or '"),
     ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_theta: got 'x'"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: got 0.0"),
     ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
     ("exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0"),
-    ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted those"),
+    (
+        "olmo3",
+        {"rope_parameters": {"rope_theta": 5.0}},
+        "rope_parameters: got .*, wanted a mapping",
+    ),
     ("phi3", {"rope_scaling": {"type": "su"}}, "longrope_short_factor: got None, wanted 8 numbers"),
     ("granite", {"residual_multiplier": 0.0}, "residual_multiplier: got 0.0, wanted a number"),
     ("granite", {"attention_bias": True}, "attention_bias: got True"),
@@ -133,11 +145,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rotary_percentage": 0.5}, "qk_layernorm=True, rotary_percentage=0.5"),
-    ("exaone4_window", {"no_rope_freq": 2}, "no_rope_freq: got 2, wanted the layers without"),
-    ("glm", {"window_size": 5}, "window_size=5, which is not of the family glm"),
+    ("exaone4_window", {"no_rope_freq": 2}, "no_rope_freq: got 2, .* the layers without"),
+    ("glm", {"window_size": 5}, "window_size=5, which does not belong to the family glm"),
     ("olmo2", {"pre_layernorms": True}, "qk_layernorm_across_heads=True, post_layernorms=True"),
     ("granite", {"qkv_bias": True}, "qkv_bias=True, embedding_multiplier=3.0"),
-    ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
+    ("gemma", {"window_size": 5}, "window_size=5, which does not belong to any family"),
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
     ("smollm3", {"qk_layernorm": True}, "qk_layernorm=True, no_rope_freq=2"),
@@ -146,7 +158,7 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_family_config_that_cannot_be_carried_is_refused() -> None:
-    """Of Hugging Face, and of a decoder that no family has."""
+    """Unsupported settings of Hugging Face and decoders that fit no family are refused."""
     with refusals() as refused:
         for name, changes, pattern in REFUSED:
             with refused((name, changes), pattern):
@@ -158,10 +170,10 @@ def test_family_config_that_cannot_be_carried_is_refused() -> None:
 
 
 def test_family_of_experts_reads_those_that_are_stored_as_one(tmp_path: Path) -> None:
-    """As transformers 5 writes them if it is told to; a Mixtral's router then has another name."""
+    """transformers 5 can write fused experts; a Mixtral's router then has another name."""
     families.write_hf_checkpoint(tmp_path / "single", "mixtral")
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
-    whole.save_pretrained(tmp_path / "fused", save_original_format=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
     tiny.write_tokenizer(tmp_path / "fused")
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(
         tmp_path / "fused/model.safetensors"
@@ -187,8 +199,8 @@ def test_family_config_of_old_keys_reads_the_same() -> None:
         ("gemma", gelu, {}),
         ("qwen2", no_layer, {}),
     ):
-        found, wanted = (find_family(name).to_nemo({**SIZES, **each}) for each in (older, newer))
-        assert found == wanted, (name, older)
+        actual, expected = (find_family(name).to_nemo({**SIZES, **keys}) for keys in (older, newer))
+        assert actual == expected, (name, older)
     uncapped = {**SIZES, "attn_logit_softcapping": None, "sliding_window": 5}
     assert find_family("gemma2").to_nemo(uncapped)["attn_logit_softcapping"] is None
     smollm = {**SIZES, "tie_word_embeddings": True, "rope_theta": 100000}
@@ -205,7 +217,7 @@ def test_family_layers_may_alternate_where_they_are_named() -> None:
 
 
 def test_family_rules_come_apart_as_they_were_put_together() -> None:
-    """With norms as Gemma's checkpoints have them, too; the exports below have them as they are."""
+    """Joining and splitting are inverse, also for Gemma's norms, which store gamma - 1."""
     for case in CASES:
         family = find_family(CASES[case]["model_type"])
         state = families.single_experts(family, nemo_config(case), model(case).state_dict())
@@ -216,10 +228,10 @@ def test_family_rules_come_apart_as_they_were_put_together() -> None:
                 names += rule.hf
                 parts = [state[name] for name in rule.hf]
                 again = rule.split(rule.join(parts, config), config)
-                for found, wanted in zip(again, parts, strict=True):
-                    # What had 1 added to it has lost its last bits.
-                    torch.testing.assert_close(found, wanted, atol=2e-7, rtol=0)
-                    assert "norm" in rule.megatron or torch.equal(found, wanted)
+                for actual, expected in zip(again, parts, strict=True):
+                    # Adding 1 has rounded off the last bits.
+                    torch.testing.assert_close(actual, expected, atol=2e-7, rtol=0)
+                    assert "norm" in rule.megatron or torch.equal(actual, expected)
             untied = {"lm_head.weight"} if model(case).config.tie_word_embeddings else set()
             assert set(names) == state.keys() - untied, case
             assert len(names) == len(set(names)), case
@@ -262,8 +274,10 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
     torch.testing.assert_close(packed[: 2 * size], query[: 2 * size])
     torch.testing.assert_close(packed[2 * size : 3 * size], key[:size])
     torch.testing.assert_close(packed[3 * size : 4 * size], value[:size])
-    for got, wanted in zip(unpack_qkv(packed, heads, groups), (query, key, value), strict=True):
-        torch.testing.assert_close(got, wanted)
+    for actual, expected in zip(
+        unpack_qkv(packed, heads, groups), (query, key, value), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -271,40 +285,40 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
 def test_family_export_is_what_was_converted(
     case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
 ) -> None:
-    """In bf16 of a shape that hides nothing, such as what a library rounds to 16 bits by itself."""
+    """An export in bf16 has the converted tensors, whatever a library rounds to 16 bits itself."""
     is_odd = dtype is torch.bfloat16
     shape = families.odd_settings(case) if is_odd else {}
     families.write_reward_model(tmp_path / "there", case, dtype, **shape)
-    # Of two or three query groups, to which another of zeros is added and removed again.
+    # Two or three query groups; a group of zeros is added, and removed by the export.
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=2 if is_odd else 3)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
-    # The export scored texts longer than any window through both.
+    # The export has compared samples that are longer than any window.
     assert summary.largest_difference < 2e-5
     there, back = (load_file(tmp_path / name / "model.safetensors") for name in ("there", "back"))
     assert there.keys() == back.keys()
     for name, tensor in there.items():
-        wanted = tensor.float() if name == "score.weight" else tensor
-        assert torch.equal(back[name], wanted), name
+        expected = tensor.float() if name == "score.weight" else tensor
+        assert torch.equal(back[name], expected), name
 
 
 def test_family_export_is_named_and_scaled_as_vllm_reads_it(layout: Any, tmp_path: Path) -> None:
-    """test_heads_out.py has vLLM itself read it, where there is one."""
+    """The export has the names and scales that vLLM reads; test_export_heads.py runs vLLM."""
     scaling = {"original_max_position_embeddings": 16, "beta": 0.5}
-    for case, name, wanted in (
+    for case, name, expected in (
         ("gemma3", "architectures", ["Gemma3ForSequenceClassification"]),
         ("ministral3", "llama_4_scaling", scaling),
     ):
         families.write_reward_model(tmp_path / case, case, torch.float32)
         convert(tmp_path / case, tmp_path / f"{case}.nemo")
         export(tmp_path / f"{case}.nemo", tmp_path / f"{case}.out", layout)
-        assert config_of(tmp_path / f"{case}.out")[name] == wanted
+        assert config_of(tmp_path / f"{case}.out")[name] == expected
 
 
 def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
-    """The original length beside a rotation of an older name; some checked texts are longer."""
+    """LongRoPE as released: an older name, and the original length outside ``rope_scaling``."""
     rope = {
         "rope_type": "su",
-        "short_factor": [1.0 + 0.1 * each for each in range(8)],
+        "short_factor": [1.0 + 0.1 * index for index in range(8)],
         "long_factor": [4.0] * 8,
     }
     source = tmp_path / "hf"
@@ -312,9 +326,9 @@ def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
     edit(source, rope_scaling=rope, original_max_position_embeddings=100, rope_parameters=None)
     convert(source, tmp_path / "rm.nemo")
     assert export(tmp_path / "rm.nemo", tmp_path / "back", layout).largest_difference < 2e-5
-    found = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
-    assert {key: found[key] for key in rope} == {**rope, "rope_type": "longrope"}
-    assert found["original_max_position_embeddings"] == 100
+    exported = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
+    assert {key: exported[key] for key in rope} == {**rope, "rope_type": "longrope"}
+    assert exported["original_max_position_embeddings"] == 100
 
 
 def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
@@ -323,21 +337,21 @@ def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
     families.write_reward_model(tmp_path / "hf", "granite", torch.float32)
     convert(tmp_path / "hf", tmp_path / "rm.nemo")
     export(tmp_path / "rm.nemo", tmp_path / "out", layout)
-    found = config_of(tmp_path / "out")
-    assert found["architectures"] == ["GraniteForSequenceClassification"]
+    config = config_of(tmp_path / "out")
+    assert config["architectures"] == ["GraniteForSequenceClassification"]
     _, _, program = (tmp_path / "out/README.md").read_text().partition("```python\n")
     monkeypatch.chdir(tmp_path)
     variables: dict[str, Any] = {}
     exec(program.partition("```")[0], variables)
-    wanted = score_all(load_scorer(tmp_path / "rm.nemo", layout), [variables["conversation"]])
-    np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-5, rtol=0)
-    # And it is a reward model again.
+    expected = score_all(load_scorer(tmp_path / "rm.nemo", layout), [variables["conversation"]])
+    np.testing.assert_allclose(variables["rewards"].numpy(), expected, atol=1e-5, rtol=0)
+    # The export can be converted to a reward model again.
     back = convert(tmp_path / "out", tmp_path / "back.nemo")
     assert back.contract is not None
 
 
 def test_family_of_a_dynamic_rotation_is_exported(layout: Any, tmp_path: Path) -> None:
-    """A checked text is longer than the model; a contract is so only if that is asked for."""
+    """The comparison has a sample longer than the model's context, which RoPE extends."""
     rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
     source, longest = tmp_path / "hf", tiny.SHAPE["max_position_embeddings"]
     families.write_reward_model(source, "llama", torch.float32, rope_parameters=rope)

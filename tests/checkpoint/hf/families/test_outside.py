@@ -1,4 +1,4 @@
-"""A model family from outside the package: one file, and its registration."""
+"""A model family from another package: one file and a call of ``register_family``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TOY_SIZES = {**SIZES, "ffn_dim": SIZES["intermediate_size"], "intermediate_size"
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For this test alone: no function takes a family out again, which only a test would want."""
+    """Register a family for one test; the package has no function to remove one."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     register_family(TOY_LLAMA)
 
 
 def write_reward_model(folder: Path) -> None:
-    """With a tokenizer, as transformers would save it."""
+    """Write a reward model with a tokenizer like transformers does."""
     from tests.checkpoint.hf.families import toy_transformers as toy
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def test_it_converts_and_is_exported_bit_for_bit(layout: Any, tmp_path: Path) ->
     assert config_of(tmp_path / "hf")["ffn_dim"] == SIZES["intermediate_size"]
     assert "model.blocks.3.mlp.w2.weight" in tensors_of(tmp_path / "hf")
 
-    # Query groups of zeros are added, and removed again.
+    # Query groups of zeros are added by the conversion, and removed by the export.
     summary = convert(tmp_path / "hf", tmp_path / "converted.nemo", tensor_parallel=3)
     assert "toy_llama reward model" in str(summary)
     save_again(tmp_path / "converted.nemo", tmp_path / "trained.nemo", layout)
@@ -70,7 +70,7 @@ def test_a_name_is_that_of_one_family() -> None:
     with pytest.raises(ConfigError, match="model family toy_llama: its name"):
         register_family(TOY_LLAMA)
     same_files = dataclasses.replace(find_family("llama"), name="other")
-    with pytest.raises(ConfigError, match="model family other: its name, or its name in GGUF"):
+    with pytest.raises(ConfigError, match="model family other: another family has this name"):
         register_family(same_files)
 
 
@@ -79,7 +79,9 @@ def test_a_config_names_a_family_that_has_such_decoders() -> None:
     config = find_family("toy_llama").to_nemo(TOY_SIZES)
     assert family_of(config) is TOY_LLAMA
     assert family_of({**config, NAME_KEY: None}).name == "llama"
-    with pytest.raises(CheckpointError, match="qkv_bias=True, which is not of the family toy_llam"):
+    with pytest.raises(
+        CheckpointError, match="qkv_bias=True, which does not belong to the family toy_llama"
+    ):
         family_of({**config, "qkv_bias": True})
 
 

@@ -1,4 +1,4 @@
-"""What transformers would have of the family in ``toy_llama.py``; importing it registers it."""
+"""Classes of transformers for the family in ``toy_llama.py``; importing registers them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ToyLlamaModel(LlamaModel):
         self.layers = None
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        # As Llama's, which looks for its layers by their other name.
+        # Llama's class, with the other name of the layers.
         self.__dict__["layers"] = list(self.blocks)
         try:
             return super().forward(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Untrusted weights, their index and shards: no code runs, and all data is whole and in place."""
+"""Untrusted indexes and shards: no code runs, and missing or misplaced data is found."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EMBEDDING = "model.embedding"
 
 @contextmanager
 def edited_index(folder: Path) -> Iterator[Any]:
-    """The index of the weights in ``folder``, which is written back as the block leaves it."""
+    """Yield the index of the weights in ``folder``, and write it back after the block."""
     metadata = read_metadata(folder)
     yield metadata
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -50,18 +50,18 @@ def index_edit(change: Callable[[Any], object]) -> Callable[[Path], None]:
 
 
 def check_and_load(folder: Path) -> None:
-    """As weights without checksums are opened."""
+    """Check and load weights like those of an archive without checksums."""
     open_weights(folder).check_data(read=True)
     check_loaded(load(folder))
 
 
 def first_info(metadata: Any) -> Any:
-    """Where the first piece is stored."""
+    """Return the storage info of the first shard."""
     return next(iter(metadata.storage_data.values()))
 
 
 def test_code_is_never_run(saved: Path, tmp_path: Path) -> None:
-    """Wherever weights may hold a pickle: it is refused, or not read."""
+    """A pickle in any file of the weights is refused or not read."""
     bomb = Bomb(tmp_path / "executed")
 
     def write(name: str) -> Callable[[Path], object]:
@@ -96,7 +96,7 @@ def test_code_is_never_run(saved: Path, tmp_path: Path) -> None:
 
 
 class Attribute:
-    """Pickled as ``getattr(owner, name)``."""
+    """An object that is pickled as ``getattr(owner, name)``."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.call = (getattr, (owner, name))
@@ -106,7 +106,7 @@ class Attribute:
 
 
 def test_index_getattr_gives_members_of_enums_and_nothing_else(saved: Path) -> None:
-    """Python 3.11.0 to 3.11.3 pickle the member of an enum like this."""
+    """Python 3.11.0 to 3.11.3 pickle enum members with ``getattr``; nothing else may use it."""
     with edited_index(saved) as metadata:
         metadata.planner_data = {"x": Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")}
     assert read_metadata(saved).planner_data == {"x": _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST}
@@ -166,11 +166,11 @@ def wrong_numbers() -> Iterator[tuple[Callable[[Any], object], str]]:
         for kind, name in (("entry", "size"), ("chunk", "offsets"), ("chunk", "sizes")):
             yield put(kind, name, (wrong, 4)), "'model.embedding': a shape has entries that are not"
         for name in ("offset", "length"):
-            yield put("info", name, wrong), "wanted a file, an offset in it and a length"
+            yield put("info", name, wrong), "wanted a file name, an offset in the file and a length"
 
 
 def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
-    """A change to the index, and what is told of it: values are named in few words."""
+    """Yield changes of the index with the pattern of the error."""
     long = "x" * 10**6
     much: Any = [1]
     for _ in range(40):
@@ -203,7 +203,7 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
     yield lambda metadata: metadata.state_dict_metadata.clear(), "tensors are missing"
     yield set_dtype(much), "got list, wanted a dtype"
     yield set_dtype(long), "got str, wanted a dtype"
-    yield set_file(much), "got list, "
+    yield set_file(much), "types list, "
     yield (
         lambda m: m.storage_data.update({MetadataIndex((1, 2)): first_info(m)}),
         "got tuple, wanted the name of a tensor",
@@ -211,22 +211,24 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
     for name in ("../secret", "/etc/hostname", "..", f"{long}/"):
         yield set_file(name), "not in its folder"
     yield resize(5), r"model\.embedding: .*lies outside"
-    yield resize(7), r"model\.embedding: .*do not make up its shape"
+    yield resize(7), r"model\.embedding: .*do not cover its shape"
 
 
 def test_index_that_is_wrong_is_refused(saved: Path) -> None:
     changes = (*damages_of_the_index(), *wrong_numbers())
-    check_damages(saved, ((index_edit(change), said) for change, said in changes), check_and_load)
+    check_damages(
+        saved, ((index_edit(change), pattern) for change, pattern in changes), check_and_load
+    )
 
 
 def test_index_of_another_kind_is_refused(saved: Path) -> None:
-    """Also where it has what an index has."""
+    """An index of another class is refused, even if it has the same fields."""
     metadata = read_metadata(saved)
     look_alike = SavePlan([])
     vars(look_alike).update(vars(metadata))
     wrong = pickle.dumps(look_alike)
-    wanted = "got SavePlan, wanted a checkpoint index"
-    check_damages(saved, [(overwrite(".metadata", wrong), wanted)], check_and_load)
+    pattern = "got SavePlan, wanted a checkpoint index"
+    check_damages(saved, [(overwrite(".metadata", wrong), pattern)], check_and_load)
 
 
 def test_data_that_is_missing_cut_off_or_a_link_is_named(saved: Path, tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_data_that_is_missing_cut_off_or_a_link_is_named(saved: Path, tmp_path: 
         (folder / name).symlink_to(tmp_path / "elsewhere")
 
     damages = [
-        (lambda folder: (folder / name).unlink(), "no such file, wanted the data of"),
+        (lambda folder: (folder / name).unlink(), "no such file, but the index places"),
         (lambda folder: cut(folder / name, -100), "the file ends at|damaged"),
         (lambda folder: cut(folder / name, 0), "the file ends at 0"),
         (link, "is a link"),
@@ -250,7 +252,7 @@ def cut(path: Path, end: int) -> None:
 
 
 def test_index_that_promises_too_much_is_refused(unpacked: Path, layout: Any) -> None:
-    """Settings and index agree on a size that the files lack; anyone can write checksums."""
+    """Sizes in settings and index that the files lack are refused, even with correct checksums."""
     weights, size = unpacked / "model_weights", torch.Size([2**30, 16])
     with edited_index(weights) as metadata:
         entry = metadata.state_dict_metadata["model.embedding.word_embeddings.weight"]
@@ -267,12 +269,12 @@ def test_piece_with_a_flipped_bit_is_found_once_it_is_read(unpacked: Path, layou
     weights = unpacked / "model_weights"
     tensors = dist_checkpointing.load_plain_tensors(str(weights))
     (file,) = weights.glob("*.distcp")
-    whole = file.read_bytes()
+    content = file.read_bytes()
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc2.weight"):
         for layer in range(2):
             row = tensors[f"model.decoder.layers.{name}"][layer, -1].numpy().tobytes()
-            data = bytearray(whole)
+            data = bytearray(content)
             data[data.index(row) + 5] ^= 4
             file.write_bytes(data)
             open_weights(weights).check_data(read=False)
-            refuse(unpacked, layout, f"{name}: damaged: .* has another CRC-32")
+            refuse(unpacked, layout, f"{name}: damaged: the CRC-32 of .* does not match")

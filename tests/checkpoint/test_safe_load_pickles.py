@@ -1,4 +1,4 @@
-"""Pickles of few bytes that would take hours to load, at every door that reads one."""
+"""Small pickles that would take hours to load are refused by every function that reads one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.loading import Bomb
 from tests.harness import tiny
 
-# A second or two for each bomb where nothing bounds it; each level more doubles that.
+# Without a limit each bomb takes one or two seconds; each further level doubles that.
 _LEVELS = 26
 _TUPLES = b")" + b"q\x00h\x00\x86" * _LEVELS
 _LISTS = b"]" + b"q\x00](h\x00h\x00e" * _LEVELS
@@ -52,17 +52,17 @@ def as_torch_saves(content: bytes, path: Path) -> None:
 
 
 def put_among_shards(path: Path, index: MetadataIndex) -> Path:
-    """Have the index of the folder of ``path`` say that it stores what ``index`` names."""
+    """Make the index next to ``path`` name that file as the data of ``index``."""
     metadata = read_metadata(path.parent)
-    some = next(iter(metadata.storage_data.values()))
-    metadata.storage_data[index] = type(some)(path.name, 0, path.stat().st_size)
+    info = next(iter(metadata.storage_data.values()))
+    metadata.storage_data[index] = type(info)(path.name, 0, path.stat().st_size)
     (path.parent / ".metadata").write_bytes(pickle.dumps(metadata))
     return path.parent
 
 
 @pytest.fixture
 def doors(saved: Path, tmp_path: Path) -> list[tuple[str, Path, Door]]:
-    """Each with the file that it reads."""
+    """Yield every function that reads pickles, with the file that it reads."""
     classifier = tmp_path / "classifier"
     classifier.mkdir()
     tiny.write_hf_reward_model(classifier)
@@ -71,14 +71,14 @@ def doors(saved: Path, tmp_path: Path) -> list[tuple[str, Path, Door]]:
     for file in saved.iterdir():
         (tmp_path / "newer" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "newer" / "common.pt").unlink()
-    whole = MetadataIndex("common_state/shard_0_1")
+    common_index = MetadataIndex("common_state/shard_0_1")
     embedding = MetadataIndex("model.embedding", torch.Size([0, 0]))
     return [
         ("common.pt", saved / "common.pt", lambda _: read_common(saved)),
         (
             "common state among shards",
             tmp_path / "newer" / "__9_9.distcp",
-            lambda path: read_common(put_among_shards(path, whole)),
+            lambda path: read_common(put_among_shards(path, common_index)),
         ),
         (
             "a tensor's shard",
@@ -102,10 +102,12 @@ def test_pickle_bombs_are_refused_at_once_at_every_door(doors: list[Any]) -> Non
                 began = time.perf_counter()
                 with pytest.raises(CheckpointError) as caught:
                     read(path)
-                took, said = time.perf_counter() - began, str(caught.value)
-                asked = form == "pickle" or " parts" in said or "bytearray" in said
-                if not asked or len(said) > 1000 or took > 10:
-                    wrong.append((door, bomb, form, f"{took:.1f} s", said[:200]))
+                took, message = time.perf_counter() - began, str(caught.value)
+                is_refused_by_size = (
+                    form == "pickle" or " parts" in message or "bytearray" in message
+                )
+                if not is_refused_by_size or len(message) > 1000 or took > 10:
+                    wrong.append((door, bomb, form, f"{took:.1f} s", message[:200]))
     assert not wrong, wrong
 
 
@@ -114,7 +116,7 @@ def _as_plain_pickle(content: bytes, path: Path) -> None:
 
 
 def test_pickle_of_a_compressed_file_is_refused(saved: Path) -> None:
-    """Which may unpack to anything."""
+    """Compressed files are refused, because they may expand to any size."""
     with zipfile.ZipFile(saved / "common.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"N" * 10**7 + b".")
     with pytest.raises(CheckpointError, match="it is compressed"):
@@ -140,9 +142,9 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
         "mutable": bytearray(b"abc"),
     }
     torch.save(content, saved / "common.pt")
-    found = read_common(saved)
-    assert torch.equal(found.pop("tensor"), content.pop("tensor"))
-    assert found == content
+    common = read_common(saved)
+    assert torch.equal(common.pop("tensor"), content.pop("tensor"))
+    assert common == content
 
     tiny.write_hf_reward_model(tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -163,7 +165,7 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
     ],
 )
 def test_piece_laid_out_in_any_way_is_read(tensor: torch.Tensor, saved: Path) -> None:
-    """Row by row, from within a larger storage, with strides, of a dtype without a storage type."""
+    """Shards are read from contiguous, offset and strided storages, and in rare dtypes."""
     from nemo_aligner.checkpoint.weights.store import read_shard
 
     path = saved / "shard"

@@ -1,4 +1,4 @@
-"""What is opened is what was written, whole or not at all; what is no archive is named."""
+"""Opened archives have the written content; other files are refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Parts = tuple[Path, Path]
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Parts:
-    """Folders that stand for weights and tokenizer; the archive does not look into them."""
+    """Folders in place of weights and tokenizer; packing does not read their content."""
     weights, tokenizer = tmp_path / "w", tmp_path / "t"
     for folder, name in ((weights, "__0_0.distcp"), (tokenizer, "tokenizer.json")):
         folder.mkdir()
@@ -45,7 +45,7 @@ def archive(tmp_path: Path, parts: Parts) -> Path:
 
 
 def check(path: Path) -> Path:
-    """Open an archive, compare its content, and give the folder it was unpacked to."""
+    """Open an archive, compare its content, and return the folder to which it was unpacked."""
     with open_nemo(path) as folder:
         tokenizer = {"library": "huggingface", "type": "nemo:tokenizer"}
         assert folder.config == {**CONFIG, "tokenizer": tokenizer}
@@ -56,7 +56,7 @@ def check(path: Path) -> Path:
 
 
 def test_open_gives_what_was_written(archive: Path, parts: Parts, tmp_path: Path) -> None:
-    """Plain, gzipped, or unpacked, which is left where it is and compared with its checksums."""
+    """Plain, gzipped and unpacked archives open alike; an unpacked one stays in its place."""
     assert not check(archive).exists()
     with tarfile.open(archive, "r:") as tar:
         assert all(name.startswith("./") for name in tar.getnames())
@@ -75,7 +75,7 @@ def test_open_gives_what_was_written(archive: Path, parts: Parts, tmp_path: Path
 
 @pytest.mark.usefixtures("layout")
 def test_open_leaves_nothing_where_its_block_fails(archive: Path) -> None:
-    """Also in a world of one process."""
+    """A failing block leaves no files, also with torch.distributed and one process."""
     with pytest.raises(CheckpointError), open_nemo(archive) as folder:
         raise CheckpointError("elsewhere")
     assert not folder.root.exists()
@@ -95,9 +95,9 @@ def test_open_refuses_legacy_weights_unread(tmp_path: Path) -> None:
 
 
 def test_open_names_what_is_no_archive_of_a_model(archive: Path, tmp_path: Path) -> None:
-    whole = archive.read_bytes()
+    original = archive.read_bytes()
     with refusals() as refused:
-        for content in (whole[:4000], b"", b"not a tar", b"\x1f\x8b\x08\x00broken"):
+        for content in (original[:4000], b"", b"not a tar", b"\x1f\x8b\x08\x00broken"):
             archive.write_bytes(content)
             with refused(content[:20], r"model\.nemo"), open_nemo(archive):
                 pass
@@ -121,7 +121,7 @@ def test_open_names_what_is_no_archive_of_a_model(archive: Path, tmp_path: Path)
 def test_write_stores_files_and_their_checksums(
     tiny_archive: Path, tmp_path: Path, parts: Parts
 ) -> None:
-    """Files where there were links, of which a hub cache is made."""
+    """Links, such as those in a cache of the hub, are stored as files."""
     source = parts[1] / "tokenizer.json"
     source.rename(tmp_path / "blob")
     source.symlink_to(tmp_path / "blob")
@@ -167,8 +167,8 @@ def test_write_that_fails_leaves_what_was_there(
         with pytest.raises(OSError, match="no space"):
             write_nemo(path, {"vocab_size": 3}, *parts)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"contract\.json: 2097\d+ bytes, wanted at most"):
-        write_nemo(new, CONFIG, *parts, {"template": "x" * 2**21})  # it could not be opened
+    with pytest.raises(CheckpointError, match=r"contract\.json: got 2097\d+ bytes, wanted at most"):
+        write_nemo(new, CONFIG, *parts, {"template": "x" * 2**21})  # a reader would refuse it
     assert list(old.parent.iterdir()) == [old]
     check(old)
     assert not list(new.parent.iterdir())

@@ -1,4 +1,4 @@
-"""Process reward models of Hugging Face, converted: the probabilities of their steps are kept."""
+"""Converted process reward models keep the probabilities of their steps."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def drawn(*size: int) -> torch.Tensor:
 
 
 def test_qwen_process_reward_model_has_its_probability_at_every_step(tmp_path: Path) -> None:
-    """As its own class: score.2(relu(score.0(hidden))), softmax[:, 1] at every <extra_0>."""
+    """As in its class: score.2(relu(score.0(hidden))), softmax[:, 1] at every <extra_0>."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "qwen2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_0>"]})
     tokenizer.save_pretrained(folder)
     mark = tokenizer.convert_tokens_to_ids("<extra_0>")
-    whole = AutoModelForCausalLM.from_pretrained(folder)
-    whole.resize_token_embeddings(max(whole.config.vocab_size, mark + 1))
-    whole.save_pretrained(folder)
+    language_model = AutoModelForCausalLM.from_pretrained(folder)
+    language_model.resize_token_embeddings(max(language_model.config.vocab_size, mark + 1))
+    language_model.save_pretrained(folder)
     body = AutoModel.from_pretrained(folder)
     hidden_size = body.config.hidden_size
     head = {
@@ -60,32 +60,32 @@ def test_qwen_process_reward_model_has_its_probability_at_every_step(tmp_path: P
     }
     edit_tensors(folder, head)
     edit_config(folder, architectures=["Qwen2ForProcessRewardModel"], num_labels=2)
-    said = str(convert(folder, tmp_path / "prm.nemo", seq_length=64))
-    assert "reads the end of '<extra_0>' behind each step" in said
+    summary = str(convert(folder, tmp_path / "prm.nemo", seq_length=64))
+    assert "reads the end of '<extra_0>' after each step" in summary
     chats = [text("<extra_0>", *STEPS), text("<extra_0>", "yes")]
     with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as model:
         assert model.contract().scored_position == "step_marks"
-        found = model.score(chats, steps=True)
-    for chat, own in zip(chats, found, strict=True):
+        scored = model.score(chats, steps=True)
+    for chat, reply in zip(chats, scored, strict=True):
         written = tokenizer.apply_chat_template(chat, tokenize=False)
         ids = torch.tensor([tokenizer(written, add_special_tokens=False).input_ids])
         with torch.no_grad():
             states = body(ids).last_hidden_state
         layer = states @ head["score.0.weight"].T + head["score.0.bias"]
         logits = layer.relu() @ head["score.2.weight"].T + head["score.2.bias"]
-        wanted = logits.softmax(-1)[..., 1][ids == mark]
-        assert len(wanted) == len(own.rewards) == len(own.spans)
-        np.testing.assert_allclose(own.rewards[:, 0], wanted.numpy(), atol=1e-5)
+        expected = logits.softmax(-1)[..., 1][ids == mark]
+        assert len(expected) == len(reply.rewards) == len(reply.spans)
+        np.testing.assert_allclose(reply.rewards[:, 0], expected.numpy(), atol=1e-5)
     exported = check_comes_back(tmp_path, head)
     assert exported["architectures"] == ["Qwen2ForProcessRewardModel"]
     assert exported["step_tag_id"] == mark
 
 
 def check_comes_back(folder: Path, head: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """``prm.nemo``, out and in again, has the source's head and its contract; the settings."""
+    """Export ``prm.nemo`` and convert it again; check head and contract, and return the config."""
     summary = na.RewardModel.from_pretrained(folder / "prm.nemo").export(folder / "out")
     written = tensors_of(folder / "out")
-    assert_same({name: each for name, each in written.items() if "score" in name}, head)
+    assert_same({name: tensor for name, tensor in written.items() if "score" in name}, head)
     again = convert(folder / "out", folder / "again.nemo").contract
     assert again is not None
     assert again.hash == summary.contract.hash
@@ -96,7 +96,7 @@ def check_comes_back(folder: Path, head: dict[str, torch.Tensor]) -> dict[str, A
 
 @pytest.mark.parametrize("labels", [1, 2])
 def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path: Path) -> None:
-    """As TRL trains it, with a separator behind each step; of two labels the second is right."""
+    """As TRL trains it: a separator after each step, and the second of two labels means right."""
     folder = tmp_path / "hf"
     tiny.write_hf_checkpoint(folder)
     torch.manual_seed(0)
@@ -105,18 +105,20 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
     torch.nn.init.normal_(model.score.bias)
     model.save_pretrained(folder)
     assert set(load_file(folder / "model.safetensors")) >= {"score.weight", "score.bias"}
-    with pytest.raises(CheckpointError, match="step_separator: got none, and the tokenizer has no"):
+    with pytest.raises(
+        CheckpointError, match="step_separator: it is not set, and the tokenizer has no"
+    ):
         convert(folder, tmp_path / "none.nemo")
-    how: dict[str, Any] = {"step_separator": "\n", "seq_length": 64, "attributes": ["right"]}
-    convert(folder, tmp_path / "prm.nemo", **how)
+    options: dict[str, Any] = {"step_separator": "\n", "seq_length": 64, "attributes": ["right"]}
+    convert(folder, tmp_path / "prm.nemo", **options)
     chat = text("\n", *STEPS)
     with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
-        (found,) = ours.score([chat], steps=True)
+        (scored,) = ours.score([chat], steps=True)
         assert ours.attributes == ("right",)
-        # Ids of steps that are cut as here, as TRL joins them.
+        # Token ids of the steps, joined like in TRL.
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        before = tokenizer.apply_chat_template([QUESTION], tokenize=False)
-        pieces = [f"{before}<|im_start|>assistant\n{STEPS[0]}", *STEPS[1:]]
+        prompt = tokenizer.apply_chat_template([QUESTION], tokenize=False)
+        pieces = [f"{prompt}<|im_start|>assistant\n{STEPS[0]}", *STEPS[1:]]
         ids: list[int] = []
         places = []
         for piece in pieces:
@@ -125,58 +127,60 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
             places.append(len(ids) - 1)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, places]
-    wanted = logits[:, 0] if labels == 1 else logits.softmax(-1)[:, 1]
-    np.testing.assert_allclose(found.rewards[:, 0], wanted.numpy(), atol=1e-5)
-    own = {"score.weight": model.score.weight.data, "score.bias": model.score.bias.data}
-    if labels == 1:  # the softmax of 0 and the reward is its sigmoid
-        own = {name: torch.cat([torch.zeros_like(each), each]) for name, each in own.items()}
-    exported = check_comes_back(tmp_path, own)
+    expected = logits[:, 0] if labels == 1 else logits.softmax(-1)[:, 1]
+    np.testing.assert_allclose(scored.rewards[:, 0], expected.numpy(), atol=1e-5)
+    head = {"score.weight": model.score.weight.data, "score.bias": model.score.bias.data}
+    if labels == 1:  # the softmax of 0 and the reward is the reward's sigmoid
+        head = {
+            name: torch.cat([torch.zeros_like(tensor), tensor]) for name, tensor in head.items()
+        }
+    exported = check_comes_back(tmp_path, head)
     assert exported["architectures"] == ["LlamaForTokenClassification"]
     assert exported["problem_type"] is None, "vLLM takes the softmax of both outputs"
-    with pytest.raises(CheckpointError, match="its head reads steps or means: wanted its conv"):
+    with pytest.raises(CheckpointError, match=r"its head reads steps or means, .*convert"):
         load_hf_reward_model(str(folder), None, 512)
 
 
 def test_two_rows_of_the_output_layer_are_a_probability_at_every_step(tmp_path: Path) -> None:
-    """As on the card of math-shepherd-mistral-7b-prm: logits[:, [+, -]].softmax(-1)[:, 0]."""
+    """As in math-shepherd-mistral-7b-prm's model card: logits[:, [+, -]].softmax(-1)[:, 0]."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "llama_untied")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     right, wrong = tokenizer.convert_tokens_to_ids(["y", "n"])
-    how: dict[str, Any] = {"head": "lm_head:y,n", "step_separator": "!", "seq_length": 64}
-    said = str(convert(folder, tmp_path / "prm.nemo", **how, attributes=["right"]))
-    assert f"row {right} ('y') against row {wrong} ('n'), reads the end of '!' behind" in said
+    options: dict[str, Any] = {"head": "lm_head:y,n", "step_separator": "!", "seq_length": 64}
+    summary = str(convert(folder, tmp_path / "prm.nemo", **options, attributes=["right"]))
+    assert f"row {right} ('y') against row {wrong} ('n'), reads the end of '!' behind" in summary
     chat = text("!", *STEPS)
     with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
-        (found,) = ours.score([chat], steps=True)
+        (scored,) = ours.score([chat], steps=True)
     ids = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), return_tensors="pt")
     tokens = ids.input_ids[0]
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(tokens[None]).logits[0]
     at_marks = tokens == tokenizer.convert_tokens_to_ids("!")
-    wanted = logits[:, [right, wrong]].softmax(-1)[at_marks, 0]
-    assert wanted.std() > 1e-3
-    np.testing.assert_allclose(found.rewards[:, 0], wanted.numpy(), atol=1e-5)
+    expected = logits[:, [right, wrong]].softmax(-1)[at_marks, 0]
+    assert expected.std() > 1e-3
+    np.testing.assert_allclose(scored.rewards[:, 0], expected.numpy(), atol=1e-5)
     rows = load_file(folder / "model.safetensors")["lm_head.weight"][[wrong, right]]
     check_comes_back(tmp_path, {"score.weight": rows, "score.bias": torch.zeros(2)})
 
 
 def test_answers_to_steps_are_a_probability_of_each(tmp_path: Path) -> None:
-    """As in RLHFlow's prm_evaluate.py: P(+) against P(-) at the token in front of each answer."""
+    """As in RLHFlow's prm_evaluate.py: P(+) against P(-) at the token before each answer."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "llama_untied")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plus, minus = tokenizer.convert_tokens_to_ids(["+", "-"])
-    how: dict[str, Any] = {"head": "lm_head:+,-", "attributes": ["right"], "seq_length": 128}
+    options: dict[str, Any] = {"head": "lm_head:+,-", "attributes": ["right"], "seq_length": 128}
     reads = ScoredPosition.step_answers
-    said = str(convert(folder, tmp_path / "prm.nemo", **how, reads=reads))
-    assert f"row {plus} ('+') against row {minus} ('-'), reads its step_answers, kept" in said
+    summary = str(convert(folder, tmp_path / "prm.nemo", **options, reads=reads))
+    assert f"row {plus} ('+') against row {minus} ('-'), reads its step_answers, kept" in summary
     chat = [QUESTION, {"role": "assistant", "content": "\n\n".join(STEPS)}]
     with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
-        (found,) = ours.score([chat], steps=True)
+        (scored,) = ours.score([chat], steps=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
     turns: list[dict[str, str]] = []
-    wanted = []
+    expected = []
     for step in (f"why {STEPS[0]}", *STEPS[1:]):
         turns += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
         written = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -184,15 +188,15 @@ def test_answers_to_steps_are_a_probability_of_each(tmp_path: Path) -> None:
         place = len(ids) - 1 - ids[::-1].index(plus)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, place - 1, [plus, minus]]
-        wanted.append(float(logits.softmax(-1)[0]))
-    assert np.std(wanted) > 1e-3
-    np.testing.assert_allclose(found.rewards[:, 0], wanted, atol=1e-5)
+        expected.append(float(logits.softmax(-1)[0]))
+    assert np.std(expected) > 1e-3
+    np.testing.assert_allclose(scored.rewards[:, 0], expected, atol=1e-5)
     rows = load_file(folder / "model.safetensors")["lm_head.weight"][[minus, plus]]
     check_comes_back(tmp_path, {"score.weight": rows, "score.bias": torch.zeros(2)})
 
 
 def test_value_head_is_a_probability_at_every_step(tmp_path: Path) -> None:
-    """As Skywork-o1-Open-PRM's program: BOS, problem, line break, and a step token behind each."""
+    """As in Skywork-o1-Open-PRM: BOS, problem, line break, a step token after each step."""
     folder = tmp_path / "hf"
     write_hf_checkpoint(folder, "qwen2")
     body = AutoModel.from_pretrained(folder)
@@ -200,16 +204,18 @@ def test_value_head_is_a_probability_at_every_step(tmp_path: Path) -> None:
     head = {"v_head.summary.weight": drawn(1, size) * 5, "v_head.summary.bias": drawn(1)}
     edit_tensors(folder, head)
     edit_config(folder, architectures=["Qwen2ForPrmModel"])
-    with pytest.raises(CheckpointError, match="step_separator: got none, and the tokenizer has no"):
+    with pytest.raises(
+        CheckpointError, match="step_separator: it is not set, and the tokenizer has no"
+    ):
         convert(folder, tmp_path / "none.nemo")
-    # Behind the last step token nothing is read.
+    # Nothing is read after the last step token.
     template = tmp_path / "template.jinja"
     written = "{{ bos_token }}{{ messages[0].content }}\n{{ messages[1].content }}{{ eos_token }}"
     template.write_text(written)
-    how: dict[str, Any] = {"step_separator": "\n", "template": str(template), "seq_length": 64}
-    convert(folder, tmp_path / "prm.nemo", **how)
+    options: dict[str, Any] = {"step_separator": "\n", "template": str(template), "seq_length": 64}
+    convert(folder, tmp_path / "prm.nemo", **options)
     with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
-        (found,) = ours.score([text("\n", *STEPS)], steps=True)
+        (scored,) = ours.score([text("\n", *STEPS)], steps=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(f"{tokenizer.bos_token}why\n", add_special_tokens=False).input_ids
     places = []
@@ -220,9 +226,9 @@ def test_value_head_is_a_probability_at_every_step(tmp_path: Path) -> None:
     with torch.no_grad():
         states = body(torch.tensor([ids])).last_hidden_state[0, places]
     logits = states @ head["v_head.summary.weight"][0] + head["v_head.summary.bias"]
-    np.testing.assert_allclose(found.rewards[:, 0], logits.sigmoid().numpy(), atol=1e-5)
-    rows = {name.split(".")[-1]: each for name, each in head.items()}
-    both = {f"score.{name}": torch.cat([each * 0, each]) for name, each in rows.items()}
+    np.testing.assert_allclose(scored.rewards[:, 0], logits.sigmoid().numpy(), atol=1e-5)
+    rows = {name.split(".")[-1]: tensor for name, tensor in head.items()}
+    both = {f"score.{name}": torch.cat([tensor * 0, tensor]) for name, tensor in rows.items()}
     check_comes_back(tmp_path, both)
 
 
@@ -232,7 +238,7 @@ def test_class_of_many_labels_reads_no_rewards(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "score.weight": drawn(3, HIDDEN)}, folder / "model.safetensors")
     edit_config(folder, architectures=["LlamaForTokenClassification"])
-    with pytest.raises(CheckpointError, match=r"score.weight: got 3 rows, wanted 2 .* or 1, as"):
+    with pytest.raises(CheckpointError, match=r"score.weight: got 3 rows, wanted 2 .* or 1 for"):
         convert(folder, tmp_path / "rm.nemo", step_separator="\n")
     edit_tensors(folder, {"score.weight": drawn(1, HIDDEN)})
     convert(folder, tmp_path / "rm.nemo", step_separator="\n", seq_length=64)

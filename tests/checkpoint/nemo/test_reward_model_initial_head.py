@@ -1,4 +1,4 @@
-"""A second stage begins with a first stage's head, by the names of attributes."""
+"""Training can start from the head of another model, matched by the attributes' names."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.harness import tiny
 from tests.harness.once import Once
 
 
-# Before there is a layout: it is made in one of its own.
+# Created before the layout fixture, because training initialises a layout itself.
 @pytest.fixture(scope="module", autouse=True)
 def first(once: Once) -> Path:
-    """A reward model of helpfulness and verbosity."""
+    """Archive of a reward model of helpfulness and verbosity."""
     return (
         once("first_stage", lambda folder: tiny.write_reward_nemo(folder / "rm.nemo")) / "rm.nemo"
     )
@@ -42,13 +42,13 @@ def first(once: Once) -> Path:
 
 @pytest.fixture(scope="module")
 def contract(first: Path) -> ScoringContract:
-    _, found = read_text_rules(first)
-    assert found is not None
-    return found
+    _, contract_ = read_text_rules(first)
+    assert contract_ is not None
+    return contract_
 
 
 def of(contract: ScoringContract, *names: str) -> ScoringContract:
-    """The rules of a run of these attributes."""
+    """Return the contract of a run with these attributes."""
     numbers = (1.0,) * len(names)
     return dataclasses.replace(
         contract, attributes=names, attribute_weights=numbers, label_means=numbers
@@ -56,8 +56,8 @@ def of(contract: ScoringContract, *names: str) -> ScoringContract:
 
 
 def new_model(first: Path, layout: Any, attributes: int, **options: Any) -> Any:
-    given = {"num_attributes": attributes, "precision": Precision.fp32, "new_head": True}
-    return load_pretrained(first, layout, **given, **options)
+    required = {"num_attributes": attributes, "precision": Precision.fp32, "new_head": True}
+    return load_pretrained(first, layout, **required, **options)
 
 
 def test_initial_head_gives_an_attribute_the_row_of_its_name(
@@ -85,27 +85,32 @@ def test_initial_head_that_does_not_fit_is_refused(
     missing, reward = of(contract, "clear", "verbosity"), of(contract, "reward")
     base = first.with_suffix(".base")
     with refusals(ConfigError) as refused:
-        for path, wanted, names, pattern in (
-            (first, missing, {}, "got the attributes helpfulness, verbosity, wanted clear, t"),
-            (first, reward, {"reward": "clear"}, "wanted clear, .*pretrained_checkpoint.rm_head_n"),
+        for path, run_contract, names, pattern in (
+            (first, missing, {}, "has the attributes helpfulness, verbosity, and lacks clear"),
+            (
+                first,
+                reward,
+                {"reward": "clear"},
+                "lacks clear.*pretrained_checkpoint.rm_head_names",
+            ),
             (first, of(contract, "verbosity"), {"x": "verbosity"}, "rm_head_names: got x, wanted"),
             (first, bins, {}, r"got a head with one output .* wanted \('bins', "),
             (first, mean, {}, "reads last_token, wanted reply_mean"),
-            (base, contract, {}, "it has no scoring contract, wanted a reward model"),
+            (base, contract, {}, "it has no scoring contract"),
         ):
             with refused(pattern, pattern):
-                check_initial_head(path, wanted, names)
+                check_initial_head(path, run_contract, names)
         loaded = new_model(first, layout, 2, head=HeadConfig(bias=True))
         shape = ModelShape.from_config(loaded.config)
-        with refused("bias", r"a head that is linear, of 64 .* is linear with bias"):
+        with refused("bias", r"a head that is linear with .* 64, wanted .* linear with bias"):
             init_head_from(loaded.model, first, contract, shape, {})
 
 
 def test_initial_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, layout: Any) -> None:
     config = load_config(TrainConfig, [f"pretrained_checkpoint.load_rm_head_weights={first}"])
-    kept = load_pretrained(first, layout, num_attributes=2, precision=Precision.fp32)
+    pretrained = load_pretrained(first, layout, num_attributes=2, precision=Precision.fp32)
     with pytest.raises(ConfigError, match=r"wanted pretrained_checkpoint\.new_head=true, too"):
-        _initialize_head(SimpleNamespace(config=config), kept)  # type: ignore[arg-type]
+        _initialize_head(SimpleNamespace(config=config), pretrained)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match=r"rm_head_names: got .*, wanted {}, or load_rm"):
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])
 
@@ -124,12 +129,12 @@ def test_initial_head_of_a_ranking_is_that_of_a_regression(first: Path, tmp_path
     ]
     example = "examples/train_reward_model.py"
     refused = tiny.run_script(example, "--dry-run", *settings, check=False)
-    assert "got the attributes helpfulness, verbosity, wanted reward, too" in refused.stderr
+    assert "has the attributes helpfulness, verbosity, and lacks reward" in refused.stderr
     done = tiny.run_script(
         example, *settings, "pretrained_checkpoint.rm_head_names={reward: verbosity}"
     )
     assert f"the head starts from that of {first}" in done.stdout
     (trained,) = (tmp_path / "run").rglob("megatron_gpt.nemo")
     with open_nemo(first) as one, open_nemo(trained) as other:
-        rows, row = (each.store.read("model.rm_head.weight") for each in (one, other))
+        rows, row = (folder.store.read("model.rm_head.weight") for folder in (one, other))
     torch.testing.assert_close(row, rows[1:], rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Folders of NeMo, Megatron and our runs: where their settings, tokenizer and weights are."""
+"""Settings, tokenizer and weights in folders of NeMo, Megatron, and this package's runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.checkpoint import foreign
 from tests.checkpoint.foreign import ITERATION, megatron_lm
 from tests.checkpoint.loading import Bomb, Tensors, Theirs, check, edit, load, refuse
 from tests.checkpoint.refusals import refusals
-from tests.checkpoint.weights.test_index import edited_index
+from tests.checkpoint.weights.test_store_index import edited_index
 
 STEP = "checkpoints/step_00000100"
 
@@ -34,7 +34,7 @@ def test_folder_with_another_form_of_tokenizer_wants_a_folder(
             ({"library": "sentencepiece", "model": "nemo:ab_tokenizer.model"}, "got the file"),
         ):
             edit(source, tokenizer=section)
-            with refused(section, f"{message}.*nemo-aligner import` takes such a folder"):
+            with refused(section, f"{message}.*nemo-aligner import`"):
                 load(source, layout)
     import_nemo(source, tmp_path / "ours.nemo", tokenizer=tokenizer_folder)
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
@@ -51,7 +51,7 @@ def test_megatron_lm_without_arguments_wants_a_config(
     source = theirs(megatron_lm)
     inner = source / ITERATION
     torch.save({"iteration": 123}, inner / "common.pt")
-    refuse(source, layout, r"no args of Megatron-LM.*nemo-aligner import` takes a model_config")
+    refuse(source, layout, r"no args of Megatron-LM.*nemo-aligner import` a model_config")
     config = tmp_path / "model_config.yaml"
     config.write_text(yaml.safe_dump({**foreign.nemo1_config(), "vocab_size": 320}))
     import_nemo(source, tmp_path / "ours.nemo", config=config)
@@ -61,7 +61,7 @@ def test_megatron_lm_without_arguments_wants_a_config(
     with edited_index(inner) as metadata:
         stored = metadata.storage_data
         metadata.storage_data = {i: stored[i] for i in stored if "common_state" not in i.fqn}
-    refuse(source, layout, r"got neither common\.pt nor common_state")
+    refuse(source, layout, r"neither common\.pt nor common_state")
 
 
 def test_megatron_lm_arguments_may_lie_among_the_tensors_and_are_never_code(
@@ -119,19 +119,20 @@ def test_run_given_for_a_model_names_its_model_or_newest_step(tmp_path: Path) ->
     run = make_run(tmp_path / "first", f"{STEP}/run_state.json", f"{STEP}/state/common.pt")
     model = f"{run}/checkpoints/megatron_gpt.nemo"
     parts = {
-        run: "got a training run, ",
-        run / "checkpoints": "got the checkpoints of a training run, ",
-        run / STEP: "got a checkpoint of a training run, ",
-        run / STEP / "state": "got a part of a checkpoint of a training run, ",
+        run: "a training run, ",
+        run / "checkpoints": "the checkpoints of a training run, ",
+        run / STEP: "a checkpoint of a training run, ",
+        run / STEP / "state": "a part of a checkpoint of a training run, ",
     }
-    for told in (f"trainer.rm.max_steps=100 writes {model}", f"the run's is {model}"):
-        for path, what in parts.items():
-            said = refused_run(path)
-            assert said.startswith(f"{path}: {what}")
-            assert said.endswith(told)
+    for advice in ("trainer.rm.max_steps=100", "Pass the run's model"):
+        for path, description in parts.items():
+            message = refused_run(path)
+            assert message.startswith(f"{path}: this is {description}")
+            assert advice in message
+            assert message.endswith(model)
         (run / "checkpoints" / "megatron_gpt.nemo").write_text("")
     steps = [f"checkpoints/step_{step:08d}/run_state.json" for step in (100, 1200, 900)]
-    assert "trainer.rm.max_steps=1200 writes" in refused_run(make_run(tmp_path / "second", *steps))
+    assert "trainer.rm.max_steps=1200" in refused_run(make_run(tmp_path / "second", *steps))
     assert "it has no checkpoint yet" in refused_run(make_run(tmp_path / "third"))
     (tmp_path / "config.yaml").write_text("")
     assert "wanted a checkpoint of NeMo or Megatron" in refused_run(tmp_path)

@@ -1,4 +1,4 @@
-"""A model whose weights come and go computes what the whole model does, and holds a layer."""
+"""A model that loads its layers on demand computes the same, and holds one layer at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import PackedBatch
-from nemo_aligner.checkpoint.hf.check import compute_in_fp32, read_as_it_runs
+from nemo_aligner.checkpoint.hf.check import compute_in_fp32, load_layers_on_demand
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.models.reward_model import build_reward_model
@@ -30,7 +30,7 @@ def test_layerwise_model_has_each_layer_while_it_runs(
     precision = Precision.fp32
     loaded = load_pretrained(path, layout, num_attributes=2, precision=precision)
     batches = [PackedBatch.pack(families.SEQUENCES)]
-    wanted = infer(loaded.model, batches, layout)
+    expected = infer(loaded.model, batches, layout)
 
     metadata = {"non_homogeneous_layers": True}
     entries = loaded.model.sharded_state_dict(metadata=metadata).values()
@@ -47,13 +47,13 @@ def test_layerwise_model_has_each_layer_while_it_runs(
             name = f"decoder.layers.{layer}.{name}"
         return weights[name].clone()
 
-    read_as_it_runs(model, read)
+    load_layers_on_demand(model, read)
     assert not set(not_empty(model))
     for _ in range(2):
-        torch.testing.assert_close(infer(model, batches, layout), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(infer(model, batches, layout), expected, rtol=0, atol=0)
     assert not set(not_empty(model))
     assert {layer for layer, _ in filled} == set(range(shape.num_layers))
-    assert all(others <= {layer} for layer, others in filled)
+    assert all(filled_layers <= {layer} for layer, filled_layers in filled)
 
 
 def not_empty(model: Any) -> Iterator[int]:
@@ -68,15 +68,15 @@ def test_layerwise_model_computes_in_fp32_as_the_whole_would(case: str) -> None:
     config.num_labels, config.pad_token_id = 2, 0
     config.problem_type = "regression"
     torch.manual_seed(0)
-    # Not by .to(), which would round the rotary frequencies, too.
+    # Not with .to(), which would round the RoPE frequencies, too.
     made = families.classifier(config)
-    model, whole = (made._from_config(config, dtype=each).eval() for each in DTYPES)
-    whole.load_state_dict(model.state_dict())
+    model, reference = (made._from_config(config, dtype=dtype).eval() for dtype in DTYPES)
+    reference.load_state_dict(model.state_dict())
     ids = torch.tensor([families.SEQUENCES[0]])
     with torch.no_grad():
         rounded = model(input_ids=ids).logits
         compute_in_fp32(model)
-        got, wanted = model(input_ids=ids).logits, whole(input_ids=ids).logits
+        actual, expected = model(input_ids=ids).logits, reference(input_ids=ids).logits
     assert rounded.dtype is torch.bfloat16
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Every kind of head, out: the export has the archive's rewards for each of its readers."""
+"""Exports of every kind of head have the archive's rewards in every program that reads them."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ TEXTS = [
     tiny.chat("who sings", "the bird sings in the tree"),
     tiny.chat("what is the river", "no"),
 ]
-# A kind of head, options of the export, the class that it names, and what is told of it.
+# A kind of head, options of the export, the class in its config, and a part of the summary.
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("several attributes", {}, "LlamaForSequenceClassification", "add {'helpfulness': 0.75"),
-    ("a bias", {}, "LlamaForSequenceClassification", "WARNING: the logits are not yet the rewards"),
+    ("a bias", {}, "LlamaForSequenceClassification", "WARNING: the logits are not the rewards"),
     (
         "a bias",
         {"head": "score.bias"},
         "LlamaForSequenceClassification",
-        "WARNING: transformers leaves score.bias out; vLLM and this package read it",
+        "WARNING: transformers ignores score.bias; vLLM and this package read it",
     ),
     ("one output and a bias", {"head": "v_head.summary"}, "LlamaForCausalLM", ""),
     ("several attributes", {"head": "v_head.summary", "merge": True}, "LlamaForCausalLM", ""),
     ("two layers of several attributes", {}, "LlamaForRewardModel", ""),
-    ("quantiles", {}, "LlamaForSequenceClassification", "left out: all quantiles but the median"),
-    ("quantiles of two layers", {}, "LlamaForRewardModel", "left out: all quantiles but the"),
-    ("several heads", {}, "LlamaForSequenceClassification", "left out: all heads but their mean"),
+    ("quantiles", {}, "LlamaForSequenceClassification", "dropped: all quantiles except the median"),
+    ("quantiles of two layers", {}, "LlamaForRewardModel", "dropped: all quantiles except the"),
+    ("several heads", {}, "LlamaForSequenceClassification", "dropped: the single heads"),
     ("bins", {}, "LlamaForSequenceClassification", "WARNING: the logits are those of bins"),
     ("bins with a bias", {"head": "score.bias"}, "LlamaForSequenceClassification", "of bins"),
     ("probabilities", {"head": "score.bias"}, "LlamaForSequenceClassification", "are log-odds: a"),
@@ -64,7 +64,7 @@ def released() -> Iterator[None]:
 
 
 def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, np.ndarray]:
-    """The conversation and the rewards of the program in a model card."""
+    """Run the program in a model card; return its conversation and rewards."""
     _, _, program = (folder / "README.md").read_text().partition("```python\n")
     monkeypatch.chdir(folder.parent)
     variables: dict[str, Any] = {}
@@ -75,32 +75,32 @@ def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, np.ndar
 NAMED = [" as ".join([name, *map(str, options)]) for name, options, *_ in CASES]
 
 
-@pytest.mark.parametrize(("name", "options", "architecture", "told"), CASES, ids=NAMED)
+@pytest.mark.parametrize(("name", "options", "architecture", "message"), CASES, ids=NAMED)
 def test_head_is_exported_with_its_rewards(
     name: str,
     options: dict[str, Any],
     architecture: str,
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     archive = write_archive(tmp_path / "rm.nemo", KINDS[name])
     ours = na.RewardModel.from_pretrained(archive)
-    wanted = ours.score(TEXTS)
+    expected = ours.score(TEXTS)
     if options.get("merge"):
-        wanted = wanted @ np.array(ours.contract().attribute_weights, np.float32)[:, None]
-    assert wanted.std(axis=0).min() > 0.01
+        expected = expected @ np.array(ours.contract().attribute_weights, np.float32)[:, None]
+    assert expected.std(axis=0).min() > 0.01
     summary = ours.export(tmp_path / "out", **options)
-    assert told in str(summary)
+    assert message in str(summary)
     assert config_of(tmp_path / "out")["architectures"] == [architecture]
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
-        np.testing.assert_allclose(theirs.score(TEXTS), wanted, atol=1e-4)
+        np.testing.assert_allclose(theirs.score(TEXTS), expected, atol=1e-4)
         shown = theirs.score([TEXTS[0]])
     conversation, rewards = by_card(tmp_path / "out", monkeypatch)
     assert shown.shape == rewards.shape
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
-    np.testing.assert_allclose(again.score(TEXTS), wanted, atol=1e-5)
+    np.testing.assert_allclose(again.score(TEXTS), expected, atol=1e-5)
     np.testing.assert_allclose(rewards, again.score([conversation]), atol=1e-4)
     assert again.contract().attributes == (
         ("reward",) if options.get("merge") else ours.contract().attributes
@@ -109,33 +109,49 @@ def test_head_is_exported_with_its_rewards(
         assert not any(again.contract().label_means) or KINDS[name].readout
     if options.get("head") == "v_head.summary":
         head = load_file(tmp_path / "out" / "value_head.safetensors")
-        whole = load_file(tmp_path / "out" / "model.safetensors")
+        stored = load_file(tmp_path / "out" / "model.safetensors")
         assert sorted(head) == ["v_head.summary.bias", "v_head.summary.weight"]
-        assert all(torch.equal(tensor, whole[key]) for key, tensor in head.items())
+        assert all(torch.equal(tensor, stored[key]) for key, tensor in head.items())
 
 
 def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
-    for name, options, said in (
-        ("several attributes", {"head": "v_head.summary"}, "for 2 outputs, wanted one"),
+    for name, options, message in (
+        (
+            "several attributes",
+            {"head": "v_head.summary"},
+            "for 2 outputs, but a value head has only one",
+        ),
         ("several attributes", {"head": "score.2"}, "got 'score.2' for a head of one matrix"),
         ("two layers", {"head": "score"}, "got 'score' for a head of two layers, wanted score.2"),
-        ("bins with a bias", {}, "head: got score for bins with a bias, wanted score.bias"),
-        ("probabilities", {"merge": True}, "merge: got a head of sigmoid, whose outputs are no"),
-        ("bins with a bias", {"merge": True}, "merge: got a head of bins, whose outputs are no"),
-        ("the mean of a reply", {"head": "score"}, "for a head of means, wanted score.bias"),
+        ("bins with a bias", {}, "head: got score for a head of bins that has a bias"),
+        (
+            "probabilities",
+            {"merge": True},
+            "merge: the outputs of a head of sigmoid are not rewards",
+        ),
+        (
+            "bins with a bias",
+            {"merge": True},
+            "merge: the outputs of a head of bins are not rewards",
+        ),
+        (
+            "the mean of a reply",
+            {"head": "score"},
+            "for a head that reads means, wanted score.bias",
+        ),
     ):
         archive = tmp_path / f"{name}.nemo"
         if not archive.exists():
             write_archive(archive, KINDS[name])
         with pytest.raises(AlignerError) as caught:
             na.RewardModel.from_pretrained(archive).export(tmp_path / "out", **options)
-        assert said in str(caught.value), str(caught.value)
+        assert message in str(caught.value), str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
 def sentence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package and what it asks for, some 70 MB, can be imported."""
+    """Skip the test if sentence-transformers is not installed."""
     if importlib.util.find_spec("sentence_transformers") is None:
         folder = kept_environment(
             "sentence_transformers", (SENTENCE_TRANSFORMERS,), with_sentence_transformers
@@ -158,14 +174,14 @@ def test_mean_of_a_reply_has_its_rewards_in_sentence_transformers(
     archive = write_archive(tmp_path / "rm.nemo", kind)
     ours = na.RewardModel.from_pretrained(archive)
     summary = str(ours.export(tmp_path / "out", dtype=dtype))
-    assert "given what comes before a reply as its prompt" in summary
+    assert "pass the text before a response as prompt" in summary
     assert config_of(tmp_path / "out")["architectures"] == ["LlamaModel"]
-    with pytest.raises(AlignerError, match="reads steps or means: wanted its conversion"):
+    with pytest.raises(AlignerError, match=r"reads steps or means, .*convert"):
         na.RewardModel.from_pretrained(hf_model=tmp_path / "out")
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract().reply_marker == ours.contract().reply_marker
-    # An archive of bf16 computes in it; the card's program in fp32, as the export's own check.
+    # A bf16 archive computes in bf16; the card's program and the export's check compute in fp32.
     near = 1e-5 if dtype == "fp32" else 0.1
     np.testing.assert_allclose(again.score(TEXTS), ours.score(TEXTS), atol=near)
     conversation, rewards = by_card(tmp_path / "out", monkeypatch)
@@ -182,9 +198,9 @@ def test_logits_are_those_of_a_cross_encoder_given_messages(
     ours.export(tmp_path / "out")
     model = CrossEncoder(str(tmp_path / "out"), device="cpu", local_files_only=True)
     logits = ours.score(TEXTS) - list(config_of(tmp_path / "out")["label_means"].values())
-    found = np.reshape(model.predict(TEXTS), logits.shape)
-    np.testing.assert_allclose(found, logits, atol=1e-5, rtol=0)
-    # The card warns of this.
+    predicted = np.reshape(model.predict(TEXTS), logits.shape)
+    np.testing.assert_allclose(predicted, logits, atol=1e-5, rtol=0)
+    # The model card warns of this.
     pairs = [tuple(turn["content"] for turn in text) for text in TEXTS]
     assert np.abs(np.reshape(model.predict(pairs), logits.shape) - logits).max() > 0.1
     card = (tmp_path / "out/README.md").read_text()
@@ -193,10 +209,10 @@ def test_logits_are_those_of_a_cross_encoder_given_messages(
 
 
 def ids_of(folder: Path, texts: Sequence[Any] = TEXTS) -> list[list[int]]:
-    """Token ids of the texts, as the model card says."""
+    """Tokenize the texts like the program in the model card."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     written = written_by(tokenizer, texts)
-    return [tokenizer(each, add_special_tokens=False).input_ids for each in written]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in written]
 
 
 def written_by(tokenizer: Any, texts: Sequence[Any]) -> list[str]:
@@ -204,7 +220,7 @@ def written_by(tokenizer: Any, texts: Sequence[Any]) -> list[str]:
 
 
 def printed(python: str | Path, script: str, *arguments: Any, **environment: str) -> Any:
-    """What a reader's script prints last."""
+    """Run a script of another program, and return what it prints last, as JSON."""
     done = subprocess.run(
         [str(python), str(CLIENTS / script), *map(str, arguments)],
         capture_output=True,
@@ -216,9 +232,9 @@ def printed(python: str | Path, script: str, *arguments: Any, **environment: str
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-# Models whose heads are wide enough for vLLM's attention on a CPU.
+# Models whose attention heads are wide enough for vLLM on a CPU.
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-# And of no shape that hides something.
+# Sizes that all differ, so that a transposed or swapped axis is noticed.
 ODD_AND_WIDE = {
     "vocab_size": 337,
     "hidden_size": 192,
@@ -228,9 +244,9 @@ ODD_AND_WIDE = {
     "head_dim": 32,
     "initializer_range": 0.06,
 }
-# Of these vLLM has no decoder of its own, and none of a name for transformers' to be loaded with a
-# head: it has to be told.
-TOLD = {
+# vLLM has no decoder for these families, and cannot load transformers' class with a head by its
+# name, so the option is needed.
+CLASSIFY_OPTIONS = {
     name: {"convert": "classify", "hf_overrides": {"architectures": [f"{decoder}ForCausalLM"]}}
     for name, decoder in (("ministral", "Ministral"), ("helium", "Helium"))
 }
@@ -244,10 +260,10 @@ VLLM: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
-    """Of every family, and every head that vLLM reads."""
+    """Exports of every family, and of every head that vLLM reads, have their rewards there."""
     python = vllm_python()
-    asked: dict[str, dict[str, Any]] = {}
-    wanted = {}
+    requests: dict[str, dict[str, Any]] = {}
+    expected = {}
     for name, (body, kind, options) in VLLM.items():
         archive = write_archive(tmp_path / f"{name}.nemo", KINDS[kind], body, **ODD_AND_WIDE)
         ours = na.RewardModel.from_pretrained(archive)
@@ -255,36 +271,36 @@ def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
         folder = tmp_path / name
         ours.export(folder, **options)
         release_models()
-        wanted[name] = scores - list(config_of(folder)["label_means"].values())
+        expected[name] = scores - list(config_of(folder)["label_means"].values())
         task = "token_classify" if kind == "two layers" else "classify"
-        asked[name] = {"folder": str(folder), "ids": ids_of(folder), "task": task}
-        asked[name]["options"] = TOLD.get(name, {})
-    # Its scores of pairs of texts, which it joins, are logits, too.
+        requests[name] = {"folder": str(folder), "ids": ids_of(folder), "task": task}
+        requests[name]["options"] = CLASSIFY_OPTIONS.get(name, {})
+    # Its scores of text pairs, which it concatenates, are logits, too.
     texts = written_by(AutoTokenizer.from_pretrained(tmp_path / "llama"), TEXTS)
     pairs = [(text[:cut], text[cut:]) for text in texts for cut in [text.rindex("<|im_start|>")]]
-    asked["pairs"] = {**asked["llama"], "pairs": pairs}
-    wanted["pairs"] = wanted["llama"]
-    (tmp_path / "asked.json").write_text(json.dumps(list(asked.values())))
-    found = printed(python, "vllm_scores.py", tmp_path / "asked.json")
-    for name, logits in zip(wanted, found, strict=True):
-        np.testing.assert_allclose(logits, wanted[name], atol=2e-5, rtol=0, err_msg=name)
+    requests["pairs"] = {**requests["llama"], "pairs": pairs}
+    expected["pairs"] = expected["llama"]
+    (tmp_path / "asked.json").write_text(json.dumps(list(requests.values())))
+    actual = printed(python, "vllm_scores.py", tmp_path / "asked.json")
+    for name, logits in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(logits, expected[name], atol=2e-5, rtol=0, err_msg=name)
 
 
 def test_value_head_has_its_rewards_in_trl(tmp_path: Path, rewardbench_python: Path) -> None:
     archive = write_archive(tmp_path / "rm.nemo", KINDS["one output and a bias"])
     ours = na.RewardModel.from_pretrained(archive)
-    wanted = ours.score(TEXTS)
+    expected = ours.score(TEXTS)
     ours.export(tmp_path / "out", head="v_head.summary")
     (tmp_path / "ids.json").write_text(json.dumps(ids_of(tmp_path / "out")))
     values = printed(rewardbench_python, "trl_values.py", tmp_path / "out", tmp_path / "ids.json")
-    np.testing.assert_allclose(np.array(values)[:, None], wanted, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(np.array(values)[:, None], expected, atol=1e-4, rtol=0)
 
 
 XLLAMACPP = "xllamacpp==2026.10.11549"
 
 
 def cut_by(regex: str) -> dict[str, Any]:
-    """The pre-tokenizer of byte-level BPE that cuts texts by a regex first."""
+    """Build a byte-level pre-tokenizer that first splits by a regular expression."""
     cut = pre_tokenizers.Split(Regex(regex), behavior="isolated")
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
@@ -292,7 +308,7 @@ def cut_by(regex: str) -> dict[str, Any]:
     return json.loads(tokenizer.to_str())["pre_tokenizer"]
 
 
-# As in Qwen2's tokenizer.json.
+# The expression in Qwen2's tokenizer.json.
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -313,16 +329,16 @@ def test_gguf_has_its_rewards_here_and_in_llama_cpp(
         tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3_untied", pre_tokenizer=cut
     )
     ours = na.RewardModel.from_pretrained(archive)
-    said = str(ours.export(tmp_path / "rm.gguf", dtype=dtype))
-    assert "{query}" in said
-    assert "WARNING: llama.cpp's score lacks 0.75" in said
+    summary = str(ours.export(tmp_path / "rm.gguf", dtype=dtype))
+    assert "{query}" in summary
+    assert "lacks the offset 0.75" in summary
     convert(tmp_path / "rm.gguf", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract().label_means == (0.75,)
     texts = [*TEXTS, tiny.chat("It's  1234!\n\n don't", "\n\tthe bird, 56 (sings) 🙂é  ")]
-    wanted = again.score(texts)
+    expected = again.score(texts)
     if dtype == "fp32":
-        np.testing.assert_allclose(wanted, ours.score(texts), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(expected, ours.score(texts), atol=1e-5, rtol=0)
     pairs = [[turn["content"] for turn in text] for text in texts]
     (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     scores = printed(
@@ -335,13 +351,13 @@ def test_gguf_has_its_rewards_here_and_in_llama_cpp(
     log_odds = np.log(scores) - np.log1p(-np.array(scores))
     # llama.cpp multiplies bf16 matrices with activations in bf16.
     atol = 1e-5 if dtype == "fp32" else 0.05
-    np.testing.assert_allclose(log_odds[:, None] + 0.75, wanted, atol=atol, rtol=0)
+    np.testing.assert_allclose(log_odds[:, None] + 0.75, expected, atol=atol, rtol=0)
 
 
 def test_gguf_of_a_reranker_is_read_with_its_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As llama.cpp's converter writes Qwen3-Reranker: two rows, and a prompt of its own."""
+    """llama.cpp's converter writes two rows and a prompt for Qwen3-Reranker, and both are read."""
     pytest.importorskip("gguf")
     archive = write_archive(tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3")
     ours = na.RewardModel.from_pretrained(archive)
@@ -351,41 +367,41 @@ def test_gguf_of_a_reranker_is_read_with_its_prompt(
     ours.export(tmp_path / "rm.gguf")
     convert(tmp_path / "rm.gguf", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
-    # As a text, BOS is in front already.
+    # In the rendered text BOS is there already.
     written = [prompt.format(query=q["content"], document=d["content"]) for q, d in TEXTS]
     np.testing.assert_allclose(again.score(TEXTS), ours.score(written) - 0.75, atol=1e-5)
 
 
 def test_gguf_of_a_tokenizer_that_llama_cpp_cuts_otherwise_is_refused() -> None:
-    known = {"type": "BPE", "byte_fallback": False, "ignore_merges": False}
+    bpe = {"type": "BPE", "byte_fallback": False, "ignore_merges": False}
     digits = {"type": "Digits", "individual_digits": True}
     of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     both = {"type": "Sequence", "pretokenizers": [digits, of_bytes]}
     llama3 = cut_by(QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"))
-    for model, before, cut in (
-        (known, of_bytes, "gpt-2"),
-        (known, both, "smollm"),
-        (known, cut_by(QWEN2), "qwen2"),
-        ({**known, "ignore_merges": True}, llama3, "llama-bpe"),
+    for model, pre_tokenizer, cut in (
+        (bpe, of_bytes, "gpt-2"),
+        (bpe, both, "smollm"),
+        (bpe, cut_by(QWEN2), "qwen2"),
+        ({**bpe, "ignore_merges": True}, llama3, "llama-bpe"),
     ):
-        assert gguf_out.cut_of({"model": model, "pre_tokenizer": before}) == cut
-    for model, beside, said in (
-        ({**known, "byte_fallback": True}, {}, "wanted byte-level BPE"),
+        assert gguf_out.name_pre_tokenizer({"model": model, "pre_tokenizer": pre_tokenizer}) == cut
+    for model, settings, message in (
+        ({**bpe, "byte_fallback": True}, {}, "wanted byte-level BPE"),
         ({"type": "Unigram"}, {}, "got 'Unigram', wanted byte-level BPE"),
-        (known, {"normalizer": {"type": "Lowercase"}}, "normalizer: got"),
-        (known, {"pre_tokenizer": cut_by(r"\s+")}, "wanted that of GPT-2, SmolLM"),
-        (known, {"pre_tokenizer": llama3}, "wanted that of GPT-2, SmolLM"),
-        (known, {"pre_tokenizer": {**of_bytes, "add_prefix_space": True}}, "pre_tokenizer: got"),
+        (bpe, {"normalizer": {"type": "Lowercase"}}, "normalizer: got"),
+        (bpe, {"pre_tokenizer": cut_by(r"\s+")}, "wanted that of GPT-2, SmolLM"),
+        (bpe, {"pre_tokenizer": llama3}, "wanted that of GPT-2, SmolLM"),
+        (bpe, {"pre_tokenizer": {**of_bytes, "add_prefix_space": True}}, "pre_tokenizer: got"),
     ):
         with pytest.raises(AlignerError) as caught:
-            gguf_out.cut_of({"model": model, "pre_tokenizer": of_bytes, **beside})
-        assert said in str(caught.value)
+            gguf_out.name_pre_tokenizer({"model": model, "pre_tokenizer": of_bytes, **settings})
+        assert message in str(caught.value)
 
 
 def test_gguf_of_what_llama_cpp_has_no_place_for_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    for body, kind, options, said in (
-        ("llama", "one matrix", {}, "got a llama, wanted a qwen3: llama.cpp has a classifier at"),
+    for body, kind, options, message in (
+        ("llama", "one matrix", {}, "got a llama, wanted a qwen3, the only decoder"),
         ("qwen3", "several attributes", {}, "got 2 outputs (helpfulness, verbosity), wanted one"),
         ("qwen3", "two layers", {}, "its head is two layers of 64 with bias, wanted one matrix"),
         ("qwen3", "bins", {}, "got 6 outputs"),
@@ -396,5 +412,5 @@ def test_gguf_of_what_llama_cpp_has_no_place_for_is_refused(tmp_path: Path) -> N
             write_archive(archive, KINDS[kind], body)
         with pytest.raises(AlignerError) as caught:
             na.RewardModel.from_pretrained(archive).export(tmp_path / "rm.gguf", **options)
-        assert said in str(caught.value), str(caught.value)
+        assert message in str(caught.value), str(caught.value)
     assert not list(tmp_path.glob("*.gguf"))

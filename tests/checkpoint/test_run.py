@@ -1,4 +1,4 @@
-"""Names, ranks and leftovers of checkpoints; what is in them is tested by whole runs."""
+"""Names, ranking and leftovers of checkpoints; tests of complete runs compare their content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAN = float("nan")
 
 
 class Model:
-    """Has nothing to save."""
+    """A model without weights."""
 
     def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
         return {}
@@ -44,7 +44,7 @@ class Optimizer:
 
 
 class Written:
-    """A save whose writing needs no time, or is told when it ends."""
+    """A save that is written at once, or when the test says so."""
 
     is_written = True
     error: str | None = None
@@ -67,15 +67,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def save(checkpoints: RunCheckpoints, values: dict[int, float | None]) -> list[int]:
-    """Save at every step with a metric, and list the steps that are left."""
+    """Save a checkpoint at every step with its metric, and list the remaining steps."""
     for step, value in values.items():
         metrics = {} if value is None else {"validation/accuracy": value}
         checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
     return steps(checkpoints.list_saved())
 
 
-def steps(found: Iterable[Saved]) -> list[int]:
-    return [saved.state.step for saved in found]
+def steps(checkpoints: Iterable[Saved]) -> list[int]:
+    return [saved.state.step for saved in checkpoints]
 
 
 def test_runs_keep_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ def test_runs_keep_the_newest_and_the_best(tmp_path: Path) -> None:
         (3, MonitorMode.max, {1: 0.5, 2: 0.7}, [1, 2], 2),
         (0, MonitorMode.max, {1: 0.5, 2: 0.4}, [2], None),
     ]
-    for number, (top_k, mode, values, left, wanted) in enumerate(cases):
+    for number, (top_k, mode, values, left, expected) in enumerate(cases):
         checkpoints = RunCheckpoints(tmp_path / str(number), "validation/accuracy", mode, top_k)
         assert save(checkpoints, values) == left, cases[number]
         latest, best = checkpoints.latest(), checkpoints.best()
         assert latest is not None
         assert latest.state.step == max(values)
-        assert (best.state.step if best else None) == wanted, cases[number]
+        assert (best.state.step if best else None) == expected, cases[number]
 
 
 def test_runs_of_equals_prefer_the_lower_loss_of_that_set(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_runs_of_equals_prefer_the_lower_loss_of_that_set(tmp_path: Path) -> Non
             metrics |= {} if loss is None else {"one/loss": loss}
             is_better = checkpoints.is_among_best(metrics)
             checkpoints.save(RunState(step, step * 8, metrics), Model(), Optimizer())
-            found = checkpoints.best()
-            assert found is not None
-            assert is_better == (found.state.step == step)
+            leader = checkpoints.best()
+            assert leader is not None
+            assert is_better == (leader.state.step == step)
         assert steps(checkpoints.list_saved()) == left
-        assert found.state.step == best
+        assert leader.state.step == best
         assert set(steps(checkpoints.candidates())) == set(losses)
         assert checkpoints.candidates()[0].state.step == best
         by_rank = sorted(left, key=lambda step: (step != best, step))
@@ -166,8 +166,8 @@ def test_run_state_comes_back_also_of_before_runs_could_end_early(tmp_path: Path
     assert (content.pop("best_value"), content.pop("validations_since_best")) == (0.5, 2)
     assert content.pop("validated_on") == {"one": "digest"}
     file.write_text(json.dumps(content))
-    before = replace(state, best_value=None, validations_since_best=0, validated_on=None)
-    assert checkpoints.latest() == Saved(saved.path, before)
+    older = replace(state, best_value=None, validations_since_best=0, validated_on=None)
+    assert checkpoints.latest() == Saved(saved.path, older)
 
 
 def test_runs_pending_checkpoint_has_no_name_but_counts(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_runs_pending_checkpoint_has_no_name_but_counts(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003.partial"]
     assert checkpoints.publish() == Saved(tmp_path / "step_00000003", state)
     assert checkpoints.publish() is None
-    # The next save publishes the one before.
+    # The next save publishes the previous one.
     for step in (4, 5):
         checkpoints.save(RunState(step, step * 8), Model(), Optimizer())
     names = {path.name for path in tmp_path.iterdir()}
@@ -201,7 +201,7 @@ def test_runs_tell_once_of_a_write_that_fails(
         checkpoints.publish()
     assert checkpoints.publish() is None
     assert steps(checkpoints.list_saved()) == [1]
-    # The next try takes the place of what is left of this one.
+    # The next save replaces what this one left behind.
     monkeypatch.setattr(Written, "error", None)
     assert not (tmp_path / "step_00000002.partial").exists()
     (tmp_path / "step_00000002.partial" / "state").mkdir(parents=True)
@@ -231,7 +231,7 @@ def test_resume_of_another_run_is_refused_with_both_values(tmp_path: Path) -> No
 
 
 def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) -> None:
-    """A limit or other files make it another metric: 0.9 of 10 records is no better than 0.6."""
+    """Metrics on other validation records rank last: 0.9 on 10 records is not better than 0.6."""
     ten, all_of_them = ({"trainer": {"rm": {"limit_val_records": count}}} for count in (10, None))
 
     def judged(step: int, value: float, config: dict[str, Any]) -> RunState:
@@ -241,19 +241,21 @@ def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) ->
     checkpoints.save(judged(1, 0.9, ten), Model(), Optimizer())
     assert steps(checkpoints.ranked()) == [1]
     checkpoints.compare_with(RunState(0, 0, config=all_of_them))
-    assert steps(checkpoints.ranked()) == [1]  # nothing else is there yet
+    assert steps(checkpoints.ranked()) == [1]  # there is no other checkpoint yet
     assert checkpoints.is_among_best({"validation/accuracy": 0.1})
     for step, value in ((2, 0.5), (3, 0.6)):
         checkpoints.save(judged(step, value, all_of_them), Model(), Optimizer())
     assert steps(checkpoints.ranked()) == [3, 2]
     values = {0.55: True, 0.5: False, 0.4: False, NAN: False}
-    found = {value: checkpoints.is_among_best({"validation/accuracy": value}) for value in values}
-    assert found == values
+    are_best = {
+        value: checkpoints.is_among_best({"validation/accuracy": value}) for value in values
+    }
+    assert are_best == values
     assert not checkpoints.is_among_best({})
 
 
 def test_runs_rank_by_the_digests_of_what_was_validated(tmp_path: Path) -> None:
-    """A file of one name may have other records, and one of another name the same."""
+    """Digests decide: files with equal names may differ, files with other names may be equal."""
 
     def judged(step: int, value: float, digest: str | None, file: str = "a") -> RunState:
         config = {"model": {"data": {"data_prefix": {"validation": [file]}}}}
@@ -265,7 +267,7 @@ def test_runs_rank_by_the_digests_of_what_was_validated(tmp_path: Path) -> None:
     states = [
         judged(1, 0.9, "old"),
         judged(2, 0.6, "new", file="moved"),
-        judged(3, 0.7, None),  # of an earlier version
+        judged(3, 0.7, None),  # a state of an earlier version
         judged(4, 0.8, None, file="b"),
     ]
     for state in states:
@@ -290,7 +292,7 @@ def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -
     latest = RunCheckpoints(tmp_path, "validation/accuracy").latest()
     assert latest is not None
     assert latest.state == state
-    assert steps(checkpoints.list_saved()) == [4]  # the other gave way
-    assert sorted(each.name for each in latest.path.iterdir()) == ["run_state.json", "state"]
+    assert steps(checkpoints.list_saved()) == [4]  # the other one was deleted
+    assert sorted(path.name for path in latest.path.iterdir()) == ["run_state.json", "state"]
     with pytest.raises(CheckpointError, match="step_00000005: not saved"):
         checkpoints.amend(RunState(5, 40))

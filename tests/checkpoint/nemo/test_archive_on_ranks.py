@@ -1,4 +1,4 @@
-"""An archive that several ranks read stays whole until all are done, and is gone afterwards."""
+"""An unpacked archive stays until all ranks have left the block, and is removed then."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def archive(once: Once) -> Path:
 
 
 def start(archive: Path, folder: Path, failing: str) -> subprocess.Popen[str]:
-    """Two ranks that open ``archive``: one of them fails, or none, or a signal ends both."""
+    """Start two ranks that open ``archive``; one fails, or none, or a signal ends both."""
     for name in ("scratch", "marks"):
         (folder / name).mkdir(parents=True)
     environment = tiny.environment(**tiny.temporary_files_in(folder / "scratch"))
@@ -60,15 +60,15 @@ def start(archive: Path, folder: Path, failing: str) -> subprocess.Popen[str]:
 
 
 def test_archive_unpacked_for_ranks_is_gone_when_they_end(archive: Path, tmp_path: Path) -> None:
-    wanted = {
+    expected = {
         "none": (0, ""),
         "0": (1, "rank 0: DataError: a.jsonl:3: got 3\n"),
         "1": (1, "rank 1: DataError: a.jsonl:3: got 3\n"),
     }
-    started = {who: start(archive, tmp_path / who, who) for who in wanted}
-    said = {who: process.communicate(timeout=120)[1] for who, process in started.items()}
-    assert {who: (started[who].returncode, said[who]) for who in wanted} == wanted
-    for who in wanted:
+    started = {who: start(archive, tmp_path / who, who) for who in expected}
+    outputs = {who: process.communicate(timeout=120)[1] for who, process in started.items()}
+    assert {who: (started[who].returncode, outputs[who]) for who in expected} == expected
+    for who in expected:
         assert is_empty_soon(tmp_path / who / "scratch"), who
 
 

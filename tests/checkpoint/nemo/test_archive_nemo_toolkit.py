@@ -1,4 +1,4 @@
-"""nemo-toolkit's own connector unpacks what we write, and packs what we read."""
+"""nemo-toolkit's connector reads archives of this package, and writes ones that it reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print("config:" + json.dumps(OmegaConf.to_container(config, resolve=True)))
 
 @pytest.fixture(scope="module")
 def nemo_python() -> Path:
-    """An interpreter with nemo-toolkit, in an environment of its own."""
+    """Python with nemo-toolkit, in a separate environment."""
     if not hasattr(tarfile, "data_filter"):
         pytest.skip("nemo-toolkit unpacks with tarfile's filters, which Python 3.11.4 brought")
 

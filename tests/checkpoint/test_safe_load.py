@@ -1,4 +1,4 @@
-"""Settings, JSON and tokenizers of untrusted checkpoints are small plain data, or refused."""
+"""Untrusted settings, JSON and tokenizers are small plain data, or are refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.checkpoint.loading import load
 from tests.checkpoint.refusals import check_damages, overwrite
 
 SETTINGS: list[tuple[bytes | str, str]] = [
-    (LAUGHS, "unfolds to more than 100000"),
-    ("a: &a [*a]", "within itself|recursive"),
+    (LAUGHS, "expand to more than 100000"),
+    ("a: &a [*a]", "contains itself|recursive"),
     ("a: " + "[" * 2000 + "]" * 2000, "nested deeper|RecursionError"),
     ("a: " + "[" * 60 + "]" * 60, "nested deeper"),
     (b"a: \xff", r"model_config\.yaml: .*utf-8"),
@@ -35,7 +35,7 @@ SETTINGS: list[tuple[bytes | str, str]] = [
 
 
 def test_untrusted_settings_are_small_plain_data(unpacked: Path, layout: Any) -> None:
-    damages = [(overwrite("model_config.yaml", text), said) for text, said in SETTINGS]
+    damages = [(overwrite("model_config.yaml", text), pattern) for text, pattern in SETTINGS]
     check_damages(unpacked, damages, lambda folder: load(folder, layout))
 
 
@@ -44,7 +44,9 @@ def test_untrusted_settings_may_have_a_long_text_but_not_repeat_it(tmp_path: Pat
     path.write_text(f"a: {text}")
     assert read_yaml(path, "settings") == {"a": text}
     path.write_text(f"a: &a {text}\nb: [*a, *a]")
-    with pytest.raises(CheckpointError, match="settings: it unfolds to more than 100000 values"):
+    with pytest.raises(
+        CheckpointError, match="settings: its aliases expand to more than 100000 values"
+    ):
         read_yaml(path, "settings")
 
 

@@ -48,7 +48,7 @@ LLAMA3 = {
 }
 
 
-# By model_type, where it is another word; and those whose rows of q and k are in rotary pairs.
+# Architectures with another name than model_type; and those with permuted rows of q and k.
 ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "ministral3": "mistral3",
@@ -59,13 +59,13 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 PERMUTED = ("llama", "smollm3", "granite", "arcee", "mistral3", "internlm2")
-# What the converter leaves out of a file, so that the model is another one without it.
+# Settings that the converter does not write, although they change the model.
 UNSAID = {
     "mistral_untied_window": {"sliding_window": None},
     "qwen2_untied_window": {"use_sliding_window": False, "layer_types": None},
     "gemma_untied": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32},
-    # Windows in all layers but every sixth, and the scale of the heads' size.
+    # Windows in all layers but every sixth, and the attention scale by head size.
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "layer_types": None},
     "smollm3": {"no_rope_layer_interval": 4, "no_rope_layers": None},
     "mixtral": {"sliding_window": None},
@@ -74,12 +74,12 @@ UNSAID = {
 
 
 def pairs_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """What llama.cpp's converter does to the rows of q and k of a Llama."""
+    """Reorder rows of q or k like llama.cpp's converter does for a Llama."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def rope_freqs(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
-    """The converter's divisors of a Llama 3.1's frequencies; it looks for 8192 in another place."""
+    """Compute the converter's divisors of Llama 3.1's RoPE frequencies."""
     old_length = config.get("original_max_position_embeddings", 8192)
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     divisors = []
@@ -96,7 +96,7 @@ def rope_freqs(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
 
 
 def write_fields(writer: Any, arch: str, config: dict[str, Any]) -> None:
-    """As ``set_gguf_parameters`` of each architecture."""
+    """Write the fields like ``set_gguf_parameters`` of each architecture."""
     rope = config["rope_parameters"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -104,7 +104,8 @@ def write_fields(writer: Any, arch: str, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    # The base class takes Nemotron's for an RMS norm's, and Nemotron's own writes it once more.
+    # The base class writes Nemotron's epsilon as an RMS norm's, and Nemotron's class writes it
+    # again.
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     if config.get("head_dim") is not None:
@@ -138,7 +139,7 @@ def write_fields(writer: Any, arch: str, config: dict[str, Any]) -> None:
 
 
 def write_windows(writer: Any, arch: str, config: dict[str, Any], rope: dict[str, Any]) -> None:
-    """Windows of OLMo 3, EXAONE 4 and Phi-3, and what else differs by position."""
+    """Write the window fields of OLMo 3, EXAONE 4 and Phi-3, and other fields by layer."""
     if arch in ("olmo2", "exaone4") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
         windows = [kind == "sliding_attention" for kind in config["layer_types"]]
@@ -161,7 +162,7 @@ def write_windows(writer: Any, arch: str, config: dict[str, Any], rope: dict[str
 
 
 def write_factors(writer: Any, config: dict[str, Any]) -> None:
-    """Granite's factors, and sizes of experts."""
+    """Write Granite's factors and the sizes of experts."""
     for key, add in (
         ("attention_multiplier", writer.add_attention_scale),
         ("embedding_multiplier", writer.add_embedding_scale),
@@ -179,7 +180,7 @@ def write_factors(writer: Any, config: dict[str, Any]) -> None:
 
 
 def write_rotation(writer: Any, rope: dict[str, Any]) -> None:
-    """As the base class of all architectures."""
+    """Write the RoPE fields like the base class of all architectures."""
     writer.add_rope_freq_base(rope["rope_theta"])
     kinds = {"linear": "LINEAR", "yarn": "YARN", "longrope": "LONGROPE"}
     if rope["rope_type"] in kinds:
@@ -198,7 +199,7 @@ def write_rotation(writer: Any, rope: dict[str, Any]) -> None:
 
 
 def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One matrix of all experts of a layer in place of one for each."""
+    """Fuse the matrices of a layer's experts in one tensor."""
     stacked: dict[str, list[torch.Tensor]] = {}
     by_number = sorted(tensors.items(), key=lambda item: [len(item[0]), item[0]])
     for name, tensor in by_number:
@@ -210,7 +211,7 @@ def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def write_byte_level(writer: Any, source: Path, vocab_size: int) -> None:
-    """The folder's own tokenizer."""
+    """Write the folder's tokenizer of byte-level BPE."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -227,7 +228,7 @@ def write_byte_level(writer: Any, source: Path, vocab_size: int) -> None:
 
 
 def write_tensors(writer: Any, arch: str, source: Path, config: dict[str, Any], kind: Any) -> None:
-    """As ``modify_tensors`` of each architecture; ``kind`` is that of matrices, None is fp32."""
+    """Write the tensors like ``modify_tensors``; ``kind`` is the type of matrices, None is fp32."""
     (number,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -283,7 +284,7 @@ def write_gguf(
 
 
 def sentencepiece(special: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a BPE with bytes for what it does not know, as sentencepiece's."""
+    """Build vocabulary and merges of a BPE tokenizer with byte fallback, like sentencepiece's."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
@@ -299,7 +300,7 @@ def sentencepiece(special: list[str]) -> tuple[dict[str, int], list[tuple[str, s
 
 
 def write_sentencepiece(special: list[str]) -> tuple[Any, Callable[[Any, Path, int], None]]:
-    """Such a vocabulary with merges, and what writes it; ``special`` ends with EOS, BOS, UNK."""
+    """Write such a tokenizer to a file; ``special`` ends with EOS, BOS, UNK."""
     vocabulary, merges = sentencepiece(special)
     kinds = {**dict.fromkeys(special, 3), "<unk>": 2}
 
