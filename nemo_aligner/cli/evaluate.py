@@ -171,7 +171,7 @@ def check_parser() -> Parser:
 
 def run_check(options: argparse.Namespace) -> int:
     """Return 0 if the bar holds, else 1; rank 0 prints."""
-    from nemo_aligner.tools.invariance import Check, run_check
+    from nemo_aligner.tools.check import Check, run_check
 
     check = Check(
         checkpoint=options.checkpoint,
