@@ -440,7 +440,7 @@ def _replace_records(
     counts = {**counts, "kept": len(records)}
     shown = {name: count for name, count in counts.items() if count or name == "kept"}
     if not records:
-        raise DataError(f"{file.path}: it has no record to evaluate on, of these counts: {shown}")
+        raise DataError(f"{file.path}: no record is left to evaluate: {shown}")
     return replace(file, records=list(records), counts=shown)
 
 
@@ -473,7 +473,7 @@ def _check_finite(
         counts: number of rewards of each record; None for one of each sample.
     """
     if not records:
-        raise DataError("there is no record to evaluate on")
+        raise DataError("there is no record to evaluate")
     bad_rows = np.flatnonzero(~np.isfinite(scores).all(axis=1))
     if bad_rows.size:
         sizes = counts or [len(record.texts) for record in records]
