@@ -30,7 +30,7 @@ from nemo_aligner.tools.invariance import (
     SERVER,
     Row,
     Scored,
-    choose_bars,
+    choose_limits,
     compare_all,
     render_rows,
     score_alone,
@@ -87,9 +87,9 @@ def run_check(check: Check, output: Path | None) -> bool:
         scored = _score_in_new_processes(check, texts, precision)
     for reason in dict.fromkeys(scored.reasons):
         print(f"does not fit: {reason}")
-    bars = choose_bars(precision, base.shape.num_layers, scored.reference)
-    rows = compare_all(scored, contract.attribute_weights, bars)
-    summary = summarise(rows, bars)
+    limits = choose_limits(precision, base.shape.num_layers, scored.reference)
+    rows = compare_all(scored, contract.attribute_weights, limits)
+    summary = summarise(rows, limits)
     print(f"\n{render_rows(rows)}\n\n{precision}: {summary}", flush=True)
     if output is not None:
         content = {

@@ -1,7 +1,7 @@
 """Compares rewards of the same samples that were scored in different ways, and judges differences.
 
 A reward must be bit-identical in every batch. At another layout, in a training forward pass, and in
-another precision it may differ by rounding, but only up to a bar. ``nemo-aligner check`` compares
+another precision it may differ by rounding, but only up to a limit. ``nemo-aligner check`` compares
 with these functions; tests and a benchmark use ``score_alone``, ``score_calls`` and
 ``count_changed`` for any scorer.
 """
@@ -90,7 +90,7 @@ class Row:
         changed: number of rewards that are not bit-identical.
         difference: largest |difference| of a reward; NaN if a reward is NaN.
         flips: number of pairs with another verdict, not counting pairs whose reference margin is
-            within the bar.
+            within the limit.
         ok: True if the row passes.
     """
 
@@ -105,15 +105,15 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Bar:
+class Limits:
     """Largest allowed difference of a reward, and largest margin whose verdict may flip."""
 
     reward: float
     margin: float
 
 
-# Bars, in units of the random walk of ``choose_bars``. In measurements with 64 samples, the largest
-# difference was 1.7 to 5 units. Training gets a higher bar, because it also rounds the residual
+# Limits, in units of the random walk of ``choose_limits``. With 64 samples, the largest measured
+# difference was 1.7 to 5 units. Training gets a higher limit, because it also rounds the residual
 # stream, which changed rewards 1.7 times as much.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
 # Higher in fp32, because there the sums inside a matmul round, too; docs/scoring_contract.md has
@@ -121,33 +121,33 @@ _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0
 _FP32_UNITS = 100.0
 
 
-def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
-    """Choose the bars for a model whose rewards in fp32 are ``reference [N, A]``.
+def choose_limits(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Limits]:
+    """Choose the limits for a model whose rewards in fp32 are ``reference [N, A]``.
 
     In another batch nothing may change. Otherwise every layer rounds twice, and independent
-    rounding errors of the same size add up like a random walk. A bar is therefore a multiple of
+    rounding errors of the same size add up like a random walk. A limit is therefore a multiple of
     ``epsilon * sqrt(2 * (num_layers + 4))``; the 4 extra layers stand for the rounding of weights,
     embeddings and head. In 16 bits the unit is the standard deviation of the rewards; in fp32 it is
-    the largest |reward|, but at least 1. A verdict may flip if its margin is below twice the bar.
+    the largest |reward|, but at least 1. A verdict may flip if its margin is below twice the limit.
     docs/performance.md has the measurements.
     """
-    exact = {Compared.batch: Bar(0.0, 0.0)}
+    exact = {Compared.batch: Limits(0.0, 0.0)}
     walk = _EPSILON[precision] * math.sqrt(2 * (num_layers + 4))
     if precision == "fp32":
-        bar = _FP32_UNITS * walk * max(1.0, float(np.abs(reference).max()))
-        return exact | dict.fromkeys((Compared.layout, Compared.training), Bar(bar, 2 * bar))
+        limit = _FP32_UNITS * walk * max(1.0, float(np.abs(reference).max()))
+        return exact | dict.fromkeys((Compared.layout, Compared.training), Limits(limit, 2 * limit))
     walk *= float(reference.std(axis=0).max())
     return exact | {
-        compared: Bar(steps * walk, 2 * steps * walk) for compared, steps in _WALKS.items()
+        compared: Limits(steps * walk, 2 * steps * walk) for compared, steps in _WALKS.items()
     }
 
 
 def compare_all(
-    scored: Scored, weights: Sequence[float], bars: Mapping[Compared, Bar]
+    scored: Scored, weights: Sequence[float], limits: Mapping[Compared, Limits]
 ) -> list[Row]:
     """Compare the variants of each layout with batches of one, and these with the first layout.
 
-    Only comparisons that have a bar are made: rewards in fp32 are not compared with fp32.
+    Only comparisons that have a limit are made: rewards in fp32 are not compared with fp32.
     """
     first = next(iter(scored.rewards.values()))["alone"]
     rows = []
@@ -162,9 +162,9 @@ def compare_all(
             else:
                 references = [(Compared.batch, variants["alone"])]
             rows += [
-                compare(compared, layout, variant, rewards, reference, weights, bars[compared])
+                compare(compared, layout, variant, rewards, reference, weights, limits[compared])
                 for compared, reference in references
-                if compared in bars
+                if compared in limits
             ]
     return rows
 
@@ -176,12 +176,12 @@ def compare(
     rewards: np.ndarray,
     reference: np.ndarray,
     weights: Sequence[float],
-    bar: Bar,
+    limit: Limits,
 ) -> Row:
     """Compare rewards ``[N, A]`` of pairs (chosen, rejected, chosen, ...) with a reference."""
     difference = float(np.abs(rewards - reference).max())
     margins, expected = _compute_margins(rewards, weights), _compute_margins(reference, weights)
-    is_flip = (np.sign(margins) != np.sign(expected)) & (np.abs(expected) > bar.margin)
+    is_flip = (np.sign(margins) != np.sign(expected)) & (np.abs(expected) > limit.margin)
     flips = int(is_flip.sum())
     return Row(
         compared=compared,
@@ -191,8 +191,8 @@ def compare(
         changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
-        # Written so that a NaN fails: ``not difference > bar.reward`` would let it pass.
-        ok=difference <= bar.reward and not flips,
+        # Written so that a NaN fails: ``not difference > limit.reward`` would let it pass.
+        ok=difference <= limit.reward and not flips,
     )
 
 
@@ -223,11 +223,11 @@ def render_rows(rows: Sequence[Row]) -> str:
     return "\n\n".join(tables)
 
 
-def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
-    """Summarise in one line, then one line for each kind of comparison: its worst row, its bar."""
+def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
+    """Summarise in one line, then the worst row and the limit of each kind of comparison."""
     missed = sum(not row.ok for row in rows)
     lines = ["the same everywhere" if not missed else f"MISSED in {missed} of {len(rows)} rows"]
-    for compared, bar in bars.items():
+    for compared, limit in limits.items():
         compared_rows = [row for row in rows if row.compared is compared]
         if not compared_rows:
             continue
@@ -236,8 +236,8 @@ def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
             math.inf if math.isnan(row.difference) else row.difference for row in compared_rows
         )
         flips = sum(row.flips for row in compared_rows)
-        expected = f"{bar.reward:.2g} or less" if bar.reward else "0: bit-identical rewards"
-        beyond = f" where the margin is above {bar.margin:.2g}" if bar.margin else ""
+        expected = f"{limit.reward:.2g} or less" if limit.reward else "0: bit-identical rewards"
+        beyond = f" where the margin is above {limit.margin:.2g}" if limit.margin else ""
         lines.append(
             f"against {_HEADINGS[compared]}: largest |difference| {worst:.2e} (wanted {expected}), "
             f"{flips} verdicts flipped{beyond}"

@@ -31,7 +31,7 @@ from nemo_aligner.utils.errors import ConfigError
 _NAME = "validation-probe"
 # Bounds of the metric on the original labels, by metric: at least the first after training on them,
 # and at most the second after training on swapped labels.
-BARS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
+BOUNDS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
 class ProbedLearner(Protocol):
@@ -63,7 +63,7 @@ class ProbeResult:
     @property
     def passed(self) -> bool:
         """True if both trainings learned their labels."""
-        high, low = BARS[self.metric]
+        high, low = BOUNDS[self.metric]
         return self.learned >= high and self.swapped <= low
 
 
@@ -137,7 +137,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
         layout = layout_of(config.model)
         run = prepare_run(config, layout)
         data = few_records(run.data, records)
-        _check_bar(data.objective.main_metric)
+        _check_metric(data.objective.main_metric)
         say(f"{len(data.train)} records, {steps} steps with each kind of labels")
         return probe(
             lambda training_data: build_learner(replace(run, data=training_data), layout)[0],
@@ -148,7 +148,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
 
 def render_probe(result: ProbeResult) -> str:
     """Render the table and the verdict."""
-    high, low = BARS[result.metric]
+    high, low = BOUNDS[result.metric]
     (first, last), (first_swapped, last_swapped) = result.losses
     return "\n".join(
         (
@@ -176,11 +176,11 @@ def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
     config.model.data.data_prefix.validation = []
 
 
-def _check_bar(metric: str) -> None:
-    if metric not in BARS:
+def _check_metric(metric: str) -> None:
+    if metric not in BOUNDS:
         raise ConfigError(
             f"model.objective: its main metric is {metric}, for which the probe has no bounds. Use "
-            f"an objective whose main metric is {' or '.join(BARS)}."
+            f"an objective whose main metric is {' or '.join(BOUNDS)}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Comparison of rewards: which differences pass the bar, and how the table shows them."""
+"""Comparison of rewards: which differences pass the limit, and how the table shows them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.tools.invariance import (
-    Bar,
     Compared,
+    Limits,
     Row,
     Scored,
-    choose_bars,
+    choose_limits,
     compare,
     compare_all,
     render_rows,
@@ -29,11 +29,11 @@ from tests.harness import families
 
 # Two pairs, two attributes.
 REFERENCE = np.array([[2.0, 1.0], [1.0, 1.0], [0.5, 0.0], [0.5, 1e-6]])
-EXACT = Bar(1e-5, 0.0)
+EXACT = Limits(1e-5, 0.0)
 
 
-def row(rewards: np.ndarray, bar: Bar = EXACT) -> Row:
-    return compare(Compared.layout, "TP=2", "alone", rewards, REFERENCE, (1.0, 1.0), bar)
+def row(rewards: np.ndarray, limit: Limits = EXACT) -> Row:
+    return compare(Compared.layout, "TP=2", "alone", rewards, REFERENCE, (1.0, 1.0), limit)
 
 
 def test_compared_rewards_above_the_bar_and_verdicts_that_turn_are_noticed() -> None:
@@ -51,38 +51,40 @@ def test_compared_rewards_above_the_bar_and_verdicts_that_turn_are_noticed() -> 
     flipped[3, 1] -= 3e-6
     assert row(flipped).difference < 1e-5
     assert (row(flipped).flips, row(flipped).ok) == (1, False)
-    assert row(flipped, Bar(1e-3, 2e-3)).ok
+    assert row(flipped, Limits(1e-3, 2e-3)).ok
 
 
 def test_compared_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
-    exact = choose_bars("fp32", 30, REFERENCE / 4)
-    limit = 100 * 2**-24 * 68**0.5
-    assert exact[Compared.batch] == Bar(0.0, 0.0)
+    exact = choose_limits("fp32", 30, REFERENCE / 4)
+    expected = 100 * 2**-24 * 68**0.5
+    assert exact[Compared.batch] == Limits(0.0, 0.0)
     assert exact[Compared.layout] == exact[Compared.training]
-    assert exact[Compared.layout].reward == pytest.approx(limit)
-    assert exact[Compared.layout].margin == pytest.approx(2 * limit)
-    assert choose_bars("fp32", 30, REFERENCE)[Compared.layout].reward == pytest.approx(2 * limit)
-    bars = choose_bars("bf16", 30, REFERENCE)
+    assert exact[Compared.layout].reward == pytest.approx(expected)
+    assert exact[Compared.layout].margin == pytest.approx(2 * expected)
+    assert choose_limits("fp32", 30, REFERENCE)[Compared.layout].reward == pytest.approx(
+        2 * expected
+    )
+    limits = choose_limits("bf16", 30, REFERENCE)
     spread = REFERENCE[:, 0].std()
-    assert bars[Compared.batch] == Bar(0.0, 0.0)
-    bar = bars[Compared.precision]
-    assert bar.reward == pytest.approx(6 * 2**-8 * 68**0.5 * spread)
-    assert bar.margin == 2 * bar.reward
-    assert bars[Compared.layout] == bar
-    assert bars[Compared.training].reward == pytest.approx(10 / 6 * bar.reward)
-    half = choose_bars("fp16", 30, REFERENCE)[Compared.precision]
-    assert half.reward == pytest.approx(bar.reward / 8)
+    assert limits[Compared.batch] == Limits(0.0, 0.0)
+    limit = limits[Compared.precision]
+    assert limit.reward == pytest.approx(6 * 2**-8 * 68**0.5 * spread)
+    assert limit.margin == 2 * limit.reward
+    assert limits[Compared.layout] == limit
+    assert limits[Compared.training].reward == pytest.approx(10 / 6 * limit.reward)
+    half = choose_limits("fp16", 30, REFERENCE)[Compared.precision]
+    assert half.reward == pytest.approx(limit.reward / 8)
 
 
 def test_limit_of_fp32_lets_pass_what_layouts_of_a_real_model_differ_by() -> None:
     """Gemma 3 270M differed by 3.91e-5 in rewards of up to 3.9; twice that must pass, too."""
     reference = np.array([[3.9], [2.5], [1.0], [0.99999]])
-    bar = choose_bars("fp32", 18, reference)[Compared.layout]
+    limit = choose_limits("fp32", 18, reference)[Compared.layout]
     for difference in (3.91e-5, 7.82e-5):
-        # The verdict of the second pair flips, but its margin is below the bar.
+        # The verdict of the second pair flips, but its margin is below the limit.
         rewards = reference - [[difference], [0], [difference], [0]]
-        row = compare(Compared.layout, "TP=2", "alone", rewards, reference, (1.0,), bar)
-        assert row.ok, (row, bar)
+        row = compare(Compared.layout, "TP=2", "alone", rewards, reference, (1.0,), limit)
+        assert row.ok, (row, limit)
 
 
 def test_compared_rewards_have_references_of_their_own() -> None:
@@ -93,8 +95,8 @@ def test_compared_rewards_have_references_of_their_own() -> None:
         "TP=2": {"alone": second, "all together": other_batch},
         "server": {"alone": first},
     }
-    bars = choose_bars("bf16", 30, exact)
-    rows = compare_all(Scored(rewards, exact, []), (1.0, 1.0), bars)
+    limits = choose_limits("bf16", 30, exact)
+    rows = compare_all(Scored(rewards, exact, []), (1.0, 1.0), limits)
     rows_by_name = {(row.compared, row.layout, row.variant): row for row in rows}
     batch, layout, training, precision = Compared
     assert rows_by_name.keys() == {
@@ -112,8 +114,8 @@ def test_compared_rewards_have_references_of_their_own() -> None:
     assert all(row.ok for row in rows_by_name.values())
     assert rows_by_name[layout, "TP=2", "alone"].difference == pytest.approx(0.01)
     assert rows_by_name[precision, "TP=2", "alone"].difference == pytest.approx(0.02)
-    exact_bars = choose_bars("fp32", 30, exact)
-    rows = compare_all(Scored(rewards, first, []), (1.0, 1.0), exact_bars)
+    exact_limits = choose_limits("fp32", 30, exact)
+    rows = compare_all(Scored(rewards, first, []), (1.0, 1.0), exact_limits)
     assert {row.compared for row in rows} == {batch, layout, training}
 
 
@@ -124,11 +126,11 @@ def test_compared_rows_are_a_table_that_says_what_is_missed() -> None:
     assert lines[1].startswith("layout  variant")
     assert lines[2].split() == ["TP=2", "alone", "4", "0", "0.00e+00", "0"]
     assert lines[3].split()[3:] == ["8", "1.00e-03", "0", "MISSED"]
-    bars = {Compared.layout: EXACT, Compared.batch: Bar(0.0, 0.0)}
-    assert summarise([*rows, far], bars).startswith("MISSED in 1 of 2 rows\n")
-    hidden = summarise([row(np.full_like(REFERENCE, np.nan)), *rows], bars)
+    limits = {Compared.layout: EXACT, Compared.batch: Limits(0.0, 0.0)}
+    assert summarise([*rows, far], limits).startswith("MISSED in 1 of 2 rows\n")
+    hidden = summarise([row(np.full_like(REFERENCE, np.nan)), *rows], limits)
     assert "largest |difference| inf (wanted 1e-05 or less), 2 verdicts flipped" in hidden
-    same = summarise(rows, bars)
+    same = summarise(rows, limits)
     assert same.startswith("the same everywhere\n")
     assert "batch" not in same
 
@@ -174,6 +176,6 @@ def test_limit_of_fp32_is_far_above_its_error_and_far_below_that_of_bf16(
         precision: float(np.abs(rewards - exact).max()) for precision, rewards in scores.items()
     }
     layers = exact_model.config.get_text_config().num_hidden_layers
-    limit = choose_bars("fp32", layers, exact)[Compared.layout].reward
+    limit = choose_limits("fp32", layers, exact)[Compared.layout].reward
     assert errors[Precision.fp32] < limit / 4, (errors, limit)
     assert errors[Precision.bf16] > 10 * limit, (errors, limit)
