@@ -132,7 +132,8 @@ def _match_rows(first: Predictions, second: Predictions) -> list[tuple[int, int]
         candidate = by_name.get(Path(first.names[index]).name) if index not in partners else None
         if candidate is not None and _is_reworded(row, second.rows[candidate]):
             partners[index] = candidate
-            del by_name[Path(first.names[index]).name]  # a row has one partner only
+            # A row has only one partner, so it cannot match a second time.
+            del by_name[Path(first.names[index]).name]
     return sorted(partners.items())
 
 

@@ -90,6 +90,7 @@ class EvalResult:
 
     @property
     def kind(self) -> RecordKind:
+        """Whether the records are comparisons or ratings."""
         return RecordKind.rating if self.predictions.is_rated else RecordKind.comparison
 
     @property
@@ -479,5 +480,6 @@ def _check_finite(
         sizes = counts or [len(record.texts) for record in records]
         origin = records[int(np.searchsorted(np.cumsum(sizes), bad_rows[0], side="right"))].origin
         raise DataError(
-            f"{origin}: the model's reward is not finite (and {bad_rows.size - 1} more)"
+            f"{origin}: the model's reward is not finite ({bad_rows.size} of {len(scores)} rewards "
+            "are not)"
         )

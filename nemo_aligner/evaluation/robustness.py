@@ -121,7 +121,7 @@ def check_pairwise(task: Task) -> None:
     if not isinstance(item, Item) or len(item.texts) != 2 or item.num_right != 1 or item.is_code:
         raise ConfigError(
             f"robustness_pairs: the items of task={task.name} are not pairs of a right and a wrong "
-            "reply in prose. Use a benchmark of such pairs, or leave out one of the two settings."
+            "reply in prose. Use a benchmark of such pairs, or leave out robustness_pairs."
         )
 
 
@@ -436,7 +436,9 @@ def _build_row(kind: type[T], row: Mapping[str, Any]) -> T:
     for name, number in row.items():
         is_name = name in ("change", "changed")
         if not isinstance(number, str if is_name else int | float | None):
-            raise TypeError(f"{name}: got {number!r:.40}")
+            raise TypeError(
+                f"{name}: got {number!r:.40}, wanted a {'name' if is_name else 'number'}"
+            )
     return kind(**row)
 
 

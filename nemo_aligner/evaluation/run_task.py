@@ -188,7 +188,7 @@ def _score_items(
     if not items:
         raise DataError(
             f"{path}: it has no item of {task.name} that can be scored; left out: "
-            f"{dict(left_out)}. Use the file {task.file}."
+            f"{dict(left_out)}. The benchmark's file is {task.file}."
         )
     rows = []
     scored = zip(numbered_items, _compute_rewards(task, items, source), strict=True)
@@ -264,8 +264,8 @@ def _parse_line(
     except KeyError as error:
         keys = ", ".join(map(repr, line.value))
         raise DataError(
-            f"{location}: the key {error} is missing; the record has {keys}. Use the file "
-            f"{task.file}."
+            f"{location}: the key {error} is missing; the record has {keys}. The benchmark's file "
+            f"is {task.file}."
         ) from error
     except DataError as error:
         raise DataError(f"{location}: {error}") from error

@@ -86,7 +86,7 @@ def run_check(check: Check, output: Path | None) -> bool:
     else:
         scored = _score_in_new_processes(check, texts, precision)
     for reason in dict.fromkeys(scored.reasons):
-        print(f"does not fit: {reason}")
+        print(f"skipped a layout that does not fit the model: {reason}")
     limits = choose_limits(precision, base.shape.num_layers, scored.reference)
     rows = compare_all(scored, contract.attribute_weights, limits)
     summary = summarise(rows, limits)

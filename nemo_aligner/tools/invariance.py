@@ -214,7 +214,7 @@ def render_rows(rows: Sequence[Row]) -> str:
         lines += [
             f"{row.layout:<{layout_width}}{row.variant:<{variant_width}}{row.texts:>7}"
             f"{row.changed:>9}{row.difference:>22.2e}{row.flips:>7}"
-            + ("" if row.ok else "   MISSED")
+            + ("" if row.ok else "   FAILED")
             for row in rows
             if row.compared is compared
         ]
@@ -225,8 +225,8 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
     """Summarise in one line, then the worst row and the limit of each kind of comparison."""
-    missed = sum(not row.ok for row in rows)
-    lines = ["the same everywhere" if not missed else f"MISSED in {missed} of {len(rows)} rows"]
+    failed = sum(not row.ok for row in rows)
+    lines = ["the same everywhere" if not failed else f"FAILED in {failed} of {len(rows)} rows"]
     for compared, limit in limits.items():
         compared_rows = [row for row in rows if row.compared is compared]
         if not compared_rows:

@@ -67,7 +67,10 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
             except ConfigError as error:
                 reasons.append(f"{sizes}: {error}")
                 continue
-            fitting += [sizes, replace(sizes, sequence_parallel=True)][: 1 + (tp > 1)]
+            fitting.append(sizes)
+            # Sequence parallelism splits along the tensor-parallel ranks, so it needs several.
+            if tp > 1:
+                fitting.append(replace(sizes, sequence_parallel=True))
     for sizes in [sizes for sizes in fitting if sizes.dp > 1 and shape.experts is not None]:
         expert_parallel = replace(sizes, ep=sizes.dp)
         try:
@@ -213,7 +216,7 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# The same in new processes.
+# Starting new processes that do this.
 
 
 def run_world(job: Mapping[str, Any], size: int) -> Scored:

@@ -37,9 +37,13 @@ BOUNDS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 class ProbedLearner(Protocol):
     """What the probe needs of a learner; ``RewardLearner`` has it."""
 
-    def train_step(self, step: int) -> dict[str, float]: ...
+    def train_step(self, step: int) -> dict[str, float]:
+        """Train one step; return its metrics, among them ``loss``."""
+        ...
 
-    def validate(self) -> dict[str, float]: ...
+    def validate(self) -> dict[str, float]:
+        """Return the metrics of all validation sets, by ``<set>/<metric>``."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def test_evaluated_attributes_make_one_reward_by_their_weights() -> None:
     def broken(texts: Sequence[Text]) -> np.ndarray:
         return np.array([[np.nan if text == "aa" else 1.0] for text in texts])
 
-    with pytest.raises(DataError, match=r"x.jsonl:7: .* not finite .*0 more"):
+    with pytest.raises(DataError, match=r"x.jsonl:7: .* not finite .*1 of 4"):
         judged(FunctionScorer(broken), *pairs)
 
 

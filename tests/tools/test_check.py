@@ -52,7 +52,7 @@ def test_check_says_once_what_does_not_fit(
     model = tiny.write_reward_nemo(tmp_path / "rm.nemo")
     assert not run_check(Check(str(model), pairs=1, processes=1), tmp_path / "table.json")
     shown = capsys.readouterr().out
-    assert shown.count("does not fit: TP=4: why not\n") == 1
+    assert shown.count("TP=4: why not\n") == 1
     table = json.loads((tmp_path / "table.json").read_text())
     assert [row["ok"] for row in table["rows"]] == [True, False]
     assert table["summary"] in shown

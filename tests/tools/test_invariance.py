@@ -125,9 +125,9 @@ def test_compared_rows_are_a_table_that_says_what_is_missed() -> None:
     assert lines[0] == "against another layout"
     assert lines[1].startswith("layout  variant")
     assert lines[2].split() == ["TP=2", "alone", "4", "0", "0.00e+00", "0"]
-    assert lines[3].split()[3:] == ["8", "1.00e-03", "0", "MISSED"]
+    assert lines[3].split()[3:] == ["8", "1.00e-03", "0", "FAILED"]
     limits = {Compared.layout: EXACT, Compared.batch: Limits(0.0, 0.0)}
-    assert summarise([*rows, far], limits).startswith("MISSED in 1 of 2 rows\n")
+    assert summarise([*rows, far], limits).startswith("FAILED in 1 of 2 rows\n")
     hidden = summarise([row(np.full_like(REFERENCE, np.nan)), *rows], limits)
     assert "largest |difference| inf (wanted 1e-05 or less), 2 verdicts flipped" in hidden
     same = summarise(rows, limits)

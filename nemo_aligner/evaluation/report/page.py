@@ -114,7 +114,9 @@ def render_page(reports: Sequence[RunReport]) -> str:
         ConfigError: there are no reports, or more than there are colours.
     """
     if not 1 <= len(reports) <= MAX_REPORTS:
-        raise ConfigError(f"runs: got {len(reports)}, but a report can show 1 to {MAX_REPORTS}")
+        raise ConfigError(
+            f"runs: got {len(reports)}, but a report can show 1 to {MAX_REPORTS} runs"
+        )
     reports = number_equal_names(reports)
     sections = build_sections(reports)
     environment = Environment(

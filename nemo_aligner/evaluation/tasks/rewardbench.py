@@ -162,6 +162,7 @@ class _Margins:
 
     @classmethod
     def of(cls, prediction: Prediction) -> _Margins:
+        """Compute the margins from the rewards ``[K]`` of a prompt's replies."""
         count = prediction.item.num_right
         right, wrong = prediction.rewards[:count], prediction.rewards[count:]
         among_right = float(right.max() - right.min()) if count > 1 else None
@@ -169,6 +170,7 @@ class _Margins:
 
     @property
     def is_right(self) -> bool:
+        """True if every right reply has a higher reward than every wrong one."""
         return self.to_wrong > 0
 
 
