@@ -155,13 +155,13 @@ def _have_same_words(first: Text, second: Text) -> bool:
         return False  # In two raw strings nothing marks where the reply begins.
     for raw, conversation in ((first, second), (second, first)):
         if isinstance(raw, str):
-            has_question = _last_question(conversation) in raw
+            has_question = _find_last_question(conversation) in raw
             return has_question and raw.endswith(reply_of(conversation))
-    questions = sorted(map(_last_question, (first, second)), key=len)
+    questions = sorted(map(_find_last_question, (first, second)), key=len)
     return reply_of(first) == reply_of(second) and questions[0] in questions[1]
 
 
-def _last_question(text: Text) -> str:
+def _find_last_question(text: Text) -> str:
     users = [said(turn) for turn in prompt_of(text) if turn["role"] == "user"]
     return users[-1] if users else ""
 

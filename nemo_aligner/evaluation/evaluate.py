@@ -175,7 +175,7 @@ def evaluate_comparisons(
     Raises:
         DataError: a reward is not finite, or there is no comparison.
     """
-    scores, texts = source.rewards_of(scored), _texts(comparisons)
+    scores, texts = source.rewards_of(scored), _list_samples(comparisons)
     _check_finite(scores, comparisons)
     rewards = one_reward(scores, source.weights).astype(np.float32)
     pairs = as_records(comparisons, ()).pairs()
@@ -190,7 +190,7 @@ def evaluate_comparisons(
         )
         for owner, (chosen, rejected) in zip(owners, sides, strict=True)
     ]
-    metrics = _measure(source, rewards.reshape(-1, 1), comparisons)
+    metrics = _compute_metrics(source, rewards.reshape(-1, 1), comparisons)
     counts = {"read": len(comparisons), "kept": len(comparisons)}
     return EvalResult(Predictions(rows), metrics, counts)
 
@@ -223,7 +223,7 @@ def evaluate_ratings(
         )
         for row, record in enumerate(ratings)
     ]
-    metrics = _measure(source, rewards, ratings)
+    metrics = _compute_metrics(source, rewards, ratings)
     if spreads is not None:
         rated = RatedRewards.of(
             torch.from_numpy(rewards), labels, attributes, spreads=torch.from_numpy(spreads)
@@ -249,9 +249,10 @@ def _evaluate_steps(
     sizes = [len(steps.rewards) for steps in scored]
     _check_finite(rewards, ratings, sizes)
     labels = [
-        _last_labels(record, size, len(names)) for record, size in zip(ratings, sizes, strict=True)
+        _collect_last_labels(record, size, len(names))
+        for record, size in zip(ratings, sizes, strict=True)
     ]
-    lengths = _measure_steps(source, ratings, scored)
+    lengths = _measure_step_lengths(source, ratings, scored)
     values = torch.tensor(
         [row for step_labels in labels for row in step_labels], dtype=torch.float32
     )
@@ -278,7 +279,7 @@ def _evaluate_steps(
     return EvalResult(Predictions(rows, names), metrics, counts)
 
 
-def _measure_steps(
+def _measure_step_lengths(
     source: RewardSource, ratings: Sequence[Rating], scored: Sequence[StepRewards]
 ) -> list[int]:
     """Measure the length that each of the S rewards covers, as training counts it."""
@@ -306,7 +307,7 @@ def default_threshold(source: RewardSource) -> float:
     return objective.right_from
 
 
-def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
+def _collect_last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
     """Collect the labels of the last ``steps`` steps, ``[steps, columns]``, NaN where missing."""
     unlabelled: list[tuple[float | None, ...]] = [(None,) * columns] * steps
     labelled = [row or unlabelled[0] for row in label_rows(record)]
@@ -314,7 +315,7 @@ def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
     return [[math.nan if label is None else label for label in row] for row in rows]
 
 
-def _measure(
+def _compute_metrics(
     source: RewardSource, rewards: np.ndarray, records: Sequence[Comparison] | Sequence[Rating]
 ) -> dict[str, float]:
     """Compute the metrics of the trainer's validation from the rewards of samples ``[N, A]``."""
@@ -325,7 +326,7 @@ def _measure(
         default_objective(kind, attributes),
         torch.from_numpy(rewards),
         as_records(records, attributes if is_rated else ()),
-        torch.tensor(response_lengths(source.scorer, _texts(records)), dtype=torch.int64),
+        torch.tensor(response_lengths(source.scorer, _list_samples(records)), dtype=torch.int64),
         [record.source for record in records],
     )
 
@@ -369,7 +370,7 @@ def evaluate_file(
         file = replace(file, records=swapped_records)
     file = keep_scorable(file, source, reader.rule)
     _check_steps(file, source)
-    scored = source.scorer.score_rows(_texts(file.records))
+    scored = source.scorer.score_rows(_list_samples(file.records))
     if source.encoder is None:
         file, scored = drop_refused(file, scored)
     if file.kind is not RecordKind.rating:
@@ -458,7 +459,7 @@ def _encode_record(
     return texts if isinstance(texts, MalformedRecord) else EncodedRecord(record, texts)
 
 
-def _texts(records: Sequence[Comparison] | Sequence[Rating]) -> list[Text]:
+def _list_samples(records: Sequence[Comparison] | Sequence[Rating]) -> list[Text]:
     return [text for record in records for text in record.texts]
 
 

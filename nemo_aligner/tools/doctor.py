@@ -37,14 +37,14 @@ def examine() -> list[Finding]:
     torch = import_torch()
     has_gpu = torch is not None and torch.cuda.is_available()
     return [
-        *packages(),
-        *gpus(torch),
-        *gpu_packages(),
-        *([flash_attention()] if has_gpu else []),
-        *processor(has_gpu),
-        *space(),
-        port(),
-        compiler(has_gpu),
+        *check_packages(),
+        *check_gpus(torch),
+        *check_gpu_packages(),
+        *([check_flash_attention()] if has_gpu else []),
+        *check_processor(has_gpu),
+        *check_space(),
+        check_port(),
+        check_compiler(has_gpu),
     ]
 
 
@@ -90,7 +90,7 @@ _PYTRITON = "nvidia-pytriton"
 _FIRST_TORCH_WITH_VARLEN = "2.10"
 
 
-def packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Check Python, this package, the packages that it requires, and its optional extras."""
     requirements = _read_requirements()
     required = requirements.get("", [])
@@ -111,7 +111,7 @@ def packages() -> Iterator[Finding]:
         yield _check_triton_binary(pytriton)
 
 
-def gpu_packages() -> Iterator[Finding]:
+def check_gpu_packages() -> Iterator[Finding]:
     """Check for optional packages that speed up GPUs; a CPU does not use them."""
     for name, distribution in (("TransformerEngine", "transformer_engine"), ("Apex", "apex")):
         if importlib.util.find_spec(distribution) is None:
@@ -121,7 +121,7 @@ def gpu_packages() -> Iterator[Finding]:
             yield Finding(name, version_of(distribution) or "installed")
 
 
-def flash_attention() -> Finding:
+def check_flash_attention() -> Finding:
     """Check that torch has the attention kernel for packed sequences, which GPUs use."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return Finding(
@@ -278,7 +278,7 @@ _TEMPORARY_ADVICE = "archives are unpacked there; set TMPDIR to use another fold
 _FOLDER_ADVICE = "a checkpoint of a run is several times as large as its model"
 
 
-def gpus(torch: Any) -> Iterator[Finding]:
+def check_gpus(torch: Any) -> Iterator[Finding]:
     """List the CUDA devices that torch sees; ``torch`` is None if it cannot be imported."""
     driver = _find_nvidia_driver()
     if torch is None or not torch.cuda.is_available():
@@ -317,7 +317,7 @@ def _find_nvidia_driver() -> str | None:
     return next(iter(done.stdout.split()), None)
 
 
-def processor(has_gpu: bool) -> Iterator[Finding]:
+def check_processor(has_gpu: bool) -> Iterator[Finding]:
     """Check the CPU: its usable cores, and what its instructions mean for precision."""
     fields = _read_cpu_fields()
     name = fields.get("model name") or platform.processor() or platform.machine()
@@ -345,7 +345,7 @@ def _read_cpu_fields() -> dict[str, str]:
     return fields
 
 
-def space() -> Iterator[Finding]:
+def check_space() -> Iterator[Finding]:
     """Check free memory, and free disk in the folders that the package writes to."""
     yield Finding("memory", _measure_memory())
     temporary = Path(tempfile.gettempdir())
@@ -386,7 +386,7 @@ def _check_disk(name: str, folder: Path, minimum: int, advice: str) -> Finding:
     return Finding(name, value)
 
 
-def port() -> Finding:
+def check_port() -> Finding:
     """Check that the server's default port is free."""
     number = ServerConfig().port
     with socket.socket() as probe:
@@ -399,7 +399,7 @@ def port() -> Finding:
     return Finding(f"port {number}", "free on 127.0.0.1")
 
 
-def compiler(has_gpu: bool) -> Finding:
+def check_compiler(has_gpu: bool) -> Finding:
     """Check for a C compiler: GPU kernels are compiled at first use; a CPU can do without."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     path = next(filter(None, (shutil.which(name) for name in names if name)), None)

@@ -69,7 +69,7 @@ def test_doctor_gives_the_command_that_fixes_a_version(
 ) -> None:
     changes = {"numpy": "1.25.2", "jinja2": None, "uvicorn": "0.20.0", "gguf": None}
     monkeypatch.setattr(importlib.metadata, "version", versions(changes))
-    findings = list(doctor.packages())
+    findings = list(doctor.check_packages())
     assert named("numpy", findings).verdict is Verdict.missing
     assert named("numpy", findings).advice == "wanted >=1.26: pip install 'numpy>=1.26'"
     assert named("jinja2", findings).advice == "pip install 'jinja2'"
@@ -85,7 +85,7 @@ def test_doctor_gives_the_command_that_fixes_a_version(
     # The requirements of a package that is not installed are not known.
     for name in ("version", "requires", "metadata"):
         monkeypatch.setattr(importlib.metadata, name, raise_not_found)
-    package = named("nemo_aligner", doctor.packages())
+    package = named("nemo_aligner", doctor.check_packages())
     assert (package.verdict, "pip install -e " in package.advice) == (Verdict.note, True)
 
 
@@ -103,7 +103,7 @@ def test_doctor_notes_numpy_2_where_triton_is_installed(
 ) -> None:
     changes = {"numpy": numpy, "nvidia-pytriton": pytriton}
     monkeypatch.setattr(importlib.metadata, "version", versions(changes))
-    findings = list(doctor.packages())
+    findings = list(doctor.check_packages())
     assert named("numpy", findings).verdict is Verdict.ok
     assert named("[serving]", findings).verdict is Verdict.ok
     assert named("[triton]", findings).verdict is verdict
@@ -115,7 +115,7 @@ def test_doctor_notes_a_triton_that_may_not_run(
     # An imported module does not mean that Triton is installed.
     monkeypatch.setitem(sys.modules, "pytriton", ModuleType("pytriton"))
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
-    assert "Triton" not in [finding.name for finding in doctor.packages()]
+    assert "Triton" not in [finding.name for finding in doctor.check_packages()]
 
     binary = tmp_path / "pytriton/tritonserver/bin/tritonserver"
     binary.parent.mkdir(parents=True)
@@ -125,10 +125,10 @@ def test_doctor_notes_a_triton_that_may_not_run(
     (installed / "METADATA").write_text("Name: nvidia-pytriton\nVersion: 0.7.0\n")
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(tmp_path))
-    triton = named("Triton", doctor.packages())
+    triton = named("Triton", doctor.check_packages())
     assert (triton.verdict, "server.triton_port" in triton.advice) == (Verdict.note, True)
     binary.chmod(0o755)
-    assert named("Triton", doctor.packages()).verdict is Verdict.ok
+    assert named("Triton", doctor.check_packages()).verdict is Verdict.ok
 
 
 def cuda(major: int, count: int = 2) -> Any:
@@ -145,47 +145,47 @@ def cuda(major: int, count: int = 2) -> Any:
 
 def test_doctor_names_gpus_with_memory_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_find_nvidia_driver", lambda: "570.1")
-    assert [finding.value for finding in doctor.gpus(cuda(9))] == [
+    assert [finding.value for finding in doctor.check_gpus(cuda(9))] == [
         "A GPU, 80 GiB, bf16", "A GPU, 80 GiB, bf16", "torch's 12.6, driver 570.1"
     ]  # fmt: skip
-    old = named("GPU 0", doctor.gpus(cuda(7)))
+    old = named("GPU 0", doctor.check_gpus(cuda(7)))
     assert (old.value, old.advice) == (
         "A GPU, 80 GiB, no bf16", "train with trainer.precision=fp16"
     )  # fmt: skip
-    unseen = named("GPU", doctor.gpus(cuda(9, count=0)))
+    unseen = named("GPU", doctor.check_gpus(cuda(9, count=0)))
     assert (unseen.verdict, "build of torch for CUDA" in unseen.advice) == (Verdict.missing, True)
     monkeypatch.setattr(doctor, "_find_nvidia_driver", lambda: None)
-    assert named("GPU", doctor.gpus(None)).verdict is Verdict.note
+    assert named("GPU", doctor.check_gpus(None)).verdict is Verdict.note
 
 
 def test_doctor_says_what_a_cpu_without_bf16_means(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, verdict in (("avx2 fma", Verdict.note), ("avx512f amx_bf16", Verdict.ok)):
         cpuinfo = f"model name\t: Zen\nflags\t: {flags}\n"
         monkeypatch.setattr(doctor, "_read_text", lambda path, cpuinfo=cpuinfo: cpuinfo)
-        findings = list(doctor.processor(has_gpu=False))
+        findings = list(doctor.check_processor(has_gpu=False))
         assert named("CPU", findings).value.startswith("Zen: ")
         assert named("CPU instructions", findings).verdict is verdict, flags
-        assert named("CPU instructions", doctor.processor(has_gpu=True)).verdict is Verdict.ok
+        assert named("CPU instructions", doctor.check_processor(has_gpu=True)).verdict is Verdict.ok
 
 
 def test_doctor_gives_the_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**20  # in kB
     files = {"/proc/meminfo": f"MemTotal: {64 * gib} kB\nMemAvailable: {60 * gib} kB\n"}
     monkeypatch.setattr(doctor, "_read_text", lambda path: files.get(path, ""))
-    assert named("memory", doctor.space()).value == "60.0 of 64.0 GiB free"
+    assert named("memory", doctor.check_space()).value == "60.0 of 64.0 GiB free"
     files["/sys/fs/cgroup/memory.max"], files["/sys/fs/cgroup/memory.current"] = (
         str(8 * 2**30), str(6 * 2**30)
     )  # fmt: skip
-    assert named("memory", doctor.space()).value == "2.0 of 8.0 GiB free"
+    assert named("memory", doctor.check_space()).value == "2.0 of 8.0 GiB free"
     files.clear()
-    assert named("memory", doctor.space()).value == "unknown"
+    assert named("memory", doctor.check_space()).value == "unknown"
 
 
 def test_doctor_notes_little_room_a_taken_port_and_a_missing_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**36, 0, 2**26))
-    notes = [finding for finding in doctor.space() if finding.verdict is Verdict.note]
+    notes = [finding for finding in doctor.check_space() if finding.verdict is Verdict.note]
     assert len(notes) == 3
     assert "--shm-size" in notes[0].advice
     assert "TMPDIR" in notes[1].advice
@@ -194,11 +194,11 @@ def test_doctor_notes_little_room_a_taken_port_and_a_missing_compiler(
         holder.listen()
         settings = SimpleNamespace(port=holder.getsockname()[1])
         monkeypatch.setattr(doctor, "ServerConfig", lambda: settings)
-        assert doctor.port().verdict is Verdict.note
-    assert doctor.port().value == "free on 127.0.0.1"
+        assert doctor.check_port().verdict is Verdict.note
+    assert doctor.check_port().value == "free on 127.0.0.1"
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    assert doctor.compiler(has_gpu=True).verdict is Verdict.missing
-    assert doctor.compiler(has_gpu=False).verdict is Verdict.note
+    assert doctor.check_compiler(has_gpu=True).verdict is Verdict.missing
+    assert doctor.check_compiler(has_gpu=False).verdict is Verdict.note
 
 
 def run_doctor(*options: str, exit_code: int = 0, **arguments: Any) -> str:

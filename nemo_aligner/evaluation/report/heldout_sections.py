@@ -47,10 +47,11 @@ _NO_PAIRS = "There are no pairs here."
 _NO_RECORDS = "There are no held-out rewards here: nothing was validated, or evaluate wrote none."
 
 
-def accuracy(sets: Sequence[Heldout], reports: Sequence[RunReport]) -> PageSection:
+def build_accuracy(sets: Sequence[Heldout], reports: Sequence[RunReport]) -> PageSection:
     """Build the section on accuracy by source with intervals, and the tables of benchmarks."""
     shares = [
-        (heldout.key, run_report.shares(heldout.predictions)) for heldout in select_pairs(sets)
+        (heldout.key, run_report.compute_shares(heldout.predictions))
+        for heldout in select_pairs(sets)
     ]
     is_one = len(shares) == 1
     rows = [
@@ -88,7 +89,7 @@ def _format_task_row(row: TaskRow) -> list[str]:
     return [row.level.value, row.name, f"{row.value:.4f}", interval, count]
 
 
-def rewards(sets: Sequence[Heldout]) -> PageSection:
+def build_rewards(sets: Sequence[Heldout]) -> PageSection:
     """Build the section of histograms of margins and rewards; for ratings, rewards over labels."""
     pair_sets = select_pairs(sets)
     drawings: list[Drawing] = []
@@ -128,7 +129,7 @@ def _draw_by_attribute(name: str, heldout: Heldout) -> Iterator[Drawing]:
             )
 
 
-def reliability(sets: Sequence[Heldout]) -> PageSection:
+def build_calibration(sets: Sequence[Heldout]) -> PageSection:
     """Build the section on calibration: are verdicts with larger margins right more often?"""
     keyed_pairs = [
         (heldout.key, heldout.predictions.as_metrics()) for heldout in select_pairs(sets)
@@ -173,7 +174,7 @@ def _build_step_tables(heldout: Heldout) -> Iterator[PageTable]:
     yield PageTable(header, rows, f"Calibration by the position of a step: {name}")
 
 
-def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
+def build_reward_and_length(sets: Sequence[Heldout]) -> PageSection:
     """Build the section on length: do longer replies get higher rewards?"""
     drawings = []
     if len(sets) > 1:
@@ -236,7 +237,7 @@ def _build_length_row(heldout: Heldout) -> list[str]:
     return [heldout.key.name, *cells, heldout.length_unit()]
 
 
-def longer_baseline(heldout: Heldout) -> str:
+def render_longer_baseline(heldout: Heldout) -> str:
     """Render the accuracy of always preferring the longer reply, with the unit of lengths.
 
     Empty for a set without pairs.
@@ -245,10 +246,10 @@ def longer_baseline(heldout: Heldout) -> str:
     return "" if baseline is None else f"{baseline[0]:.3f} (by {baseline[1]})"
 
 
-def mistakes(sets: Sequence[Heldout]) -> PageSection:
+def build_mistakes(sets: Sequence[Heldout]) -> PageSection:
     """Build the section with the most confident mistakes on each held-out set."""
     mistakes_by_set = [
-        (heldout.key.name, run_report.mistakes(heldout.predictions, _MAX_MISTAKES))
+        (heldout.key.name, run_report.list_mistakes(heldout.predictions, _MAX_MISTAKES))
         for heldout in sets
     ]
     return PageSection(
@@ -274,7 +275,7 @@ _HEADER = (
 )
 
 
-def robustness(reports: Sequence[RunReport]) -> PageSection:
+def build_robustness(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on robustness: the effect of changes of style on verdicts and rewards."""
     tables: list[PageTable] = []
     notes = []

@@ -38,10 +38,10 @@ from nemo_aligner.evaluation.report.figures import (
 from nemo_aligner.evaluation.report.run_report import (
     Mistake,
     RunReport,
-    mistakes,
+    compute_shares,
+    list_mistakes,
     number_equal_names,
     read_report,
-    shares,
 )
 from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -151,20 +151,20 @@ def build_sections(reports: Sequence[RunReport]) -> list[PageSection]:
         if not heldout.predictions.rows:
             raise DataError(f"{heldout.key.name}: it has no record; wanted at least one")
     return [
-        overview(reports, sets),
-        training_sections.summary(reports, sets),
-        training_sections.learning_curves(reports),
-        heldout_sections.accuracy(sets, reports),
-        heldout_sections.rewards(sets),
-        heldout_sections.reliability(sets),
-        heldout_sections.reward_and_length(sets),
-        heldout_sections.robustness(reports),
-        heldout_sections.mistakes(sets),
-        training_sections.data(reports),
-        training_sections.contract(reports),
-        training_sections.settings(reports),
-        training_sections.versions(reports),
-        training_sections.throughput(reports),
+        build_overview(reports, sets),
+        training_sections.build_summary(reports, sets),
+        training_sections.build_learning_curves(reports),
+        heldout_sections.build_accuracy(sets, reports),
+        heldout_sections.build_rewards(sets),
+        heldout_sections.build_calibration(sets),
+        heldout_sections.build_reward_and_length(sets),
+        heldout_sections.build_robustness(reports),
+        heldout_sections.build_mistakes(sets),
+        training_sections.build_data(reports),
+        training_sections.build_contract(reports),
+        training_sections.build_settings(reports),
+        training_sections.build_versions(reports),
+        training_sections.build_throughput(reports),
     ]
 
 
@@ -206,10 +206,10 @@ _NUM_MISTAKES = 5
 _MAX_QUOTE_LENGTH = 90
 
 
-def overview(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
+def build_overview(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
     """Build the first section: the headline of every held-out set, and the main curve."""
     headlines = [_build_headline(heldout, heldout.key.name * (len(sets) > 1)) for heldout in sets]
-    curve = training_sections.main_curve(reports)
+    curve = training_sections.draw_main_curve(reports)
     return PageSection(
         "overview",
         "Overview",
@@ -220,7 +220,7 @@ def overview(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSecti
 
 
 def _build_headline(heldout: Heldout, name: str) -> Headline:
-    worst = mistakes(heldout.predictions, _NUM_MISTAKES)
+    worst = list_mistakes(heldout.predictions, _NUM_MISTAKES)
     judge = _judge_ratings if heldout.predictions.is_rated else _judge_pairs
     figures, verdict = judge(heldout)
     return Headline(name, figures, verdict, [_describe_in_one_line(mistake) for mistake in worst])
@@ -231,7 +231,7 @@ def _judge_pairs(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
 
     The interval of the accuracy is Wilson's (1927) 95% interval.
     """
-    share, baseline = shares(heldout.predictions)[0], heldout.longer_baseline()
+    share, baseline = compute_shares(heldout.predictions)[0], heldout.longer_baseline()
     longer, unit = baseline or (0.5, "")
     figures = [
         (

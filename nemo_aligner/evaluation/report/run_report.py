@@ -228,7 +228,7 @@ class Mistake:
     texts: tuple[tuple[str, Text], ...]
 
 
-def shares(pairs: Predictions) -> list[SourceShare]:
+def compute_shares(pairs: Predictions) -> list[SourceShare]:
     """Compute the accuracy on all pairs, and on each source if there are several."""
     rows = []
     for source, indices in pairs.by_source():
@@ -238,7 +238,7 @@ def shares(pairs: Predictions) -> list[SourceShare]:
     return rows
 
 
-def mistakes(predictions: Predictions, count: int) -> list[Mistake]:
+def list_mistakes(predictions: Predictions, count: int) -> list[Mistake]:
     """List the ``count`` worst mistakes: the most negative margins, or the largest errors."""
     if predictions.is_rated:
         return list(_list_rating_errors(predictions, count))

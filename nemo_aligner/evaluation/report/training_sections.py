@@ -23,8 +23,8 @@ from nemo_aligner.evaluation.report.figures import (
     curve,
     select_pairs,
 )
-from nemo_aligner.evaluation.report.heldout_sections import longer_baseline
-from nemo_aligner.evaluation.report.run_report import RunReport, shares
+from nemo_aligner.evaluation.report.heldout_sections import render_longer_baseline
+from nemo_aligner.evaluation.report.run_report import RunReport, compute_shares
 from nemo_aligner.metrics.table import BY_SOURCE, Better, better_values, find_metric
 from nemo_aligner.utils.console import show_bytes, show_number
 
@@ -41,7 +41,7 @@ _SPEED_METRICS = ("train/tokens_per_second", "timing/train_step")
 _MACHINE_WORDS = ("memory", "power", "mfu")
 
 
-def learning_curves(reports: Sequence[RunReport]) -> PageSection:
+def build_learning_curves(reports: Sequence[RunReport]) -> PageSection:
     """Build the section of curves of training and validation, with tables of all validations."""
     drawings = [_draw_metric(name, reports) for name in (*_QUALITY_METRICS, *_OPTIMIZER_METRICS)]
     return PageSection(
@@ -56,7 +56,7 @@ def learning_curves(reports: Sequence[RunReport]) -> PageSection:
     )
 
 
-def main_curve(reports: Sequence[RunReport]) -> Drawing | None:
+def draw_main_curve(reports: Sequence[RunReport]) -> Drawing | None:
     """Draw the metric that a run is judged by over training steps; None if none was logged."""
     drawings = (_draw_metric(name, reports, "main") for name in MAIN_METRICS)
     return next((drawing for drawing in drawings if drawing is not None), None)
@@ -99,10 +99,10 @@ def _plot_several(metric: str, run: RunReport, number: int) -> Iterator[PlotLine
 
 
 def _find_sets_with(metric: str, run: RunReport) -> list[str]:
-    return [name for name in validation_sets(run) if f"{name}/{metric}" in run.curves]
+    return [name for name in list_validation_sets(run) if f"{name}/{metric}" in run.curves]
 
 
-def validation_sets(run: RunReport) -> list[str]:
+def list_validation_sets(run: RunReport) -> list[str]:
     """List the names of the sets that a run was validated on, such as ``validation-heldout``."""
     names = [name.partition("/")[0] for name in run.curves if name.startswith(VALIDATION)]
     return list(dict.fromkeys(names))
@@ -110,7 +110,7 @@ def validation_sets(run: RunReport) -> list[str]:
 
 def _build_validation_tables(reports: Sequence[RunReport]) -> Iterator[PageTable]:
     for run in reports:
-        for name in validation_sets(run):
+        for name in list_validation_sets(run):
             metrics = [metric for metric in _QUALITY_METRICS if f"{name}/{metric}" in run.curves]
             curves = [run.curves[f"{name}/{metric}"] for metric in metrics]
             steps = sorted({step for curve_steps, _ in curves for step in curve_steps})
@@ -127,7 +127,7 @@ def _format_number(value: float | None) -> str:
     return "" if value is None else show_number(value)
 
 
-def throughput(reports: Sequence[RunReport]) -> PageSection:
+def build_throughput(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on speed and memory."""
     names = list(dict.fromkeys(name for run in reports for name in run.curves))
     machine_metrics = [
@@ -181,7 +181,7 @@ def _build_speed_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
 # Summary, data, contract, settings, versions.
 
 
-def summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
+def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
     """Build the summary: the best validation, held-out accuracy, and the last metrics."""
     rows = [
         ["what it is", *(report.kind for report in reports)],
@@ -216,7 +216,7 @@ def _count_steps(run: RunReport) -> str:
 def _describe_best(run: RunReport) -> str:
     """Describe the best validation on each set by its main metric; ties go to the lower loss."""
     descriptions = []
-    for name in validation_sets(run):
+    for name in list_validation_sets(run):
         main = next((metric for metric in MAIN_METRICS if f"{name}/{metric}" in run.curves), None)
         if main is not None:
             steps, values = run.curves[f"{name}/{main}"]
@@ -233,14 +233,14 @@ def _describe_best(run: RunReport) -> str:
 def _describe_accuracy(report: RunReport, sets: Sequence[Heldout]) -> str:
     descriptions = []
     for heldout in select_pairs([heldout for heldout in sets if heldout.report is report]):
-        share = shares(heldout.predictions)[0]
+        share = compute_shares(heldout.predictions)[0]
         interval = f"{share.low:.3f} to {share.high:.3f}"
         descriptions.append(f"{share.accuracy:.3f} ({interval}), {share.pairs} pairs")
     return "; ".join(descriptions)
 
 
 def _describe_baseline(report: RunReport, sets: Sequence[Heldout]) -> str:
-    baselines = (longer_baseline(heldout) for heldout in sets if heldout.report is report)
+    baselines = (render_longer_baseline(heldout) for heldout in sets if heldout.report is report)
     return "; ".join(filter(None, baselines))
 
 
@@ -273,7 +273,7 @@ def _count_records(predictions: Predictions) -> int:
 def _build_metrics_table(reports: Sequence[RunReport]) -> PageTable:
     columns: dict[str, dict[str, str]] = {}
     for report in reports:
-        for name in validation_sets(report):
+        for name in list_validation_sets(report):
             title = f"{report.name}, {name.removeprefix('validation-')}"
             columns[title] = {
                 key.removeprefix(f"{name}/"): show_number(values[-1])
@@ -308,7 +308,7 @@ def _format_cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def data(reports: Sequence[RunReport]) -> PageSection:
+def build_data(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on the data files: their formats, and how many records were used."""
     tables = []
     for report in reports:
@@ -324,7 +324,7 @@ def data(reports: Sequence[RunReport]) -> PageSection:
     return PageSection("data", "Data", tables=tables, nothing="The data are not known here.")
 
 
-def contract(reports: Sequence[RunReport]) -> PageSection:
+def build_contract(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on the scoring contracts."""
     hashes = [_get_contract_hash(report) for report in reports]
     tables = []
@@ -351,7 +351,7 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def settings(reports: Sequence[RunReport]) -> PageSection:
+def build_settings(reports: Sequence[RunReport]) -> PageSection:
     """Build the section of settings; with several runs, settings that differ come first."""
     with_settings = [report for report in reports if report.settings]
     tables = []
@@ -366,7 +366,7 @@ def settings(reports: Sequence[RunReport]) -> PageSection:
     return PageSection("settings", "Settings", tables=tables, nothing=nothing)
 
 
-def versions(reports: Sequence[RunReport]) -> PageSection:
+def build_versions(reports: Sequence[RunReport]) -> PageSection:
     """Build the section of the versions of packages, and the number of ranks."""
     with_versions = [report for report in reports if report.facts.get("versions")]
     rows = list(_align_columns([report.facts["versions"] for report in with_versions]))

@@ -94,7 +94,7 @@ def build_conversation(prompt: Any, reply: Any, key: str) -> Text:
     return read_conversation(prompt, reply, key)
 
 
-def labelled_item(
+def read_labelled_item(
     value: dict[str, Any],
     prompt_key: str,
     orders: Mapping[Any, tuple[str, str] | None],
@@ -132,7 +132,7 @@ def labelled_item(
     return Item(name, subset, samples)
 
 
-def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
+def read_listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
     """Read the samples of the lists of replies ``chosen`` and then ``rejected``.
 
     Args:
@@ -160,21 +160,22 @@ def first_is_above(item: Item, rewards: np.ndarray) -> float:
     return float(rewards[0] > rewards[1])
 
 
-def share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
+def build_share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
     """Build the row of the share that is right, with its 95% Wilson interval."""
     right = sum(prediction.right for prediction in predictions)
     low, high = wilson_interval(right, len(predictions))
     return TaskRow(level, name, right / len(predictions), len(predictions), low, high)
 
 
-def subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """Build one ``share_row`` for each subset, in the order of their names."""
+def build_subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    """Build one ``build_share_row`` for each subset, in the order of their names."""
     return [
-        share_row(Level.subset, name, members) for name, members in by_subset(predictions).items()
+        build_share_row(Level.subset, name, members)
+        for name, members in group_by_subset(predictions).items()
     ]
 
 
-def by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+def group_by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     """Group predictions by subset, in the order of the subsets' names."""
     subsets: dict[str, list[Prediction]] = {}
     for prediction in sorted(predictions, key=lambda prediction: prediction.item.source):
@@ -182,13 +183,13 @@ def by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     return subsets
 
 
-def pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
+def build_pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
     """Build the rows of a benchmark of pairs without sections: its subsets, and all pairs.
 
     If there is only one subset, it has no row.
     """
-    rows = subset_rows(predictions)
-    return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", predictions)]
+    rows = build_subset_rows(predictions)
+    return [*(rows if len(rows) > 1 else []), build_share_row(Level.overall, "all", predictions)]
 
 
 def mean_of(rows: Iterable[TaskRow]) -> float:

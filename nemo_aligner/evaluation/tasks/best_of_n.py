@@ -16,7 +16,7 @@ from nemo_aligner.evaluation.tasks.base import (
     Task,
     TaskRow,
     build_conversation,
-    by_subset,
+    group_by_subset,
 )
 from nemo_aligner.metrics.ranking import bootstrap_interval
 from nemo_aligner.utils.errors import DataError
@@ -176,7 +176,7 @@ def _judge_ppe(item: Item, rewards: np.ndarray) -> float:
 
 
 def _summarise_ppe(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    subsets = by_subset(predictions)
+    subsets = group_by_subset(predictions)
     rows = [
         _pairs_row(Level.subset, name, members)
         for name, members in subsets.items()

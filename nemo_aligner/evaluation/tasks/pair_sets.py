@@ -18,13 +18,13 @@ from nemo_aligner.evaluation.tasks.base import (
     Task,
     TaskRow,
     build_conversation,
-    by_subset,
+    build_pair_rows,
+    build_share_row,
     first_is_above,
-    labelled_item,
-    listed_replies,
+    group_by_subset,
     mean_of,
-    pair_rows,
-    share_row,
+    read_labelled_item,
+    read_listed_replies,
 )
 from nemo_aligner.utils.errors import DataError
 
@@ -45,7 +45,9 @@ _JUDGEBENCH_ORDERS = {"A>B": ("response_A", "response_B"), "B>A": ("response_B",
 def _read_judgebench(value: dict[str, Any]) -> Item | None:
     source = str(value["source"])
     category = next((name for key, name in _CATEGORIES.items() if source.startswith(key)), source)
-    return labelled_item(value, "question", _JUDGEBENCH_ORDERS, str(value["pair_id"]), category)
+    return read_labelled_item(
+        value, "question", _JUDGEBENCH_ORDERS, str(value["pair_id"]), category
+    )
 
 
 JUDGEBENCH = Task(
@@ -53,7 +55,7 @@ JUDGEBENCH = Task(
     file="ScalerLab/JudgeBench, splits gpt and claude",
     read=_read_judgebench,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={
         "pair_id": "1",
         "source": "livebench-math",
@@ -71,7 +73,7 @@ _LLMBAR_ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
 
 
 def _read_llmbar(value: dict[str, Any]) -> Item | None:
-    return labelled_item(value, "input", _LLMBAR_ORDERS)
+    return read_labelled_item(value, "input", _LLMBAR_ORDERS)
 
 
 LLMBAR = Task(
@@ -79,7 +81,7 @@ LLMBAR = Task(
     file="princeton-nlp/LLMBar, a dataset.json of Dataset/",
     read=_read_llmbar,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={"input": "2+2?", "output_1": "5", "output_2": "4", "label": 2},
 )
 
@@ -92,7 +94,7 @@ _AUTOJ_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1"
 
 
 def _read_autoj(value: dict[str, Any]) -> Item | None:
-    return labelled_item(value, "prompt", _AUTOJ_ORDERS, subset=str(value["scenario"]))
+    return read_labelled_item(value, "prompt", _AUTOJ_ORDERS, subset=str(value["scenario"]))
 
 
 AUTOJ = Task(
@@ -100,7 +102,7 @@ AUTOJ = Task(
     file="GAIR-NLP/auto-j, testdata_pairwise.jsonl (autoj_pairwise.json of prometheus-eval)",
     read=_read_autoj,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={
         "scenario": "math_reasoning",
         "prompt": "2+2?",
@@ -133,7 +135,7 @@ HUMANEVALPACK = Task(
     file="bigcode/humanevalpack, a file of data/",
     read=_read_humanevalpack,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={
         "task_id": "Python/0",
         "instruction": "Write `double(x)`.",
@@ -173,7 +175,7 @@ HHH = Task(
     file="HuggingFaceH4/hhh_alignment, configurations harmless, helpful, honest and other",
     read=_read_hhh,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={"input": "2+2?", "targets": {"choices": ["5", "4"], "labels": [0, 1]}},
 )
 
@@ -193,7 +195,7 @@ _DOMAINS = ("chat", "math", "code", _SAFETY)
 
 
 def _read_rm_bench(value: dict[str, Any]) -> Item:
-    texts = listed_replies(value, _STYLES)
+    texts = read_listed_replies(value, _STYLES)
     return Item(str(value["id"]), str(value["domain"]), texts, _STYLES)
 
 
@@ -219,14 +221,17 @@ def _judge_rm_bench(item: Item, rewards: np.ndarray) -> float:
 
 def _summarise_rm_bench(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows, domains = [], dict[str, list[TaskRow]]()
-    for name, members in by_subset(predictions).items():
-        domains[name] = [share_row(Level.subset, name, members), *_difficulty_rows(name, members)]
+    for name, members in group_by_subset(predictions).items():
+        domains[name] = [
+            build_share_row(Level.subset, name, members),
+            *_difficulty_rows(name, members),
+        ]
         rows += domains[name]
     safety = [
         prediction for prediction in predictions if prediction.item.source.startswith(_SAFETY)
     ]
     if safety and _SAFETY not in domains:
-        safety_row = share_row(Level.section, _SAFETY, safety)
+        safety_row = build_share_row(Level.section, _SAFETY, safety)
         domains[_SAFETY] = [safety_row, *_difficulty_rows(_SAFETY, safety)]
         rows += domains[_SAFETY]
     if all(name in domains for name in _DOMAINS):

@@ -15,12 +15,12 @@ from nemo_aligner.evaluation.tasks.base import (
     Task,
     TaskRow,
     build_conversation,
-    by_subset,
+    build_share_row,
+    build_subset_rows,
     first_is_above,
-    listed_replies,
+    group_by_subset,
     mean_of,
-    share_row,
-    subset_rows,
+    read_listed_replies,
 )
 
 # RewardBench (Lambert et al. 2024, arXiv 2403.13787): pairs in 23 subsets, and prior test sets.
@@ -76,7 +76,7 @@ def _read_rewardbench(value: dict[str, Any]) -> Item:
 
 
 def _summarise_rewardbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    rows = subset_rows(predictions)
+    rows = build_subset_rows(predictions)
     rows_by_subset = {row.name: row for row in rows}
     sections = [
         _build_section(name, weights, rows_by_subset)
@@ -137,7 +137,7 @@ TIES = "ties"
 
 
 def _read_rewardbench2(value: dict[str, Any]) -> Item:
-    texts = listed_replies(value)
+    texts = read_listed_replies(value)
     return Item(str(value["id"]), str(value["subset"]), texts, len(value["chosen"]))
 
 
@@ -219,8 +219,8 @@ def _summarise_rewardbench2(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows = [
         TaskRow(Level.subset, name, ties_score(members), len(members))
         if name.lower() == TIES
-        else share_row(Level.subset, name, members)
-        for name, members in by_subset(predictions).items()
+        else build_share_row(Level.subset, name, members)
+        for name, members in group_by_subset(predictions).items()
     ]
     if {row.name.lower() for row in rows} >= {name.lower() for name in SUBSETS}:
         rows.append(TaskRow(Level.overall, "RewardBench 2", mean_of(rows)))

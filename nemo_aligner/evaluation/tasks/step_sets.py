@@ -18,9 +18,9 @@ from nemo_aligner.evaluation.tasks.base import (
     Level,
     Task,
     TaskRow,
-    by_subset,
+    build_share_row,
+    group_by_subset,
     mean_of,
-    share_row,
 )
 from nemo_aligner.metrics.regression import first_error, harmonic_mean
 from nemo_aligner.utils.errors import DataError, shown
@@ -122,11 +122,11 @@ def _choose_threshold(items: Sequence[Item], rewards: Sequence[np.ndarray]) -> t
 def _summarise_processbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows: list[TaskRow] = []
     f1_rows: dict[str, TaskRow] = {}
-    for name, members in by_subset(predictions).items():
+    for name, members in group_by_subset(predictions).items():
         with_error = [prediction for prediction in members if prediction.item.scores[0] >= 0]
         without_error = [prediction for prediction in members if prediction.item.scores[0] < 0]
         shares = [
-            share_row(Level.subset, f"{name}, {kind}", solutions)
+            build_share_row(Level.subset, f"{name}, {kind}", solutions)
             for kind, solutions in (("with an error", with_error), ("without", without_error))
             if solutions
         ]
@@ -232,7 +232,7 @@ def _summarise_prmbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
     unique: dict[tuple[str, str], Prediction] = {}
     for prediction in predictions:
         unique.setdefault((prediction.item.source, prediction.item.id), prediction)
-    classes = by_subset([*unique.values()])
+    classes = group_by_subset([*unique.values()])
     originals = classes.pop(_ORIGINAL, [])
     original_shares = {
         original.item.id: float(_get_verdicts(original).mean()) for original in originals
