@@ -180,8 +180,8 @@ def check_parser() -> Parser:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Print the table on rank 0; return 0 if no difference exceeds its limit, else 1."""
-    from nemo_aligner.tools.invariance import Check, run_check
+    """Return 0 if the bar holds, else 1; rank 0 prints."""
+    from nemo_aligner.tools.check import Check, run_check
 
     check = Check(
         checkpoint=options.checkpoint,

@@ -1,8 +1,9 @@
-"""Comparison of two models on the same pairs: difference, significance, and differing verdicts.
+"""Comparison of two models on the same pairs: difference in accuracy, significance, and flips.
 
-It reads two files of ``nemo-aligner evaluate output_rewards=...``, of pairs or of a benchmark. Both
-models see the same pairs, so the tests are paired: a bootstrap over the pairs' differences, and
-McNemar's test on the verdicts that changed. Both are much sharper than comparing two intervals.
+This is ``nemo-aligner compare``. It reads two files that ``nemo-aligner evaluate
+output_rewards=...`` wrote for pairs or for a benchmark. Both models see the same pairs, so the
+statistics are paired: a bootstrap over the differences by pair, and McNemar's test on the differing
+verdicts. Both detect much smaller differences than a comparison of two separate intervals.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nemo_aligner.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Share:
-    """Share of pairs that a model has right, with its 95% interval."""
+    """Accuracy of a model on some pairs, with its 95% Wilson interval from ``low`` to ``high``."""
 
     accuracy: float
     low: float
@@ -34,13 +35,17 @@ class Share:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """Two models on the pairs of one source, or on all.
+    """Two models compared on the pairs of one source, or on all pairs.
 
     Attributes:
-        difference: the second's accuracy minus the first's, and its 95% interval (bootstrap).
-        lost, gained: pairs with less credit from the second model than from the first, and with
-            more.
-        p_value: McNemar's.
+        source: name of the source, or ``all``.
+        pairs: number of pairs.
+        first, second: accuracy of the two models.
+        difference: accuracy of the second model minus that of the first.
+        low, high: 95% interval of the difference (bootstrap).
+        lost: pairs for which the second model gets less credit than the first.
+        gained: pairs for which the second model gets more credit than the first.
+        p_value: exact two-sided p-value of McNemar's test.
     """
 
     source: str
@@ -57,7 +62,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Flip:
-    """A pair on which the models disagree."""
+    """A pair on which the two models disagree; ``record`` names its file and line."""
 
     record: str
     first: Prediction
@@ -66,9 +71,12 @@ class Flip:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Rows of a comparison, ``all`` first, and flips, the most confident first.
+    """Result of a comparison.
 
-    ``left_out`` counts pairs that are only in the first file, and only in the second.
+    Attributes:
+        rows: one row for ``all``, then one for each source.
+        flips: pairs on which the models disagree, the most confident disagreements first.
+        left_out: number of pairs that only the first file has, and that only the second has.
     """
 
     rows: list[ComparedRow]
@@ -80,92 +88,96 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
     """Compare two models on the pairs that both files have.
 
     Raises:
-        DataError: a file cannot be read, holds no verdicts on pairs, or they share no pair.
+        DataError: a file cannot be read or holds no verdicts on pairs, or the files share no pair.
     """
     tables = [read_pairs(Path(path)) for path in (first, second)]
-    matched = _match(*tables)
+    matched = _match_rows(*tables)
     if not matched:
         records = " and ".join(table.names[0] for table in tables)
         raise DataError(
-            f"{first} and {second}: they have no pair in common, by what its replies say (the "
-            f"first ones are {records}). Evaluate both models on the same file."
+            f"{first} and {second}: the files have no pair with the same replies (their first "
+            f"pairs are {records}). Evaluate both models on the same data file."
         )
     left, right = (
         Predictions([table.rows[index] for index in indices])
         for table, indices in zip(tables, zip(*matched, strict=True), strict=True)
     )
-    both = np.stack([left.right, right.right], axis=1)
+    verdicts = np.stack([left.right, right.right], axis=1)
     names = tables[0].names
     return PairedComparison(
-        rows=[_row(source, both[indices]) for source, indices in left.by_source()],
-        flips=_flips([names[index] for index, _ in matched], left, right),
+        rows=[_compare_verdicts(source, verdicts[rows]) for source, rows in left.by_source()],
+        flips=_list_flips([names[index] for index, _ in matched], left, right),
         left_out=(len(tables[0].rows) - len(matched), len(tables[1].rows) - len(matched)),
     )
 
 
-def _match(first: Predictions, second: Predictions) -> list[tuple[int, int]]:
-    """Indices of the rows that are one pair: of the same texts, wherever their file is.
+def _match_rows(first: Predictions, second: Predictions) -> list[tuple[int, int]]:
+    """Match the rows of two tables that show the same pair; return their indices.
 
-    A model that was evaluated with other words around its prompts, or on raw texts, has other texts
-    of the same pair. Such rows are matched by file name and line, if their replies are the same.
+    Rows with the same samples match, whatever file they come from. If one model was evaluated with
+    other words around its prompts, or on raw strings, its samples of the same pair differ. Such
+    rows match if their file name, line and replies are the same.
     """
     by_content: dict[str, deque[int]] = {}
     for index, row in enumerate(second.rows):
-        by_content.setdefault(_content(row), deque()).append(index)
+        by_content.setdefault(_content_key(row), deque()).append(index)
     partners: dict[int, int] = {}
     for index, row in enumerate(first.rows):
-        if same := by_content.get(_content(row)):
-            partners[index] = same.popleft()
-    # Without its folder: records from Python lie in a new one each time.
+        if candidates := by_content.get(_content_key(row)):
+            partners[index] = candidates.popleft()
+    # Compare names without folders: the Python API writes records to a new folder each time.
     remaining = {index for indices in by_content.values() for index in indices}
-    by_place = {Path(second.names[index]).name: index for index in sorted(remaining)}
+    by_name = {Path(second.names[index]).name: index for index in sorted(remaining)}
     for index, row in enumerate(first.rows):
-        other = by_place.get(Path(first.names[index]).name) if index not in partners else None
-        if other is not None and _is_reworded(row, second.rows[other]):
-            partners[index] = other
-            del by_place[Path(first.names[index]).name]  # each row has one partner
+        candidate = by_name.get(Path(first.names[index]).name) if index not in partners else None
+        if candidate is not None and _is_reworded(row, second.rows[candidate]):
+            partners[index] = candidate
+            # A row has only one partner, so it cannot match a second time.
+            del by_name[Path(first.names[index]).name]
     return sorted(partners.items())
 
 
-def _content(row: Prediction) -> str:
+def _content_key(row: Prediction) -> str:
     return json.dumps(row.sides, default=as_json, sort_keys=True)
 
 
 def _is_reworded(first: Prediction, second: Prediction) -> bool:
-    """True if the texts differ in no more than what stands around the last question."""
-    texts, others = first.item.texts, second.item.texts
-    has_same_sides = first.item.num_right == second.item.num_right and len(texts) == len(others)
-    return has_same_sides and all(map(_have_same_words, texts, others))
+    """Check that the samples differ only in the words around the last question."""
+    first_samples, second_samples = first.item.texts, second.item.texts
+    has_same_sides = first.item.num_right == second.item.num_right and len(first_samples) == len(
+        second_samples
+    )
+    return has_same_sides and all(map(_have_same_words, first_samples, second_samples))
 
 
 def _have_same_words(first: Text, second: Text) -> bool:
     if isinstance(first, str) and isinstance(second, str):
-        return False  # nothing says which part of it is the reply
+        return False  # In two raw strings nothing marks where the reply begins.
     for raw, conversation in ((first, second), (second, first)):
         if isinstance(raw, str):
-            has_question = _last_question(conversation) in raw
+            has_question = _find_last_question(conversation) in raw
             return has_question and raw.endswith(reply_of(conversation))
-    questions = sorted(map(_last_question, (first, second)), key=len)
+    questions = sorted(map(_find_last_question, (first, second)), key=len)
     return reply_of(first) == reply_of(second) and questions[0] in questions[1]
 
 
-def _last_question(text: Text) -> str:
+def _find_last_question(text: Text) -> str:
     users = [said(turn) for turn in prompt_of(text) if turn["role"] == "user"]
     return users[-1] if users else ""
 
 
-def _row(source: str, both: np.ndarray) -> ComparedRow:
-    """Compare ``[N, 2]`` verdicts of the first model and the second."""
+def _compare_verdicts(source: str, verdicts: np.ndarray) -> ComparedRow:
+    """Compare the credits ``[N, 2]`` of the first and the second model on N pairs."""
     shares = [
         Share(float(right.mean()), *wilson_interval(float(right.sum()), right.size))
-        for right in both.T
+        for right in verdicts.T
     ]
-    differences = both[:, 1] - both[:, 0]
+    differences = verdicts[:, 1] - verdicts[:, 0]
     lost, gained = int((differences < 0).sum()), int((differences > 0).sum())
     low, high = bootstrap_interval(differences)
     return ComparedRow(
         source=source,
-        pairs=len(both),
+        pairs=len(verdicts),
         first=shares[0],
         second=shares[1],
         difference=float(differences.mean()),
@@ -177,26 +189,30 @@ def _row(source: str, both: np.ndarray) -> ComparedRow:
     )
 
 
-def _flips(names: Sequence[str], first: Predictions, second: Predictions) -> list[Flip]:
+def _list_flips(names: Sequence[str], first: Predictions, second: Predictions) -> list[Flip]:
     flips = [
-        Flip(name, one, other)
-        for name, one, other in zip(names, first.rows, second.rows, strict=True)
-        if one.right != other.right
+        Flip(name, first_row, second_row)
+        for name, first_row, second_row in zip(names, first.rows, second.rows, strict=True)
+        if first_row.right != second_row.right
     ]
-    # As sure as the less sure of the two models.
+    # Sort by the smaller of the two |margins|: first come the pairs on which both models are sure.
     return sorted(flips, key=lambda flip: -min(abs(flip.first.margin), abs(flip.second.margin)))
 
 
 def render_compared(compared: PairedComparison, names: Sequence[str], show: int) -> str:
-    """Render the table, and the first ``show`` flips with shortened texts."""
+    """Render the table, and the first ``show`` flips with shortened replies.
+
+    Args:
+        names: what to call the two models, in the order of ``compare_files``.
+    """
     lines = [f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)]
     for letter, missing in zip("AB", compared.left_out, strict=True):
         if missing:
-            lines.append(f"{missing} pairs are in {letter} alone: left out")
+            lines.append(f"{missing} pairs are only in {letter}: left out")
     width = max(len(row.source) for row in compared.rows)
     head = f"{'':<{width}}  pairs  A               B               B - A"
     lines += ["", f"{head:<{width + 65}}A only  B only  p"]
-    lines += [_table_line(row, width) for row in compared.rows]
+    lines += [_render_row(row, width) for row in compared.rows]
     flips = compared.flips[:show]
     if flips:
         lines += ["", f"{len(compared.flips)} verdicts differ; the first {len(flips)}:"]
@@ -205,11 +221,11 @@ def render_compared(compared: PairedComparison, names: Sequence[str], show: int)
         margins = f"margin of A {flip.first.margin:+.3f}, of B {flip.second.margin:+.3f}"
         lines += ["", f"{flip.record}{f' ({source})' if source else ''}: {margins}"]
         sides = zip(PAIR_COLUMNS, flip.first.sides, strict=True)
-        lines += [f"  {name}: {_ending(texts)}" for name, texts in sides]
+        lines += [f"  {name}: {_shorten_reply(samples)}" for name, samples in sides]
     return "\n".join(lines)
 
 
-def _table_line(row: ComparedRow, width: int) -> str:
+def _render_row(row: ComparedRow, width: int) -> str:
     first, second = (
         f"{share.accuracy:.3f} {share.low:.2f}-{share.high:.2f}"
         for share in (row.first, row.second)
@@ -221,15 +237,15 @@ def _table_line(row: ComparedRow, width: int) -> str:
     )
 
 
-def _ending(texts: Sequence[Text], most: int = 200) -> str:
-    line = " ".join(reply_of(texts[0]).split())
-    if len(texts) > 1:
-        line = f"(one of {len(texts)}) {line}"
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+def _shorten_reply(samples: Sequence[Text], limit: int = 200) -> str:
+    line = " ".join(reply_of(samples[0]).split())
+    if len(samples) > 1:
+        line = f"(one of {len(samples)}) {line}"
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def write_rows(path: Path, compared: PairedComparison) -> None:
-    """Write the rows and the number of flips as one JSON object."""
+    """Write the rows, the number of flips and the pairs left out as one JSON object."""
     content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),
@@ -239,19 +255,20 @@ def write_rows(path: Path, compared: PairedComparison) -> None:
 
 
 def write_flips(path: Path, compared: PairedComparison) -> None:
-    """Write a line for every flip: both margins, and the texts in full."""
+    """Write one JSON line for each flip: its record, both margins, and the complete samples."""
     lines = (
-        json.dumps(_flip_row(flip), default=as_json, ensure_ascii=False) for flip in compared.flips
+        json.dumps(_flip_to_dict(flip), default=as_json, ensure_ascii=False)
+        for flip in compared.flips
     )
     write_lines(path, lines)
 
 
-def _flip_row(flip: Flip) -> dict[str, Any]:
-    texts = (list(side) if len(side) > 1 else side[0] for side in flip.first.sides)
+def _flip_to_dict(flip: Flip) -> dict[str, Any]:
+    samples = (list(side) if len(side) > 1 else side[0] for side in flip.first.sides)
     return {
         "record": flip.record,
         "source": flip.first.item.source,
         "first_margin": flip.first.margin,
         "second_margin": flip.second.margin,
-        **dict(zip(PAIR_COLUMNS, texts, strict=True)),
+        **dict(zip(PAIR_COLUMNS, samples, strict=True)),
     }

@@ -1,8 +1,8 @@
-"""Evaluation on held-out pairs and ratings, with any scorer.
+"""Evaluation of a scorer on a file of held-out pairs or ratings.
 
-It may be a model in this process or a client of a server. The metrics are those of the trainer's
-validation, over each record once. Records that training would drop are dropped and
-counted by the same rules.
+The scorer is a model in this process or the client of a server. The metrics are those of the
+trainer's validation, over each record once. Records that training would drop are also dropped here,
+and counted by the same rules. Benchmarks are in ``run_task``.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-_HOW = ReaderConfig(rule=MalformedRule(section="data."))
+_DEFAULT_READER = ReaderConfig(rule=MalformedRule(section="data."))
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Measurements on N records of one kind.
+    """Metrics and predictions on the records of a file, all comparisons or all ratings.
 
     Attributes:
-        predictions: a row for every rating, and for every pair of a comparison's completions.
-        metrics: those of the trainer's validation.
-        counts: ``read``, ``kept``, and every reason that occurred.
-        malformed: places in the file that hold no usable record.
+        predictions: one row for each rating, or for each pair of completions of a comparison.
+        metrics: the metrics of the trainer's validation, by name.
+        counts: number of records ``read`` and ``kept``, and of those dropped, by reason.
+        malformed: the lines that hold no usable record.
     """
 
     predictions: Predictions
@@ -90,16 +90,17 @@ class EvalResult:
 
     @property
     def kind(self) -> RecordKind:
+        """Whether the records are comparisons or ratings."""
         return RecordKind.rating if self.predictions.is_rated else RecordKind.comparison
 
     @property
     def accuracy(self) -> float | None:
-        """Share of pairs in order; None of ratings."""
+        """Accuracy on pairs; None for ratings."""
         return self.metrics.get("accuracy")
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Ends of the accuracy's 95% Wilson interval; None for ratings."""
+        """The 95% Wilson interval of the accuracy as (low, high); None for ratings."""
         count = len(self.predictions.rows)
         return None if self.accuracy is None else wilson_interval(self.accuracy * count, count)
 
@@ -109,8 +110,8 @@ class EvalResult:
         lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
         if self.malformed:
             lines += ["left out as malformed:", *list_malformed(self.malformed, _MALFORMED_SHOWN)]
-        apart = (BY_SOURCE, POSITION)
-        overall = {k: v for k, v in self.metrics.items() if not k.startswith(apart)}
+        in_own_tables = (BY_SOURCE, POSITION)
+        overall = {k: v for k, v in self.metrics.items() if not k.startswith(in_own_tables)}
         width = max(map(len, overall)) + 2
         lines.append("")
         for name, value in overall.items():
@@ -120,7 +121,8 @@ class EvalResult:
                 low, high = self.interval
                 meaning = f"{low:.4f} to {high:.4f} with 95%; {meaning}"
             lines.append(fit_row(number, meaning, len(number)).rstrip())
-        return "\n".join([*lines, *_position_lines(self.metrics), *_source_lines(self.metrics)])
+        lines += [*_render_positions(self.metrics), *_render_sources(self.metrics)]
+        return "\n".join(lines)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write metrics and counts as one JSON object; a metric without a value is null."""
@@ -131,30 +133,31 @@ class EvalResult:
         write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
 
 
-def _position_lines(metrics: Mapping[str, float]) -> list[str]:
+def _render_positions(metrics: Mapping[str, float]) -> list[str]:
     rows = by_position(metrics.get)
     if not rows:
         return []
     header = ["labels", "mean label", "probability", "accuracy"]
     lines = ["", "step" + "".join(f"{name:>13}" for name in header)]
-    for place, (count, *shares) in rows:
-        lines.append(f"{place:>4}{count:>13.0f}" + "".join(f"{each:>13.4f}" for each in shares))
+    for position, (count, *shares) in rows:
+        cells = "".join(f"{share:>13.4f}" for share in shares)
+        lines.append(f"{position:>4}{count:>13.0f}{cells}")
     return lines
 
 
-def _source_lines(metrics: Mapping[str, float]) -> list[str]:
+def _render_sources(metrics: Mapping[str, float]) -> list[str]:
     lines: list[str] = []
     for metric in all_metrics():
         if Shown.source not in metric.shown:
             continue
-        found = {
+        by_source = {
             name.removeprefix(BY_SOURCE).removesuffix(f"/{metric.name}"): value
             for name, value in metrics.items()
             if name.startswith(BY_SOURCE) and name.endswith(f"/{metric.name}")
         }
-        if found:
-            width = max(map(len, found)) + 2
-            rows = [f"  {name:<{width}}{value:>10.4f}" for name, value in found.items()]
+        if by_source:
+            width = max(map(len, by_source)) + 2
+            rows = [f"  {source:<{width}}{value:>10.4f}" for source, value in by_source.items()]
             lines += ["", f"{metric.name} by source", *rows]
     return lines
 
@@ -162,14 +165,17 @@ def _source_lines(metrics: Mapping[str, float]) -> list[str]:
 def evaluate_comparisons(
     source: RewardSource, comparisons: Sequence[Comparison], scored: ScoredRows
 ) -> EvalResult:
-    """Measure how often, and how clearly, ``chosen`` gets the higher reward.
+    """Compute the metrics of pairs, such as accuracy and calibration.
 
-    ``scored`` has all texts of the comparisons, here and below, none of them rejected.
+    Args:
+        source: the scorer that computed the rewards.
+        comparisons: the records.
+        scored: the rewards of all their samples, in order, none of them rejected.
 
     Raises:
         DataError: a reward is not finite, or there is no comparison.
     """
-    scores, texts = source.rewards_of(scored), _texts(comparisons)
+    scores, texts = source.rewards_of(scored), _list_samples(comparisons)
     _check_finite(scores, comparisons)
     rewards = one_reward(scores, source.weights).astype(np.float32)
     pairs = as_records(comparisons, ()).pairs()
@@ -184,7 +190,7 @@ def evaluate_comparisons(
         )
         for owner, (chosen, rejected) in zip(owners, sides, strict=True)
     ]
-    metrics = _measure(source, rewards.reshape(-1, 1), comparisons)
+    metrics = _compute_metrics(source, rewards.reshape(-1, 1), comparisons)
     counts = {"read": len(comparisons), "kept": len(comparisons)}
     return EvalResult(Predictions(rows), metrics, counts)
 
@@ -192,7 +198,12 @@ def evaluate_comparisons(
 def evaluate_ratings(
     source: RewardSource, ratings: Sequence[Rating], scored: ScoredRows
 ) -> EvalResult:
-    """Measure how close rewards are to labels, and how well they correlate.
+    """Compute the metrics of ratings, such as the correlation between rewards and labels.
+
+    Args:
+        source: the scorer that computed the rewards.
+        ratings: the records.
+        scored: the rewards of all their samples, in order, none of them rejected.
 
     Raises:
         DataError: a reward is not finite, or there is no rating.
@@ -212,7 +223,7 @@ def evaluate_ratings(
         )
         for row, record in enumerate(ratings)
     ]
-    metrics = _measure(source, rewards, ratings)
+    metrics = _compute_metrics(source, rewards, ratings)
     if spreads is not None:
         rated = RatedRewards.of(
             torch.from_numpy(rewards), labels, attributes, spreads=torch.from_numpy(spreads)
@@ -225,10 +236,12 @@ def evaluate_ratings(
 def _evaluate_steps(
     source: RewardSource, ratings: Sequence[Rating], scored: Sequence[StepRewards]
 ) -> EvalResult:
-    """Measure the rewards of all turns or steps; the predictions are those of the last ones.
+    """Compute the metrics over the rewards of all turns or steps.
+
+    The rows of ``predictions`` have the reward and the labels of the last turn or step.
 
     Raises:
-        DataError: there is no rating, or a reward is not finite.
+        DataError: a reward is not finite, or there is no rating.
     """
     assert source.contract is not None
     names = source.attributes
@@ -236,9 +249,10 @@ def _evaluate_steps(
     sizes = [len(steps.rewards) for steps in scored]
     _check_finite(rewards, ratings, sizes)
     labels = [
-        _last_labels(record, size, len(names)) for record, size in zip(ratings, sizes, strict=True)
+        _collect_last_labels(record, size, len(names))
+        for record, size in zip(ratings, sizes, strict=True)
     ]
-    lengths = _measure_steps(source, ratings, scored)
+    lengths = _measure_step_lengths(source, ratings, scored)
     values = torch.tensor(
         [row for step_labels in labels for row in step_labels], dtype=torch.float32
     )
@@ -264,10 +278,10 @@ def _evaluate_steps(
     return EvalResult(Predictions(rows, names), metrics, counts)
 
 
-def _measure_steps(
+def _measure_step_lengths(
     source: RewardSource, ratings: Sequence[Rating], scored: Sequence[StepRewards]
 ) -> list[int]:
-    """``[S]`` lengths of what each reward is of, as training counts them."""
+    """Measure the length that each of the S rewards covers, as training counts it."""
     assert source.contract is not None
     separator = source.contract.step_separator
     steps = [
@@ -283,8 +297,8 @@ def _measure_steps(
     ]
 
 
-def right_from(source: RewardSource) -> float:
-    """The reward from which on a step counts as right."""
+def default_threshold(source: RewardSource) -> float:
+    """Return the reward from which a step counts as right, by the model's default objective."""
     if source.contract is None:
         return RIGHT_FROM
     contract = source.contract
@@ -292,18 +306,18 @@ def right_from(source: RewardSource) -> float:
     return objective.right_from
 
 
-def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
-    """Labels of the last ``steps`` of a record, NaN where one is missing."""
-    none: list[tuple[float | None, ...]] = [(None,) * columns] * steps
-    known = [own or none[0] for own in label_rows(record)]
-    rows = [*none, *known][-steps:]
-    return [[math.nan if label is None else label for label in own] for own in rows]
+def _collect_last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
+    """Collect the labels of the last ``steps`` steps, ``[steps, columns]``, NaN where missing."""
+    unlabelled: list[tuple[float | None, ...]] = [(None,) * columns] * steps
+    labelled = [row or unlabelled[0] for row in label_rows(record)]
+    rows = [*unlabelled, *labelled][-steps:]
+    return [[math.nan if label is None else label for label in row] for row in rows]
 
 
-def _measure(
+def _compute_metrics(
     source: RewardSource, rewards: np.ndarray, records: Sequence[Comparison] | Sequence[Rating]
 ) -> dict[str, float]:
-    """The metrics of the trainer's validation, of ``[S, A]`` rewards."""
+    """Compute the metrics of the trainer's validation from the rewards of samples ``[N, A]``."""
     is_rated = isinstance(records[0], Rating)
     kind = RecordKind.rating if is_rated else RecordKind.comparison
     attributes = source.attributes if is_rated else ("reward",)
@@ -311,7 +325,7 @@ def _measure(
         default_objective(kind, attributes),
         torch.from_numpy(rewards),
         as_records(records, attributes if is_rated else ()),
-        torch.tensor(response_lengths(source.scorer, _texts(records)), dtype=torch.int64),
+        torch.tensor(response_lengths(source.scorer, _list_samples(records)), dtype=torch.int64),
         [record.source for record in records],
     )
 
@@ -319,34 +333,43 @@ def _measure(
 def evaluate_file(
     source: RewardSource,
     path: str | Path,
-    how: ReaderConfig = _HOW,
+    reader: ReaderConfig = _DEFAULT_READER,
     *,
     swapped: bool = False,
 ) -> EvalResult:
-    """Evaluate a source on a file, by the rules of its contract if it has one.
+    """Evaluate a source on a file, by the rules of its scoring contract; every rank calls this.
 
-    A ranking model takes comparisons. A regression model, or one without a contract, takes ratings
-    and also comparisons, by its weighted sum; ``how.kind`` may ask for one of the two. The source's
-    attributes name the label columns. ``swapped`` turns every comparison round before anything
-    reads it, which has to turn every verdict. Every rank calls it.
+    A ranking model takes comparisons. A regression model, or one without a contract, takes ratings,
+    and also comparisons, which it orders by its weighted sum. The attributes of the source name the
+    label columns of ratings.
+
+    Args:
+        source: the scorer to evaluate.
+        path: the file of records.
+        reader: how to read the file; its ``kind`` may demand comparisons or ratings.
+        swapped: True to exchange chosen and rejected in every comparison before anything reads it.
+            Accuracy must then become 1 - accuracy, else the order of replies leaks into scores.
 
     Raises:
-        DataError: the file cannot be read, or is of the wrong kind; more of its records are
-            malformed than ``how.rule`` allows, or nothing of it can be used.
-        ConfigError: it has ratings, and the source a rule of its own for pairs (``aggregate``).
+        DataError: the file cannot be read or has the wrong kind of records, more of them are
+            malformed than ``reader.rule`` allows, or none can be used.
+        ConfigError: the file has ratings, but the source has a custom rule for turns or steps
+            (``aggregate``), which applies to pairs only.
     """
-    how = replace(
-        how,
-        kind=how.kind if source.takes_ratings else RecordKind.comparison,
+    reader = replace(
+        reader,
+        kind=reader.kind if source.takes_ratings else RecordKind.comparison,
         attributes=source.attributes if source.takes_ratings else (),
     )
-    file = read_records(path, how)
+    file = read_records(path, reader)
     if swapped:
-        turned = [each.swapped() for each in file.records if isinstance(each, Comparison)]
-        file = replace(file, records=turned)
-    file = keep_scorable(file, source, how.rule)
+        swapped_records = [
+            record.swapped() for record in file.records if isinstance(record, Comparison)
+        ]
+        file = replace(file, records=swapped_records)
+    file = keep_scorable(file, source, reader.rule)
     _check_steps(file, source)
-    scored = source.scorer.score_rows(_texts(file.records))
+    scored = source.scorer.score_rows(_list_samples(file.records))
     if source.encoder is None:
         file, scored = drop_refused(file, scored)
     if file.kind is not RecordKind.rating:
@@ -359,69 +382,72 @@ def evaluate_file(
 
 
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
-    """Refuse labels of steps for a source without them, and ratings for a rule for pairs."""
+    """Reject labels of steps if the model scores no steps, and ratings if ``aggregate`` is set."""
     has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
     if has_labels and not source.has_steps:
         raise DataError(
-            f"{file.path}: got labels of turns or steps, wanted a model in this process that has a "
-            "reward for each (rm_model_file)"
+            f"{file.path}: its records have labels of turns or steps, but this source has one "
+            "reward for each sample. Evaluate a model that scores turns or steps (rm_model_file)."
         )
     if file.kind is RecordKind.rating and source.aggregate is not None:
         raise ConfigError(
-            f"aggregate: got {source.aggregate.value}, but the ratings of {file.path} are compared "
-            "with the reward of each turn or step. Leave it out, or evaluate pairs or a task of "
-            "texts"
+            f"aggregate: got {source.aggregate.value}, but {file.path} has ratings, which are "
+            "compared with the reward of each turn or step. Leave it out, or evaluate pairs or a "
+            "benchmark of whole replies."
         )
 
 
 def drop_refused(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, ScoredRows]:
-    """Drop records with a text that was rejected, and count them as ``refused``.
+    """Drop records with a sample that the server rejected, and count them as ``refused``.
 
-    A server rejects texts only when it is to score them, so ``scored`` has all texts of the file.
-    Those of the remaining records are returned, so that none is scored twice.
+    A server rejects samples only when they are scored, so ``scored`` has all samples of the file.
+    The rewards of the remaining records are returned, so that no sample is scored twice.
 
     Raises:
         DataError: no record is left.
     """
     bounds = [*accumulate((len(record.texts) for record in file.records), initial=0)]
-    is_scored = [scored.errors.keys().isdisjoint(range(*both)) for both in pairwise(bounds)]
-    rows = [row for both in compress(pairwise(bounds), is_scored) for row in range(*both)]
+    is_scored = [scored.errors.keys().isdisjoint(range(*span)) for span in pairwise(bounds)]
+    rows = [row for span in compress(pairwise(bounds), is_scored) for row in range(*span)]
     records = list(compress(file.records, is_scored))
     counts = {**file.counts, "refused": is_scored.count(False)}
-    return _with_kept(file, records, counts), scored.take(rows)
+    return _replace_records(file, records, counts), scored.take(rows)
 
 
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:
     """Keep the records that the source can score, and count the others by reason.
 
-    Without a tokenizer at hand nothing is known before scoring, and all are kept.
+    If the source is a server, only the server can tell, so all records are kept.
 
     Raises:
-        DataError: see ``evaluate_file``.
+        DataError: more records are malformed than ``rule`` allows, or none can be scored.
     """
     counts: Counter[str] = Counter(file.counts)
-    kept, malformed = file.records, list(file.malformed)
+    scorable, malformed = file.records, list(file.malformed)
     if source.encoder is not None:
         encoder = source.encoder
-        encoded = (_encode(record, encoder) for record in file.records)
+        encoded = (_encode_record(record, encoder) for record in file.records)
         error = "" if source.stops_at_overlong else None
-        kept = [each.record for each, _ in usable_encoded(encoded, counts, malformed, error)]
+        usable = usable_encoded(encoded, counts, malformed, error)
+        scorable = [encoded_record.record for encoded_record, _ in usable]
     malformed.sort(key=lambda record: record.origin.line)
     check_malformed([replace(file, counts=counts, malformed=malformed)], rule)
-    return _with_kept(replace(file, malformed=malformed), kept, counts)
+    return _replace_records(replace(file, malformed=malformed), scorable, counts)
 
 
-def _with_kept(
-    file: RecordFile, kept: Sequence[Comparison | Rating], counts: Mapping[str, int]
+def _replace_records(
+    file: RecordFile, records: Sequence[Comparison | Rating], counts: Mapping[str, int]
 ) -> RecordFile:
-    counts = {**counts, "kept": len(kept)}
+    counts = {**counts, "kept": len(records)}
     shown = {name: count for name, count in counts.items() if count or name == "kept"}
-    if not kept:
-        raise DataError(f"{file.path}: no record to evaluate on: {shown}")
-    return replace(file, records=list(kept), counts=shown)
+    if not records:
+        raise DataError(f"{file.path}: no record is left to evaluate: {shown}")
+    return replace(file, records=list(records), counts=shown)
 
 
-def _encode(record: Comparison | Rating, encoder: SampleEncoder) -> EncodedRecord | MalformedRecord:
+def _encode_record(
+    record: Comparison | Rating, encoder: SampleEncoder
+) -> EncodedRecord | MalformedRecord:
     def fit(text: Text) -> EncodedText | OverlongError:
         try:
             return encoder.encode(text)
@@ -432,7 +458,7 @@ def _encode(record: Comparison | Rating, encoder: SampleEncoder) -> EncodedRecor
     return texts if isinstance(texts, MalformedRecord) else EncodedRecord(record, texts)
 
 
-def _texts(records: Sequence[Comparison] | Sequence[Rating]) -> list[Text]:
+def _list_samples(records: Sequence[Comparison] | Sequence[Rating]) -> list[Text]:
     return [text for record in records for text in record.texts]
 
 
@@ -441,11 +467,19 @@ def _check_finite(
     records: Sequence[Comparison] | Sequence[Rating],
     counts: Sequence[int] | None = None,
 ) -> None:
-    """Raise DataError unless each record has finite ``scores``, so many as ``counts``, or texts."""
+    """Raise DataError if there is no record, or a reward is NaN or infinite.
+
+    Args:
+        scores: rewards of all records, one after another, ``[S, A]``.
+        counts: number of rewards of each record; None for one of each sample.
+    """
     if not records:
-        raise DataError("no record to evaluate on")
-    bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
-    if bad.size:
+        raise DataError("there is no record to evaluate")
+    bad_rows = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+    if bad_rows.size:
         sizes = counts or [len(record.texts) for record in records]
-        origin = records[int(np.searchsorted(np.cumsum(sizes), bad[0], side="right"))].origin
-        raise DataError(f"{origin}: got a reward that is not finite, and {bad.size - 1} more")
+        origin = records[int(np.searchsorted(np.cumsum(sizes), bad_rows[0], side="right"))].origin
+        raise DataError(
+            f"{origin}: the model's reward is not finite ({bad_rows.size} of {len(scores)} rewards "
+            "are not)"
+        )

@@ -1,7 +1,8 @@
-"""Predictions: rewards of pairs, rated replies and benchmark items, in memory and on disk.
+"""Table of predictions: the rewards of pairs, rated replies and benchmark items.
 
-``compare``, robustness, benchmarks and the report all read this table. ``output_rewards`` and the
-held-out files of a run have a line of JSON for each row.
+``compare``, the robustness check, benchmarks and reports all read this table. On disk it is a file
+with one JSON object a line: what ``output_rewards`` of ``nemo-aligner evaluate`` writes, and what a
+training run keeps of its held-out records.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ _BENCHMARK_SIDES = ("right", "wrong")
 
 @dataclass(frozen=True)
 class Item:
-    """A pair, a rated reply, or a prompt of a benchmark with its K replies.
+    """What is scored together: a pair, a rated reply, or a benchmark's prompt with K replies.
 
     Attributes:
-        id: as the benchmark's file has it.
-        source: where the record says it is from, of a benchmark its subset; "" if it does not say.
-        texts: K of them, the prompt included, the right ones first.
-        num_right: how many are right.
-        scores: of every text, where a benchmark has human or programmatic scores.
-        pairs: indices of texts to compare, the better first, where a benchmark samples them.
+        id: identifier in the benchmark's file; "" for other records.
+        source: the record's source, or the subset of a benchmark; "" if the record names none.
+        texts: the K samples, each a prompt with its reply; samples with a right reply come first.
+        num_right: number of samples with a right reply.
+        scores: human or programmatic score of each sample, or the labels of a solution's steps;
+            empty for benchmarks without scores.
+        pairs: indices of the samples to compare, the better first, if the benchmark lists them.
         is_code: True if the replies are code without fences.
     """
 
@@ -60,16 +62,19 @@ class Item:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rewards of one item.
+    """The rewards of one item, and the verdict on it.
 
     Attributes:
-        rewards: ``[K]`` of its texts; of a rated reply ``[A]``.
-        right: 1 if the chosen reply of a pair has the higher reward, one half for a tie, else 0; of
-            a benchmark's item as the benchmark defines it.
-        record: file and line.
-        labels: ``[A]`` of a rated reply, NaN where one is missing.
-        spread: ``[A]`` of a rated reply, how uncertain its rewards are; None if unknown.
-        above: ``[S]`` of a benchmark's steps, the rewards less the threshold of a right one.
+        rewards: rewards of the K samples, ``[K]``. A rated reply has one for each attribute,
+            ``[A]``; a benchmark that judges steps has one for each step, ``[S]``.
+        right: credit for the item. For a pair it is 1 if the chosen reply has the higher reward,
+            0.5 for a tie, else 0; for a benchmark it is the benchmark's own credit. NaN for a rated
+            reply.
+        record: file and line of the record.
+        labels: labels of a rated reply, ``[A]``, NaN where one is missing; else None.
+        spread: uncertainty of each reward of a rated reply, ``[A]``; None if unknown.
+        above: rewards of a benchmark's steps minus the threshold from which a step is right,
+            ``[S]``; else None.
     """
 
     item: Item
@@ -84,9 +89,9 @@ class Prediction:
     def of_pair(
         cls, record: str, source: str, texts: tuple[Text, ...], rewards: np.ndarray
     ) -> Prediction:
-        """A chosen and a rejected reply."""
-        found = cls(Item("", source, texts), rewards, record=record)
-        return replace(found, right=(float(np.sign(found.margin)) + 1) / 2)
+        """Build the prediction for a pair; ``texts`` and ``rewards [2]`` are chosen, rejected."""
+        prediction = cls(Item("", source, texts), rewards, record=record)
+        return replace(prediction, right=(float(np.sign(prediction.margin)) + 1) / 2)
 
     @classmethod
     def of_rating(
@@ -98,15 +103,15 @@ class Prediction:
         labels: np.ndarray,
         spread: np.ndarray | None = None,
     ) -> Prediction:
-        """A rated reply."""
+        """Build the prediction for a rated reply; the arrays are ``[A]``, by attribute."""
         item = Item("", source, (text,), num_right=0)
         return cls(item, rewards, record=record, labels=labels, spread=spread)
 
     @property
     def closest(self) -> tuple[int, int]:
-        """Indices of the right reply with the lowest reward, and of the wrong one with the highest.
+        """Index of the right reply with the lowest reward, and of the wrong one with the highest.
 
-        The item is in order, by every pair of a right and a wrong reply, if these two are.
+        If this pair is ordered correctly, so is every pair of a right and a wrong reply.
         """
         num_right = self.item.num_right
         lowest, highest = self.rewards[:num_right].argmin(), self.rewards[num_right:].argmax()
@@ -114,25 +119,26 @@ class Prediction:
 
     @property
     def margin(self) -> float:
-        """Reward of the first of ``closest`` minus that of the second."""
+        """Lowest reward of a right reply minus highest reward of a wrong one."""
         right, wrong = self.closest
         return float(self.rewards[right]) - float(self.rewards[wrong])
 
     @property
     def sides(self) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
-        """Right texts and wrong ones."""
+        """The samples with right replies, and those with wrong replies."""
         return self.item.texts[: self.item.num_right], self.item.texts[self.item.num_right :]
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Table of N predictions of one kind.
+    """Table of N predictions of one kind: all pairs, all rated replies, or all benchmark items.
 
-    Lengths are in characters, which do not depend on the models' tokenizers.
+    Lengths are in characters, so that models with different tokenizers can be compared.
 
     Attributes:
-        attributes: names of the A columns of rated replies; empty for pairs and benchmarks.
-        is_benchmark: True to write the benchmark's form, lists of right and wrong replies.
+        rows: the N predictions.
+        attributes: names of the A attributes of rated replies; empty for pairs and benchmarks.
+        is_benchmark: True if files get lists of right and wrong replies instead of pairs.
     """
 
     rows: Sequence[Prediction]
@@ -141,94 +147,96 @@ class Predictions:
 
     @property
     def is_rated(self) -> bool:
-        """True if the rows are rated replies, which have labels and no verdicts."""
+        """True if the rows are rated replies, which have labels but no verdicts."""
         return bool(self.attributes)
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """``[N, 2]`` float64 of the replies that ``closest`` finds; of rated replies ``[N, A]``."""
-        found = [row.rewards if self.is_rated else row.rewards[[*row.closest]] for row in self.rows]
-        return np.array(found, dtype=float).reshape(-1, len(self.attributes) or 2)
+        """Rewards, float64: ``[N, A]`` if rated, else ``[N, 2]`` of the replies in ``closest``."""
+        rewards = [
+            row.rewards if self.is_rated else row.rewards[[*row.closest]] for row in self.rows
+        ]
+        return np.array(rewards, dtype=float).reshape(-1, len(self.attributes) or 2)
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """``[N, A]`` float64 of rated replies, NaN where one is missing."""
+        """Labels of rated replies, ``[N, A]`` float64, NaN where one is missing."""
         return np.array([row.labels for row in self.rows], dtype=float)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """``[N, 2]`` int64 characters of the replies of ``rewards``, or ``[N, 1]``."""
-        shown = [(0,) if self.is_rated else row.closest for row in self.rows]
-        found = [
+        """Lengths of the replies in characters, int64: ``[N, 1]`` if rated, else ``[N, 2]``."""
+        columns = [(0,) if self.is_rated else row.closest for row in self.rows]
+        lengths = [
             [len(reply_of(row.item.texts[index])) for index in indices]
-            for row, indices in zip(self.rows, shown, strict=True)
+            for row, indices in zip(self.rows, columns, strict=True)
         ]
-        return np.array(found, dtype=np.int64).reshape(len(self.rows), -1)
+        return np.array(lengths, dtype=np.int64).reshape(len(self.rows), -1)
 
     @cached_property
     def right(self) -> np.ndarray:
-        """``[N]`` float64, see ``Prediction``."""
+        """Credit of each row, ``[N]`` float64; see ``Prediction.right``."""
         return np.array([row.right for row in self.rows], dtype=float)
 
     @cached_property
     def names(self) -> list[str]:
-        """Records of the rows, numbered where one has several pairs."""
-        seen: dict[str, Iterator[int]] = {}
-        found = []
+        """Name of each row, ``file:line``; the second pair of a record gets ``, pair 2``."""
+        counters: dict[str, Iterator[int]] = {}
+        names = []
         for row in self.rows:
             # A record of three or more ranked completions has a row for each pair of them.
-            number = next(seen.setdefault(row.record, count(1)))
-            found.append(f"{row.record}, pair {number}" if number > 1 else row.record)
-        return found
+            number = next(counters.setdefault(row.record, count(1)))
+            names.append(f"{row.record}, pair {number}" if number > 1 else row.record)
+        return names
 
     def as_metrics(self) -> PairRewards:
-        """Convert pairs to the input of ``metrics/``, with lengths in characters."""
+        """Convert pairs to the input of ``nemo_aligner.metrics``, with lengths in characters."""
         return PairRewards.of(torch.from_numpy(self.rewards), torch.from_numpy(self.lengths))
 
     def by_source(self) -> list[tuple[str, np.ndarray]]:
-        """Indices of all rows, named ``all``, and of each source if there are several."""
+        """Group rows as (name, indices ``[n]``): ``all``, then each source if there are several."""
         sources = np.array([row.item.source for row in self.rows])
         names = sorted(set(sources.tolist()))
         groups = [(name or "none", np.flatnonzero(sources == name)) for name in names]
         return [(ALL, np.arange(len(sources))), *(groups if len(names) > 1 else [])]
 
-    def draw(self, most: int) -> Predictions:
-        """Sample at most so many rows, in their order; the same ones every time."""
-        if most >= len(self.rows):
+    def draw(self, count: int) -> Predictions:
+        """Sample ``count`` rows at most, in their order; every call draws the same rows."""
+        if count >= len(self.rows):
             return self
-        drawn = sorted(random.Random(0).sample(range(len(self.rows)), most))
+        drawn = sorted(random.Random(0).sample(range(len(self.rows)), count))
         return replace(self, rows=[self.rows[index] for index in drawn])
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Plain values of every row, as ``output_rewards`` has them."""
-        make = _benchmark_row if self.is_benchmark else self._row
-        return [make(row) for row in self.rows]
+        """Convert every row to plain values, with the keys of an ``output_rewards`` file."""
+        convert = _benchmark_row_to_dict if self.is_benchmark else self._row_to_dict
+        return [convert(row) for row in self.rows]
 
     def write(self, path: Path) -> None:
-        """Write a line for every row, as ``output_rewards`` has it."""
+        """Write an ``output_rewards`` file: one JSON object a line for each row."""
         write_lines(path, row_lines(self.to_rows()))
 
-    def _row(self, row: Prediction) -> dict[str, Any]:
+    def _row_to_dict(self, row: Prediction) -> dict[str, Any]:
         kind = RecordKind.rating if self.is_rated else RecordKind.comparison
 
-        def named(values: np.ndarray | None) -> dict[str, float]:
+        def name_values(values: np.ndarray | None) -> dict[str, float]:
             names = self.attributes or PAIR_COLUMNS
             return {} if values is None else dict(zip(names, values.tolist(), strict=True))
 
-        item, rewards = row.item, named(row.rewards)
-        more = {"labels": named(row.labels), "spread": named(row.spread)}
-        return reward_row(kind, row.record, item.source, rewards, item.texts, **more)
+        item, rewards = row.item, name_values(row.rewards)
+        columns = {"labels": name_values(row.labels), "spread": name_values(row.spread)}
+        return reward_row(kind, row.record, item.source, rewards, item.texts, **columns)
 
 
-def _benchmark_row(row: Prediction) -> dict[str, Any]:
+def _benchmark_row_to_dict(row: Prediction) -> dict[str, Any]:
     rewards = row.rewards.astype(float).tolist()
-    parts = rewards[: row.item.num_right], rewards[row.item.num_right :]
+    rewards_by_side = rewards[: row.item.num_right], rewards[row.item.num_right :]
     return {
         "record": row.record,
         "id": row.item.id,
         "source": row.item.source,
         "right": row.right,
-        "rewards": dict(zip(_BENCHMARK_SIDES, parts, strict=True)),
+        "rewards": dict(zip(_BENCHMARK_SIDES, rewards_by_side, strict=True)),
         "texts": {
             name: [text if isinstance(text, str) else as_json(text) for text in side]
             for name, side in zip(_BENCHMARK_SIDES, row.sides, strict=True)
@@ -237,47 +245,50 @@ def _benchmark_row(row: Prediction) -> dict[str, Any]:
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read a file of ``output_rewards``.
+    """Read an ``output_rewards`` file of pairs, rated replies or benchmark items.
 
     Raises:
-        DataError: it cannot be read, or holds something else.
+        DataError: the file cannot be read, or evaluate did not write it.
     """
     lines = read_lines(path)
     first = lines[0] if lines else None
     if not isinstance(first, Line) or not _is_rated(first.value):
-        return _of_pairs(path, lines)
+        return _parse_pairs(path, lines)
     try:
-        names = tuple(_section(first.value, "rewards"))
+        names = tuple(_get_object(first.value, "rewards"))
     except DataError as error:
         raise DataError(f"{path}:{first.number}: {error}") from error
-    return Predictions(list(_read_rows(path, lines, partial(_read_rated, names=names))), names)
+    return Predictions(list(_parse_rows(path, lines, partial(_parse_rated, names=names))), names)
 
 
 def read_pairs(path: Path) -> Predictions:
-    """``read_predictions`` of pairs or of a benchmark's items, which have verdicts.
+    """Read an ``output_rewards`` file of pairs or benchmark items, which have verdicts.
 
     Raises:
-        DataError: it cannot be read, or holds something else.
+        DataError: the file cannot be read, holds rated replies, or evaluate did not write it.
     """
-    return _of_pairs(path, read_lines(path))
+    return _parse_pairs(path, read_lines(path))
 
 
-def _of_pairs(path: Path, lines: Sequence[Line | BadLine]) -> Predictions:
+def _parse_pairs(path: Path, lines: Sequence[Line | BadLine]) -> Predictions:
     if not lines:
-        raise DataError(f"{path}: it is empty, wanted what evaluate's output_rewards writes")
-    return Predictions(list(_read_rows(path, lines, _read_pair)))
+        raise DataError(
+            f"{path}: the file is empty. Pass a file that `nemo-aligner evaluate` wrote as "
+            "output_rewards."
+        )
+    return Predictions(list(_parse_rows(path, lines, _parse_pair)))
 
 
-def _read_rows(
+def _parse_rows(
     path: Path,
     lines: Sequence[Line | BadLine],
-    read_row: Callable[[Mapping[str, Any]], Prediction],
+    parse_row: Callable[[Mapping[str, Any]], Prediction],
 ) -> Iterator[Prediction]:
     for line in lines:
         if isinstance(line, BadLine):
             raise DataError(f"{path}:{line.number}: {line.reason}")
         try:
-            yield read_row(line.value)
+            yield parse_row(line.value)
         except DataError as error:
             raise DataError(
                 f"{path}:{line.number}: {error}. Pass a file that `nemo-aligner evaluate` wrote as "
@@ -290,50 +301,50 @@ def _is_rated(value: Mapping[str, Any]) -> bool:
     return isinstance(texts, Mapping) and RATED_COLUMN in texts
 
 
-def _read_pair(value: Mapping[str, Any]) -> Prediction:
+def _parse_pair(value: Mapping[str, Any]) -> Prediction:
     names = _BENCHMARK_SIDES if "right" in value else PAIR_COLUMNS
     if _is_rated(value):
         raise DataError(
-            "got rewards of a rated reply, which has no verdict to compare; wanted a pair, or an "
-            "item of a benchmark"
+            "got a rated reply, which has no verdict to compare; wanted a pair or a benchmark item"
         )
-    right, wrong = (_numbers(value, "rewards", name) for name in names)
+    right, wrong = (_get_numbers(value, "rewards", name) for name in names)
     if not right.size or not wrong.size:
-        raise DataError("got an item without a right or a wrong reply, wanted some of both")
+        raise DataError("the item has no right reply or no wrong one; wanted at least one of each")
     if not np.isfinite(right[right.argmin()] - wrong[wrong.argmax()]):
-        raise DataError("a reward is missing")
+        raise DataError("a reward is missing or not finite")
     record, source = str(value.get("record", "")), str(value.get("source", ""))
     rewards = np.concatenate([right, wrong])
-    sides = [_field(value, "texts", name) for name in names]
+    sides = [_get_field(value, "texts", name) for name in names]
     if names is PAIR_COLUMNS:
-        return Prediction.of_pair(record, source, (_text(sides[0]), _text(sides[1])), rewards)
+        texts = _parse_sample(sides[0]), _parse_sample(sides[1])
+        return Prediction.of_pair(record, source, texts, rewards)
     for name, side in zip(names, sides, strict=True):
         if not isinstance(side, list):
-            raise DataError(f"texts.{name}: got {side!r:.60}, wanted a list of texts")
-    texts = tuple(_text(text) for side in sides for text in side)
-    item = Item(str(value.get("id", "")), source, texts, len(right))
-    return Prediction(item, rewards, _share_right(value["right"]), record)
+            raise DataError(f"texts.{name}: got {side!r:.60}, wanted a list of samples")
+    samples = tuple(_parse_sample(sample) for side in sides for sample in side)
+    item = Item(str(value.get("id", "")), source, samples, len(right))
+    return Prediction(item, rewards, _parse_credit(value["right"]), record)
 
 
-def _share_right(value: Any) -> float:
+def _parse_credit(value: Any) -> float:
     if isinstance(value, int | float) and 0 <= value <= 1:
         return float(value)
     raise DataError(f"right: got {value!r:.60}, wanted a number from 0 to 1")
 
 
-def _read_rated(value: Mapping[str, Any], names: Sequence[str]) -> Prediction:
+def _parse_rated(value: Mapping[str, Any], names: Sequence[str]) -> Prediction:
     rewards, labels = (
-        np.concatenate([_numbers(value, key, name) for name in names])
+        np.concatenate([_get_numbers(value, key, name) for name in names])
         for key in ("rewards", "labels")
     )
     if not len(rewards) == len(labels) == len(names):
         raise DataError(f"rewards, labels: wanted one number for each of {', '.join(names)}")
-    text = _text(_field(value, "texts", RATED_COLUMN))
+    sample = _parse_sample(_get_field(value, "texts", RATED_COLUMN))
     record, source = str(value.get("record", "")), str(value.get("source", ""))
-    return Prediction.of_rating(record, source, text, rewards, labels)
+    return Prediction.of_rating(record, source, sample, rewards, labels)
 
 
-def _section(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _get_object(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = value.get(key)
     if not isinstance(section, Mapping):
         keys = ", ".join(map(repr, value)) or "none"
@@ -341,25 +352,26 @@ def _section(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return section
 
 
-def _field(value: Mapping[str, Any], key: str, name: str) -> Any:
-    section = _section(value, key)
+def _get_field(value: Mapping[str, Any], key: str, name: str) -> Any:
+    section = _get_object(value, key)
     if name not in section:
         keys = ", ".join(map(repr, section)) or "none"
         raise DataError(f"{key}: got the keys {keys}, wanted {name!r}")
     return section[name]
 
 
-def _numbers(value: Mapping[str, Any], key: str, name: str) -> np.ndarray:
-    """``[K]`` float64, NaN where one is null."""
-    number = _field(value, key, name)
+def _get_numbers(value: Mapping[str, Any], key: str, name: str) -> np.ndarray:
+    """Convert ``value[key][name]``, a number or a list, to ``[K]`` float64; null becomes NaN."""
+    numbers = _get_field(value, key, name)
     try:
-        return np.array(number, dtype=float).ravel()
+        return np.array(numbers, dtype=float).ravel()
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{key}.{name}: got {number!r:.60}, wanted a number") from error
+        raise DataError(f"{key}.{name}: got {numbers!r:.60}, wanted a number") from error
 
 
-def _text(value: Any) -> Text:
-    """A text as evaluate wrote it; only an object, which has tools or documents, is read anew."""
+def _parse_sample(value: Any) -> Text:
+    """Check a sample that evaluate wrote: a string, a list of messages, or an object with both."""
+    # Only an object, which has tools or documents next to its messages, needs to be converted.
     if isinstance(value, Mapping):
         return read_text(value)
     is_conversation = isinstance(value, list) and value
@@ -367,4 +379,4 @@ def _text(value: Any) -> Text:
         is_conversation and all(isinstance(turn, dict) and "role" in turn for turn in value)
     ):
         return value
-    raise DataError(f"texts: got {value!r:.60}, wanted a text or a list of messages")
+    raise DataError(f"texts: got {value!r:.60}, wanted a string or a list of messages")

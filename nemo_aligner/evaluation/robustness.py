@@ -1,8 +1,12 @@
-"""Robustness: how far verdicts and rewards depend on the style of a reply instead of its content.
+"""Robustness check: how much verdicts and rewards depend on the style of a reply.
 
-Replies are scored again after changes that keep their content. If both replies of a pair change,
-no verdict should flip; if only the rejected one does, it should not win by that. Reward models do
-flip: Liu et al. 2024 (RM-Bench, arXiv 2410.16184), Wu et al. 2025 (reWordBench, arXiv 2503.11751).
+``evaluate robustness_pairs=N`` scores replies again after changes that keep their content, such as
+added politeness or removed markdown. If both replies of a pair change in this way, the verdict
+should not flip. If only the rejected reply changes, it should not win because of that. In practice
+verdicts do flip: Liu et al. 2024 (RM-Bench, arXiv 2410.16184), Wu et al. 2025 (reWordBench, arXiv
+2503.11751).
+
+The file has the check, the transformations of replies, and the output as a table and as JSON.
 """
 
 from __future__ import annotations
@@ -29,18 +33,23 @@ REJECTED = "the rejected reply"
 
 @dataclass(frozen=True)
 class RobustnessRow:
-    """Effect of one change.
+    """Effect of one transformation on the verdicts and rewards.
 
     Attributes:
-        change: name of the transformation; ``changed`` says which replies it was applied to.
+        change: name of the transformation.
+        changed: which replies it was applied to, ``BOTH`` or ``REJECTED``.
         pairs: number of pairs scored again.
-        turned: verdicts that flipped; if only the rejected reply changed, those in its favour.
-        share: ``turned / pairs``, with its 95% Wilson interval from ``low`` to ``high``.
-        shift: mean change of the reward of a changed reply.
-        shift_in_std: the same in standard deviations of the margins; None if those are all equal.
-        absolute_shift: mean absolute change of that reward.
-        unchanged: pairs with nothing to change, left out.
-        too_long: pairs with a changed reply that the model would truncate or refuse, left out.
+        turned: number of verdicts that flipped. If only the rejected reply changed, only flips in
+            its favour count.
+        share: ``turned / pairs``; None without pairs.
+        low, high: 95% Wilson interval of ``share``.
+        shift: mean change of the reward of a changed reply; None without pairs.
+        shift_in_std: ``shift`` in standard deviations of the margins; None if all margins are
+            equal.
+        absolute_shift: mean absolute change of the reward of a changed reply.
+        unchanged: number of pairs left out because the transformation changes nothing in them.
+        too_long: number of pairs left out because the model would truncate or reject a changed
+            reply.
     """
 
     change: str
@@ -59,7 +68,7 @@ class RobustnessRow:
 
 @dataclass(frozen=True)
 class BestOfLength:
-    """Mean reward and mean length in characters of the best of n replies by reward."""
+    """Mean reward and mean length, in characters, of the reply with the highest reward among n."""
 
     n: int
     reward: float
@@ -68,13 +77,15 @@ class BestOfLength:
 
 @dataclass(frozen=True)
 class Robustness:
-    """Results on a sample of ``pairs`` out of ``pairs_read``.
+    """Results of the check on some pairs.
 
     Attributes:
-        pairs_of_code: pairs left out because their replies are code.
-        margin_std: standard deviation of the sample's margins before any change.
-        rows: for each change, with both replies changed and with the rejected one alone.
-        best_of: over all pairs; the best of one is a reply picked at random.
+        pairs: number of pairs that were drawn and scored again.
+        pairs_read: number of pairs that they were drawn from.
+        pairs_of_code: number of pairs left out because their replies are code.
+        margin_std: standard deviation of the drawn pairs' margins before any change.
+        rows: two rows for each transformation: both replies changed, and only the rejected one.
+        best_of: best of 1 (a reply picked at random) and best of 2, over all pairs read.
     """
 
     pairs: int
@@ -87,7 +98,13 @@ class Robustness:
 
 @dataclass(frozen=True)
 class _Changed:
-    """N pairs after a change: ``[N, 2]`` rewards (the old ones where nothing changed) and masks."""
+    """N pairs after a transformation of both replies.
+
+    Attributes:
+        rewards: ``[N, 2]`` float64, chosen then rejected; the previous reward if nothing changed.
+        is_changed: ``[N, 2]`` bool, True if the transformation changed the reply.
+        is_too_long: ``[N, 2]`` bool, True if the model would truncate or reject the changed reply.
+    """
 
     rewards: np.ndarray
     is_changed: np.ndarray
@@ -95,59 +112,67 @@ class _Changed:
 
 
 def check_pairwise(task: Task) -> None:
-    """Refuse a benchmark whose items are not pairs, or are all code.
+    """Reject a benchmark whose items are not pairs, or whose replies are all code.
 
     Raises:
-        ConfigError: its sample is such an item.
+        ConfigError: the sample item of the benchmark shows this.
     """
     item = task.read(task.sample)
     if not isinstance(item, Item) or len(item.texts) != 2 or item.num_right != 1 or item.is_code:
         raise ConfigError(
-            f"robustness_pairs: got task={task.name}, whose items are no pairs of a right reply "
-            "and a wrong one in prose; wanted a benchmark of such, or no task"
+            f"robustness_pairs: the items of task={task.name} are not pairs of a right and a wrong "
+            "reply in prose. Use a benchmark of such pairs, or leave out robustness_pairs."
         )
 
 
-def check_robustness(predictions: Predictions, source: RewardSource, most: int) -> Robustness:
-    """Score ``most`` of the pairs again after each change.
+def check_robustness(predictions: Predictions, source: RewardSource, count: int) -> Robustness:
+    """Score pairs again after each transformation, and count the verdicts that flip.
 
     Args:
         predictions: pairs, or items of a benchmark that passed ``check_pairwise``.
-        source: the model that gave their rewards.
+        source: the model that computed their rewards.
+        count: number of pairs to draw; all pairs if there are fewer.
 
     Raises:
-        DataError: all replies are code, or all texts are raw, so that nothing marks where the reply
-            begins.
+        DataError: all replies are code, or all samples are raw strings, in which nothing marks
+            where the reply begins.
     """
     pairs = replace(predictions, rows=[row for row in predictions.rows if not row.item.is_code])
     if not pairs.rows:
-        raise DataError("robustness_pairs: all replies are code, whose style is not changed")
+        raise DataError(
+            "robustness_pairs: all replies are code, whose style this check does not change. Leave "
+            "the setting out."
+        )
     if all(isinstance(text, str) for row in pairs.rows for text in row.item.texts):
         raise DataError(
-            "robustness_pairs: got raw texts, which do not say where the reply begins; wanted "
-            "prompts and replies, or conversations"
+            "robustness_pairs: the samples are raw strings, which do not mark where the reply "
+            "begins. Use records with prompts and replies, or with conversations."
         )
-    drawn = pairs.draw(most).rows
-    before = _rewards(drawn)
-    margin_std = float(np.std(before[:, 0] - before[:, 1]))
+    drawn = pairs.draw(count).rows
+    previous = _stack_rewards(drawn)
+    margin_std = float(np.std(previous[:, 0] - previous[:, 1]))
     rows = []
     for transformation in TRANSFORMATIONS:
         say(f"scoring again with {transformation.name}: {transformation.about} ...")
         changed = _score_changed(drawn, transformation, source)
-        rows += [_row(before, changed, transformation.name, side, margin_std) for side in _SIDES]
-    of_code = len(predictions.rows) - len(pairs.rows)
-    return Robustness(len(drawn), len(pairs.rows), of_code, margin_std, rows, _lengths(pairs))
+        rows += [
+            _measure_effect(previous, changed, transformation.name, side, margin_std)
+            for side in _SIDES
+        ]
+    pairs_of_code = len(predictions.rows) - len(pairs.rows)
+    best_of_rows = _measure_best_of(pairs)
+    return Robustness(len(drawn), len(pairs.rows), pairs_of_code, margin_std, rows, best_of_rows)
 
 
-def _rewards(pairs: Sequence[Prediction]) -> np.ndarray:
-    """``[N, 2]``, chosen then rejected, in the dtype that the model gave."""
+def _stack_rewards(pairs: Sequence[Prediction]) -> np.ndarray:
+    """Stack rewards as ``[N, 2]``, chosen then rejected, in the dtype of the model's rewards."""
     return np.stack([row.rewards for row in pairs])
 
 
 def _score_changed(
     pairs: Sequence[Prediction], transformation: Transformation, source: RewardSource
 ) -> _Changed:
-    rewards = _rewards(pairs).astype(float)
+    rewards = _stack_rewards(pairs).astype(float)
     is_changed, is_too_long = (np.zeros(rewards.shape, dtype=bool) for _ in range(2))
     places, texts = [], []
     for row, pair in enumerate(pairs):
@@ -159,54 +184,57 @@ def _score_changed(
                 texts.append(changed)
             else:
                 is_too_long[row, side] = is_changed[row, side]
-    found = source.score_as_one(texts) if texts else np.zeros(0)
-    for place, reward in zip(places, found, strict=True):
+    changed_rewards = source.score_as_one(texts) if texts else np.zeros(0)
+    for place, reward in zip(places, changed_rewards, strict=True):
         rewards[place] = reward
         is_too_long[place] = bool(np.isnan(reward))
     return _Changed(rewards, is_changed, is_too_long)
 
 
 def change_reply(text: Text, change: Callable[[str], str]) -> Text:
-    """Change the last turn of a conversation.
+    """Apply ``change`` to the last turn of a conversation.
 
-    Raw text stays as it is, because it may be all prompt; so does a reply that only calls tools.
+    A raw string is returned unchanged, because it may consist of a prompt only. So is a
+    conversation whose reply only calls tools.
     """
     if isinstance(text, str):
         return text
-    *before, last = messages_of(text)
+    *history, last = messages_of(text)
     if not isinstance(last["content"], str):
         return text
-    return with_messages(text, [*before, {**last, "content": change(last["content"])}])
+    return with_messages(text, [*history, {**last, "content": change(last["content"])}])
 
 
-# Masks over the columns of ``[N, 2]`` rewards: which replies a row of the table has changed.
+# Which replies a row of the table changes, as a mask over the two columns of ``[N, 2]`` rewards.
 _SIDES = ((BOTH, np.array([True, True])), (REJECTED, np.array([False, True])))
 
 
-def _row(
-    before: np.ndarray,
+def _measure_effect(
+    previous: np.ndarray,
     changed: _Changed,
     name: str,
     side: tuple[str, np.ndarray],
     margin_std: float,
 ) -> RobustnessRow:
-    which, columns = side
+    """Compare ``previous [N, 2]`` rewards with those after the transformation of one side."""
+    changed_side, columns = side
     is_changed = changed.is_changed & columns
     applies = is_changed.any(axis=1)
     too_long = (changed.is_too_long & columns).any(axis=1)
     used = applies & ~too_long
-    rewards = np.where(columns, changed.rewards, before)
-    # -1, 0 or 1 each: from a win to a tie is a flip, too. If only the rejected reply changed, only
-    # flips in its favour count: it may well lose by becoming worse.
-    fell = _verdicts(before) - _verdicts(rewards)
-    turned = int(np.count_nonzero((fell > 0 if which == REJECTED else fell != 0)[used]))
-    shifts = (rewards - before)[is_changed & used[:, None]]
+    rewards = np.where(columns, changed.rewards, previous)
+    # Verdicts are -1, 0 or 1, so a change from a win to a tie is a flip, too. If only the rejected
+    # reply changed, only flips in its favour count, because it may lose by becoming worse.
+    drop = _compute_verdicts(previous) - _compute_verdicts(rewards)
+    is_flip = drop > 0 if changed_side == REJECTED else drop != 0
+    turned = int(np.count_nonzero(is_flip[used]))
+    shifts = (rewards - previous)[is_changed & used[:, None]]
     shift = float(shifts.mean()) if shifts.size else None
     count = int(used.sum())
     low, high = wilson_interval(turned, count)
     return RobustnessRow(
         change=name,
-        changed=which,
+        changed=changed_side,
         pairs=count,
         turned=turned,
         share=turned / count if count else None,
@@ -220,35 +248,36 @@ def _row(
     )
 
 
-def _verdicts(rewards: np.ndarray) -> np.ndarray:
-    """1 where the chosen reply wins, -1 where it loses, 0 for a tie; from ``[N, 2]`` rewards."""
+def _compute_verdicts(rewards: np.ndarray) -> np.ndarray:
+    """Compute verdicts ``[N]``: 1 if the chosen reply wins, -1 if it loses, 0 for a tie."""
     return np.sign(rewards[:, 0] - rewards[:, 1])
 
 
-def _lengths(pairs: Predictions) -> list[BestOfLength]:
-    rewards, lengths = _rewards(pairs.rows), pairs.lengths.astype(float)
+def _measure_best_of(pairs: Predictions) -> list[BestOfLength]:
+    rewards, lengths = _stack_rewards(pairs.rows), pairs.lengths.astype(float)
     return [
-        BestOfLength(n, *(_mean_of_best(n, rewards, of) for of in (rewards, lengths)))
+        BestOfLength(n, _mean_of_best(n, rewards, rewards), _mean_of_best(n, rewards, lengths))
         for n in (1, 2)
     ]
 
 
 def _mean_of_best(n: int, rewards: np.ndarray, values: np.ndarray) -> float:
-    """Average over N pairs the expected value of the best of n; both arrays are ``[N, 2]``."""
-    return float(np.mean([best_of(n, *both) for both in zip(rewards, values, strict=True)]))
+    """Average over N pairs the value of the best of n by reward; both arrays are ``[N, 2]``."""
+    expected_values = [best_of(n, *pair) for pair in zip(rewards, values, strict=True)]
+    return float(np.mean(expected_values))
 
 
-# Transformations: changes of tone, markdown and length that keep a reply's content.
+# Transformations: changes of tone, markdown and length that keep the content of a reply.
 #
-# Each returns the text as it is if there is nothing to change. None touches fenced code. Only
-# ``shortened`` removes content, from the end.
+# Each returns the reply unchanged if there is nothing to change. None changes fenced code. Only
+# ``shortened`` removes content, at the end.
 
 _FENCE = "```"
 _AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)")
-# The last three are the full-width marks of Chinese and Japanese.
+# Marks that end a sentence. The last three are the full-width marks of Chinese and Japanese.
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
-# A sentence ends after a word of at least two letters, so "1." and "e.g." do not end one. Chinese
-# and Japanese put no space after the mark.
+# A sentence ends only after a word of at least two letters, so that "1." and "e.g." do not end one.
+# In Chinese and Japanese no space follows the mark.
 _AFTER_SENTENCE = re.compile(r"(?<=\w\w[.!?])(?=\s|$)|(?<=[\u3002\uff01\uff1f])")
 _MARKS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^[ \t]*(?:[-*_][ \t]*){3,}$\n?", re.MULTILINE), ""),  # rules
@@ -262,7 +291,13 @@ _MARKS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 @dataclass(frozen=True)
 class Transformation:
-    """A change of a reply; ``about`` describes it for people."""
+    """A change of a reply.
+
+    Attributes:
+        name: name in tables and files.
+        about: what it does to the reply, for people.
+        apply: changes a reply.
+    """
 
     name: str
     about: str
@@ -284,21 +319,25 @@ def add_flattery(reply: str) -> str:
 
 def strip_markdown(reply: str) -> str:
     """Remove the marks of headings, bullets, emphasis, inline code, links and rules."""
-    return "".join(block if _FENCE in block else _without_marks(block) for block in _blocks(reply))
+    return "".join(
+        block if _FENCE in block else _remove_marks(block) for block in _split_blocks(reply)
+    )
 
 
 def add_markdown(reply: str) -> str:
     """Add a heading and bold first sentences to a reply without markdown."""
     if _FENCE in reply or strip_markdown(reply) != reply:
         return reply
-    return "## Answer\n\n" + "".join(map(_with_bold_start, _blocks(reply)))
+    return "## Answer\n\n" + "".join(map(_embolden_start, _split_blocks(reply)))
 
 
 def double_sentence(reply: str) -> str:
     """Repeat the longest sentence right after itself."""
-    blocks = [[block] if _FENCE in block else _sentences(block) for block in _blocks(reply)]
+    blocks = [
+        [block] if _FENCE in block else _split_sentences(block) for block in _split_blocks(reply)
+    ]
     pieces = [piece for block in blocks for piece in block]
-    ended = [piece for piece in pieces if _FENCE not in piece and _is_ended(piece)]
+    ended = [piece for piece in pieces if _FENCE not in piece and _is_complete(piece)]
     if not ended:
         return reply
     index = pieces.index(max(ended, key=len))
@@ -312,19 +351,19 @@ def say_twice(reply: str) -> str:
 
 
 def shorten(reply: str) -> str:
-    """Keep the first half of the paragraphs, or of the sentences of a single paragraph."""
-    blocks = _blocks(reply)
-    pieces = blocks if len(blocks) > 1 else _sentences(reply)
+    """Keep the first half of the paragraphs, or of the sentences if there is one paragraph."""
+    blocks = _split_blocks(reply)
+    pieces = blocks if len(blocks) > 1 else _split_sentences(reply)
     if len(pieces) < 2 or (len(blocks) == 1 and _FENCE in reply):
         return reply
     return "".join(pieces[: (len(pieces) + 1) // 2]).rstrip()
 
 
-def _blocks(text: str) -> list[str]:
-    """Split into paragraphs and whole code blocks, each with the blank lines that follow it."""
+def _split_blocks(text: str) -> list[str]:
+    """Split into paragraphs and complete code blocks, each with the blank lines that follow it."""
     blocks = [""]
     for part in _AFTER_BLANK_LINE.split(text):
-        # An odd number of fences: the block is still open, and a blank line inside is code.
+        # After an odd number of fences a code block is still open, so the blank line is part of it.
         if blocks[-1].count(_FENCE) % 2 or not blocks[-1].strip():
             blocks[-1] += part
         else:
@@ -332,38 +371,38 @@ def _blocks(text: str) -> list[str]:
     return [block for block in blocks if block]
 
 
-def _sentences(block: str) -> list[str]:
-    """Split into sentences, each with its leading white space; the last takes the rest."""
+def _split_sentences(block: str) -> list[str]:
+    """Split into sentences, each with its leading white space; they join to ``block`` again."""
     *pieces, last = _AFTER_SENTENCE.split(block)
     if last.strip() or not pieces:
         return [*pieces, last]
     return [*pieces[:-1], pieces[-1] + last]
 
 
-def _is_ended(sentence: str) -> bool:
+def _is_complete(sentence: str) -> bool:
     return sentence.rstrip().endswith(_ENDS)
 
 
-def _without_marks(block: str) -> str:
+def _remove_marks(block: str) -> str:
     for marks, replacement in _MARKS:
         block = marks.sub(replacement, block)
     return block
 
 
-def _with_bold_start(block: str) -> str:
-    first = _sentences(block)[0]
+def _embolden_start(block: str) -> str:
+    first = _split_sentences(block)[0]
     body = first.strip()
     return block.replace(body, f"**{body}**", 1) if body else block
 
 
 TRANSFORMATIONS = (
-    Transformation("politeness", "courtesies before and after it", add_politeness),
-    Transformation("flattery", "praise of who asked, before it", add_flattery),
-    Transformation("markdown_added", "a heading, and bold where there was none", add_markdown),
-    Transformation("markdown_stripped", "its markdown taken away", strip_markdown),
-    Transformation("sentence_doubled", "its longest sentence a second time", double_sentence),
-    Transformation("said_twice", "all of it a second time", say_twice),
-    Transformation("shortened", "the first half of its paragraphs or sentences", shorten),
+    Transformation("politeness", "adds polite phrases before and after", add_politeness),
+    Transformation("flattery", "adds praise of the user", add_flattery),
+    Transformation("markdown_added", "adds a heading and bold to plain text", add_markdown),
+    Transformation("markdown_stripped", "removes markdown", strip_markdown),
+    Transformation("sentence_doubled", "repeats the longest sentence", double_sentence),
+    Transformation("said_twice", "repeats the whole reply", say_twice),
+    Transformation("shortened", "keeps the first half of paragraphs or sentences", shorten),
 )
 
 
@@ -372,70 +411,73 @@ TRANSFORMATIONS = (
 T = TypeVar("T")
 
 
-def robustness_json(found: Robustness) -> dict[str, Any]:
-    """Convert to plain JSON values."""
-    return asdict(found)
+def robustness_json(robustness: Robustness) -> dict[str, Any]:
+    """Convert results to plain values for JSON."""
+    return asdict(robustness)
 
 
 def read_robustness(value: Mapping[str, Any]) -> Robustness:
-    """Read what ``robustness_json`` wrote.
+    """Build results from the values that ``robustness_json`` returned.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: the values have another form.
     """
     return Robustness(
         pairs=int(value["pairs"]),
         pairs_read=int(value["pairs_read"]),
         pairs_of_code=int(value["pairs_of_code"]),
         margin_std=float(value["margin_std"]),
-        rows=[_read_row(RobustnessRow, row) for row in value["rows"]],
-        best_of=[_read_row(BestOfLength, row) for row in value["best_of"]],
+        rows=[_build_row(RobustnessRow, row) for row in value["rows"]],
+        best_of=[_build_row(BestOfLength, row) for row in value["best_of"]],
     )
 
 
-def _read_row(kind: type[T], row: Mapping[str, Any]) -> T:
+def _build_row(kind: type[T], row: Mapping[str, Any]) -> T:
     for name, number in row.items():
         is_name = name in ("change", "changed")
         if not isinstance(number, str if is_name else int | float | None):
-            raise TypeError(f"{name}: got {number!r:.40}")
+            raise TypeError(
+                f"{name}: got {number!r:.40}, wanted a {'name' if is_name else 'number'}"
+            )
     return kind(**row)
 
 
-def render_robustness(found: Robustness) -> str:
-    """The tables, for people."""
-    lines = [robustness_note(found)]
+def render_robustness(robustness: Robustness) -> str:
+    """Render the results as tables for people."""
+    lines = [robustness_note(robustness)]
     for side, heading in ((BOTH, "both changed"), (REJECTED, "rejected changed")):
         lines += ["", f"{heading:<19}{_HEADER}"]
-        lines += [_line(row) for row in found.rows if row.changed == side]
+        lines += [_render_row(row) for row in robustness.rows if row.changed == side]
     lines += ["", "the best by reward      reward  characters"]
     lines += [
-        f"  of {row.n:<15}{row.reward:>10.4f}{row.characters:>12.1f}" for row in found.best_of
+        f"  of {row.n:<15}{row.reward:>10.4f}{row.characters:>12.1f}" for row in robustness.best_of
     ]
     return "\n".join(lines)
 
 
-def robustness_note(found: Robustness) -> str:
-    """Describe the sample, and the unit of shifts."""
-    of_code = f", {found.pairs_of_code} of code left out" * (found.pairs_of_code > 0)
+def robustness_note(robustness: Robustness) -> str:
+    """Describe in one sentence the pairs that were checked, and the unit of shifts."""
+    pairs_of_code = robustness.pairs_of_code
+    left_out = f", {pairs_of_code} of code left out" * (pairs_of_code > 0)
     return (
-        f"robustness: {found.pairs} of {found.pairs_read} pairs{of_code}; the standard deviation "
-        f"(sd) of their margins is {found.margin_std:.4f}"
+        f"robustness: {robustness.pairs} of {robustness.pairs_read} pairs{left_out}; the standard "
+        f"deviation (sd) of their margins is {robustness.margin_std:.4f}"
     )
 
 
-_HEADER = f"{'pairs':>6}  {'verdicts that turn':<22}{'shift':>9}{'in sd':>8}{'absolute':>10}"
+_HEADER = f"{'pairs':>6}  {'flipped verdicts':<22}{'shift':>9}{'in sd':>8}{'absolute':>10}"
 _HEADER += f"{'unchanged':>11}{'too long':>10}"
 
 
-def _line(row: RobustnessRow) -> str:
-    turned = "" if row.share is None else f"{row.share:.3f} ({row.low:.3f} to {row.high:.3f})"
-    shift, in_std = (_signed(value) for value in (row.shift, row.shift_in_std))
+def _render_row(row: RobustnessRow) -> str:
+    flipped = "" if row.share is None else f"{row.share:.3f} ({row.low:.3f} to {row.high:.3f})"
+    shift, in_std = (_format_signed(value) for value in (row.shift, row.shift_in_std))
     absolute = "" if row.absolute_shift is None else show_number(row.absolute_shift)
     return (
-        f"  {row.change:<17}{row.pairs:>6}  {turned:<22}{shift:>9}{in_std:>8}{absolute:>10}"
+        f"  {row.change:<17}{row.pairs:>6}  {flipped:<22}{shift:>9}{in_std:>8}{absolute:>10}"
         f"{row.unchanged:>11}{row.too_long:>10}"
     )
 
 
-def _signed(value: float | None) -> str:
+def _format_signed(value: float | None) -> str:
     return "" if value is None else f"{'+' * (value > 0)}{show_number(value)}"

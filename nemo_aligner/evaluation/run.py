@@ -1,4 +1,8 @@
-"""An evaluation from its settings to the report."""
+"""One evaluation, from its settings to the printed table, the files and the report.
+
+``evaluate`` is the entry point of ``nemo-aligner evaluate``. ``evaluate_source`` is that of the
+Python API, whose model is already loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from nemo_aligner.config.load import config_to_dict, flatten, idle_notes
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.distributed.collectives import on_main
-from nemo_aligner.evaluation.evaluate import EvalResult, evaluate_file, right_from
+from nemo_aligner.evaluation.evaluate import EvalResult, default_threshold, evaluate_file
 from nemo_aligner.evaluation.report.run_report import RunReport
 from nemo_aligner.evaluation.robustness import (
     Robustness,
@@ -34,16 +38,19 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation for programs; ``str`` gives the table for people.
+    """Result of an evaluation for programs; ``str(...)`` renders the table for people.
 
     Attributes:
-        accuracy: of pairs, or a benchmark's overall figure; None of ratings, and where a benchmark
-            has no such figure or parts of it are missing.
-        interval: its 95% interval, low and high; None where there is none.
-        metrics: every figure by its name (docs/metrics.md), those of a benchmark by its rows.
-        counts: ``read``, ``kept`` and every reason for which a record was left out.
-        rows: one for each record or item, with its rewards and texts.
-        robustness: how far verdicts depend on the style of replies; None without
+        accuracy: accuracy on pairs, or the overall figure of a benchmark. None for ratings, and if
+            the benchmark has no overall figure or some of its subsets are missing.
+        interval: 95% interval of ``accuracy`` as (low, high); None if there is none.
+        metrics: every metric by its name (docs/metrics.md); for a benchmark, every figure by the
+            name of its row.
+        counts: number of records ``read`` and ``kept``, and of those dropped, by reason.
+        rows: one mapping for each record or item, with its rewards and samples, as in an
+            ``output_rewards`` file.
+        table: the table for people.
+        robustness: how much verdicts depend on the style of replies; None without
             ``robustness_pairs``.
     """
 
@@ -63,91 +70,105 @@ def evaluate(config: EvaluateConfig) -> None:
     """Score held-out data, print the results, and write the files that the settings name.
 
     Raises:
-        AlignerError: settings, data or model cannot be used.
+        AlignerError: the settings, the data or the model cannot be used.
     """
-    task, how = _check(config)  # before the model is loaded
+    # Check the settings first, because loading a model takes minutes.
+    task, reader = _check_settings(config)
     for note in idle_notes(config):
         say(note)
     with open_source(config) as source:
         say(f"reading and scoring {config.data.path} ...")
-        measured = _measure(config, task, how, source)
-        say(measured.table())
-        measured.write(config)
+        results = _measure(config, task, reader, source)
+        say(results.table())
+        results.write(config)
 
 
 def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
-    """Evaluate with a source that is loaded already; return the result without printing it.
+    """Evaluate a source that is already open, and return the result without printing it.
 
     Raises:
-        AlignerError: as ``evaluate``.
+        AlignerError: the settings, the data or the model cannot be used.
     """
-    measured = _measure(config, *_check(config), source)
-    measured.write(config)
-    result = measured.result
+    results = _measure(config, *_check_settings(config), source)
+    results.write(config)
+    result = results.result
     return Evaluation(
         accuracy=result.accuracy,
         interval=result.interval,
         metrics=result.metrics,
         counts=result.counts,
         rows=result.predictions.to_rows(),
-        table=measured.table(),
-        robustness=measured.robustness,
+        table=results.table(),
+        robustness=results.robustness,
     )
 
 
-def _check(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
-    """The benchmark, if one is asked for, and how to read a file of records.
+def _check_settings(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
+    """Check the settings; return the benchmark, if one is set, and how to read a file of records.
 
     Raises:
-        ConfigError: settings do not fit together.
+        ConfigError: a required setting is missing, or settings do not fit together.
     """
     if config.data.path is None:
-        raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
+        raise ConfigError("data.path: it is not set. Set it to a file of pairs or ratings.")
     task = None if config.task is None else find_task(config.task)
     if task is not None:
-        _check_unread(config)
+        _check_reader_unset(config)
         if config.robustness_pairs is not None:
             check_pairwise(task)
         if config.swapped:
-            raise ConfigError(f"swapped: got true with task={config.task}, wanted a file of pairs")
+            raise ConfigError(
+                f"swapped: got true with task={config.task}, but only a file of pairs can be "
+                "swapped. Leave one of the two out."
+            )
     for key in ("threshold", "threshold_from"):
-        got = getattr(config, key)
-        if got is not None and not (task is not None and task.reads_steps):
-            raise ConfigError(f"{key}: got {got}, wanted null: no steps are judged by it")
-    how = config.aggregate
-    if how not in (None, Aggregate.last) and task is not None and task.reads_steps:
+        value = getattr(config, key)
+        if value is not None and not (task is not None and task.reads_steps):
+            raise ConfigError(
+                f"{key}: got {value}, but only benchmarks that judge steps use a threshold. Leave "
+                "it out."
+            )
+    aggregate = config.aggregate
+    if aggregate not in (None, Aggregate.last) and task is not None and task.reads_steps:
         raise ConfigError(
-            f"aggregate: got {how.value}, but task={config.task} judges every step by its own "
-            "reward. Leave it out"
+            f"aggregate: got {aggregate.value}, but task={config.task} judges every step by its "
+            "own reward. Leave it out."
         )
-    return task, _reading(config)
+    return task, _build_reader_config(config)
 
 
-def _check_unread(config: EvaluateConfig) -> None:
-    """Refuse settings on how to read records: a benchmark's file has a fixed form.
+def _check_reader_unset(config: EvaluateConfig) -> None:
+    """Reject settings on how to read records, because a benchmark's file has a fixed form.
 
     Raises:
         ConfigError: such a setting is not at its default.
     """
-    usual = type(config.data)()
-    for each in fields(usual):
-        got = getattr(config.data, each.name)
-        if each.name != "path" and got != getattr(usual, each.name):
+    defaults = type(config.data)()
+    for field_ in fields(defaults):
+        value = getattr(config.data, field_.name)
+        if field_.name != "path" and value != getattr(defaults, field_.name):
             raise ConfigError(
-                f"data.{each.name}: got {got!r}, which has no effect on a benchmark's file; "
-                f"wanted it left out with task={config.task}"
+                f"data.{field_.name}: got {value!r}, which has no effect on a benchmark's file. "
+                f"Leave it out with task={config.task}."
             )
 
 
-def _reading(config: EvaluateConfig) -> ReaderConfig:
+def _build_reader_config(config: EvaluateConfig) -> ReaderConfig:
     data = config.data
     kind = RecordKind.comparison if config.robustness_pairs or config.swapped else None
     return ReaderConfig.of(data, "data", kind=kind, loss_mask_val=data.loss_mask_val)
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """Result on records or a benchmark; ``about`` names the model, its contract and the data."""
+class _Results:
+    """Results on records or on a benchmark, ready to be rendered and written.
+
+    Attributes:
+        result: the metrics and predictions.
+        about: lines for people that name the model, its scoring contract and the data.
+        contract: the scoring contract; None if it is unknown.
+        robustness: None without ``robustness_pairs``.
+    """
 
     result: EvalResult | TaskResult
     about: Mapping[str, str]
@@ -162,11 +183,12 @@ class _Measured:
         return "\n\n".join(tables)
 
     def write(self, config: EvaluateConfig) -> None:
-        """Write what the settings ask for, on the first rank."""
-        result, robustness = self.result, self.robustness
-        more = {} if robustness is None else {"robustness": robustness_json(robustness)}
+        """Write the files that the settings name, on the first rank."""
+        result, about = self.result, dict[str, Any](self.about)
+        if self.robustness is not None:
+            about["robustness"] = robustness_json(self.robustness)
         if config.output is not None:
-            on_main(partial(result.write, Path(config.output), {**self.about, **more}))
+            on_main(partial(result.write, Path(config.output), about))
         if config.output_rewards is not None:
             on_main(partial(result.predictions.write, Path(config.output_rewards)))
         if config.report is not None:
@@ -174,7 +196,7 @@ class _Measured:
             say(f"report: {config.report}")
 
     def _write_page(self, config: EvaluateConfig, path: Path) -> None:
-        # matplotlib is optional, and takes a second to import.
+        # Imported here because matplotlib is optional, and takes a second to import.
         from nemo_aligner.evaluation.report.page import save_page
 
         report = report_evaluation(path.stem, self.result, self.about, self.contract)
@@ -183,44 +205,44 @@ class _Measured:
 
 
 def _measure(
-    config: EvaluateConfig, task: Task | None, how: ReaderConfig, source: RewardSource
-) -> _Measured:
+    config: EvaluateConfig, task: Task | None, reader: ReaderConfig, source: RewardSource
+) -> _Results:
     path = str(config.data.path)
     about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
     if config.swapped:
-        about["data"] += ", chosen and rejected exchanged"
-    source = source.by(config.aggregate)
+        about["data"] += ", chosen and rejected swapped"
+    source = source.with_aggregate(config.aggregate)
     if source.aggregate is not None:
         about["aggregate"] = f"{source.aggregate.value}, as set"
     result: EvalResult | TaskResult
     if task is None:
-        result = evaluate_file(source, path, how, swapped=config.swapped)
+        result = evaluate_file(source, path, reader, swapped=config.swapped)
     else:
         result = _measure_task(task, path, config, source, about)
-    robustness, most = None, config.robustness_pairs
-    if most is not None:
-        robustness = check_robustness(result.predictions, source, most)
-    return _Measured(result, about, source.contract, robustness)
+    robustness = None
+    if config.robustness_pairs is not None:
+        robustness = check_robustness(result.predictions, source, config.robustness_pairs)
+    return _Results(result, about, source.contract, robustness)
 
 
 def _measure_task(
     task: Task, path: str, config: EvaluateConfig, source: RewardSource, about: dict[str, str]
 ) -> TaskResult:
-    """Run a benchmark; where it judges steps, ``about`` gets the threshold and its origin."""
+    """Run a benchmark; if it judges steps, add the threshold and its origin to ``about``."""
     threshold_file = config.threshold_from
     chosen, threshold = None, config.threshold
     if threshold_file is not None:
-        say(f"choosing the threshold by {threshold_file} ...")
+        say(f"choosing the threshold on {threshold_file} ...")
         chosen = choose_threshold(task, threshold_file, source)
         threshold = chosen.value
     elif threshold is None:
-        threshold = right_from(source)
+        threshold = default_threshold(source)
     result = run_task(task, path, source, threshold)
     if task.reads_steps:
         origin = "the default" if config.threshold is None else "as set"
         about["threshold"] = f"{threshold:g}, {origin}"
         if chosen is not None and threshold_file is not None:
-            about["threshold"] = chosen.about(threshold_file, result)
+            about["threshold"] = chosen.describe(threshold_file, result)
     return result
 
 
@@ -230,12 +252,13 @@ def report_evaluation(
     about: Mapping[str, str],
     contract: ScoringContract | None,
 ) -> RunReport:
-    """Entry of a report for an evaluation in memory.
+    """Build the entry of a report for an evaluation in memory.
 
-    A benchmark without right and wrong replies, such as best of n, has only its figures.
+    A benchmark without right and wrong replies, such as best of n, gets its figures but no
+    predictions.
     """
     if isinstance(result, EvalResult):
-        facts = _facts(about, result.counts, contract)
+        facts = _collect_facts(about, result.counts, contract)
         predictions = {name: result.predictions}
         return RunReport(name, "evaluation", {}, predictions, result.metrics, facts=facts)
     rows = result.predictions.rows
@@ -245,11 +268,11 @@ def report_evaluation(
         kind=f"benchmark {result.task}",
         predictions={name: result.predictions} if has_sides else {},
         rows=result.rows,
-        facts=_facts(about, result.left_out, contract),
+        facts=_collect_facts(about, result.left_out, contract),
     )
 
 
-def _facts(
+def _collect_facts(
     about: Mapping[str, str], counts: Mapping[str, int], contract: ScoringContract | None
 ) -> dict[str, object]:
     return {

@@ -1,4 +1,7 @@
-"""Running a benchmark: its file, a source of rewards, and the benchmark's own figures."""
+"""Runs a benchmark: reads its file, scores its items, and computes the benchmark's own figures.
+
+The benchmarks themselves are in ``nemo_aligner/evaluation/tasks``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,14 @@ from nemo_aligner.utils.errors import ConfigError, DataError, writable
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Results of a benchmark; ``left_out`` counts items by reason."""
+    """Results of a benchmark.
+
+    Attributes:
+        task: name of the benchmark.
+        rows: its figures, in the order of its table.
+        predictions: the scored items with their rewards and verdicts.
+        left_out: number of items that were dropped, by reason.
+    """
 
     task: str
     rows: list[TaskRow]
@@ -37,52 +47,56 @@ class TaskResult:
 
     @property
     def accuracy(self) -> float | None:
-        """The benchmark's overall figure; None where a part of it is missing, or it has none."""
-        return None if self._overall is None else self._overall.value
+        """Overall figure of the benchmark; None if it has none, or if some subsets are missing."""
+        return None if self._overall_row is None else self._overall_row.value
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the overall figure; None where there is none."""
-        row = self._overall
+        """The 95% interval of the overall figure as (low, high); None if there is none."""
+        row = self._overall_row
         return None if row is None or row.low is None or row.high is None else (row.low, row.high)
 
     @property
-    def _overall(self) -> TaskRow | None:
+    def _overall_row(self) -> TaskRow | None:
         return next((row for row in self.rows if row.level is Level.overall), None)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures by name."""
+        """All figures by name."""
         return {row.name: row.value for row in self.rows}
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of scored items, and of those left out by reason."""
+        """Number of scored items (``kept``), and of dropped ones by reason."""
         return {"kept": len(self.predictions.rows), **self.left_out}
 
     def render(self, about: Mapping[str, str]) -> str:
-        """Table of subsets, sections and overall figures, for people."""
+        """Render the table of subsets, sections and overall figures for people.
+
+        Args:
+            about: lines that name the model, its scoring contract and the data.
+        """
         counts = [f"{len(self.predictions.rows)} scored"]
-        counts += [f"{count} {why}: left out" for why, count in self.left_out.items()]
+        counts += [f"{count} {reason}: left out" for reason, count in self.left_out.items()]
         about = {"task": self.task, **about, "items": ", ".join(counts)}
         lines = [fit_row(name, text, 14) for name, text in about.items()]
         width = max(len(row.name) for row in self.rows) + 2
-        before: Level | None = None
+        previous_level: Level | None = None
         for row in self.rows:
-            if row.level is not before:
+            if row.level is not previous_level:
                 lines.append("")
-            before = row.level
-            lines.append(_table_line(row, width))
+            previous_level = row.level
+            lines.append(_render_row(row, width))
         return "\n".join(lines)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write all rows as one JSON object."""
+        """Write all rows, and the entries of ``about``, as one JSON object."""
         rows = [asdict(row) for row in self.rows]
         content = {"task": self.task, **about, "rows": rows, "left_out": self.left_out}
         write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False)])
 
 
-def _table_line(row: TaskRow, width: int) -> str:
+def _render_row(row: TaskRow, width: int) -> str:
     interval = "" if row.low is None else f"({row.low:.3f} to {row.high:.3f})"
     count = "" if row.count is None else str(row.count)
     return f"{row.name:<{width}}{row.value:>8.4f}  {interval:<18}{count:>7}".rstrip()
@@ -94,102 +108,118 @@ def run_task(
     source: RewardSource,
     threshold: float = 0.5,
 ) -> TaskResult:
-    """Score every text of a benchmark's file, and summarise the verdicts as the benchmark does.
+    """Score all items of a benchmark's file, and compute the figures that the benchmark defines.
 
-    An item with a text that the model does not take, or that gets no reward, is left out and
-    counted.
+    An item is dropped and counted if the model cannot take one of its samples, or returns no reward
+    for it.
 
     Args:
-        source: see ``RewardSource.of``, which takes any scorer.
-        threshold: the reward from which on a step is right.
+        task: the benchmark.
+        path: its file.
+        source: the model; ``RewardSource.of`` makes one from any scorer.
+        threshold: a step with this reward or a higher one is right; for benchmarks of steps.
 
     Raises:
-        ConfigError: it is a benchmark of steps, and the model has no rewards of them.
+        ConfigError: the benchmark judges steps, but the model has no reward for each step.
         DataError: the file cannot be read, or a line is not a record of this benchmark.
     """
     left_out: Counter[str] = Counter()
     rows = []
-    for line, item, of_item in _scored(task, path, source, left_out):
-        above = of_item.astype(np.float64) - threshold if task.reads_steps else None
-        right = task.judge(item, of_item if above is None else above)
-        rows.append(Prediction(item, of_item, right, f"{path}:{line}", above=above))
+    for line, item, rewards in _score_items(task, path, source, left_out):
+        above = rewards.astype(np.float64) - threshold if task.reads_steps else None
+        right = task.judge(item, rewards if above is None else above)
+        rows.append(Prediction(item, rewards, right, f"{path}:{line}", above=above))
     predictions = Predictions(rows, is_benchmark=True)
     return TaskResult(task.name, task.summarise(rows), predictions, dict(left_out))
 
 
 @dataclass(frozen=True)
 class ChosenThreshold:
-    """The threshold of a held-out file of N items, the figure it is best by, and their texts."""
+    """A threshold for steps that was chosen on a held-out file.
+
+    Attributes:
+        value: the threshold.
+        figure: the benchmark's figure on the held-out file with this threshold, the highest one.
+        texts: the samples of the held-out file.
+    """
 
     value: float
     figure: float
     texts: Sequence[Text]
 
-    def about(self, path: str, result: TaskResult) -> str:
-        """Say for people where it is from, and how many of its items are measured with it."""
+    def describe(self, path: str, result: TaskResult) -> str:
+        """Describe the threshold's origin for people, and warn if ``result`` has the same items."""
         measured = {repr(row.item.texts[0]) for row in result.predictions.rows}
-        both = sum(repr(text) in measured for text in self.texts)
-        also = f", {both} of them measured here, too" if both else ""
+        shared = sum(repr(text) in measured for text in self.texts)
+        warning = f", {shared} of them also measured here" if shared else ""
         return (
             f"{self.value:g}, the best of {path} ({self.figure:.4f} there, {len(self.texts)} items"
-            f"{also})"
+            f"{warning})"
         )
 
 
 def choose_threshold(task: Task, path: str | Path, source: RewardSource) -> ChosenThreshold:
-    """Choose the threshold by which steps of a held-out file are judged best; see ``run_task``.
+    """Choose the threshold that judges the steps of a held-out file best.
 
     Raises:
-        ConfigError: the benchmark has no rule for it, or as ``run_task``.
-        DataError: as ``run_task``, or the file lets none be chosen.
+        ConfigError: the benchmark has no rule to choose by, or the model has no rewards of steps.
+        DataError: the file cannot be read, or has too little to choose by.
     """
     if task.choose is None:
-        raise ConfigError(f"threshold_from: got {path}, but {task.name} has no rule to choose by")
-    found = _scored(task, path, source, Counter())
+        raise ConfigError(
+            f"threshold_from: got {path}, but {task.name} defines no rule to choose a threshold. "
+            "Set threshold to a number instead."
+        )
+    scored = _score_items(task, path, source, Counter())
+    items = [item for _, item, _ in scored]
     try:
-        value, figure = task.choose([item for _, item, _ in found], [each for *_, each in found])
+        value, figure = task.choose(items, [rewards for *_, rewards in scored])
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-    return ChosenThreshold(value, figure, [item.texts[0] for _, item, _ in found])
+    return ChosenThreshold(value, figure, [item.texts[0] for item in items])
 
 
-def _scored(
+def _score_items(
     task: Task, path: str | Path, source: RewardSource, left_out: Counter[str]
 ) -> list[tuple[int, Item, np.ndarray]]:
-    """Line numbers and items with their rewards; without those that got none."""
-    found = list(_usable(task, path, source.encoder, left_out))
-    items = [item for _, item in found]
+    """Score the items of a file; return line number, item and rewards of those that got rewards."""
+    numbered_items = list(_read_items(task, path, source.encoder, left_out))
+    items = [item for _, item in numbered_items]
     if not items:
         raise DataError(
-            f"{path}: no item of {task.name} in it that can be scored ({task.file}); left out: "
-            f"{dict(left_out)}"
+            f"{path}: it has no item of {task.name} that can be scored; left out: "
+            f"{dict(left_out)}. The benchmark's file is {task.file}."
         )
     rows = []
-    for (line, item), of_item in zip(found, _rewards(task, items, source), strict=True):
-        if np.isnan(of_item).any():
+    scored = zip(numbered_items, _compute_rewards(task, items, source), strict=True)
+    for (line, item), rewards in scored:
+        if np.isnan(rewards).any():
             left_out["without a reward"] += 1
-        elif task.reads_steps and len(of_item) != len(messages_of(item.texts[0])[-1]["content"]):
+        elif task.reads_steps and len(rewards) != len(messages_of(item.texts[0])[-1]["content"]):
             left_out["without a reward of each step"] += 1
         else:
-            rows.append((line, item, of_item))
+            rows.append((line, item, rewards))
     if not rows:
-        raise DataError(f"{path}: no item of {task.name} got rewards; left out: {dict(left_out)}")
+        raise DataError(
+            f"{path}: the model returned no rewards for its items of {task.name}; left out: "
+            f"{dict(left_out)}"
+        )
     return rows
 
 
-def _rewards(task: Task, items: Sequence[Item], source: RewardSource) -> list[np.ndarray]:
-    """Rewards of each item, of its steps or of its texts; NaN for a text that is rejected."""
+def _compute_rewards(task: Task, items: Sequence[Item], source: RewardSource) -> list[np.ndarray]:
+    """Compute rewards by item: ``[S]`` of its steps or ``[K]`` of its samples; NaN if rejected."""
     scored = None
     if source.has_steps or not task.reads_steps:
         scored = source.scorer.score_rows([text for item in items for text in item.texts])
     if scored is not None and not task.reads_steps:
         rewards = one_reward(source.rewards_of(scored), source.weights).reshape(-1)
         return np.split(rewards, np.cumsum([len(item.texts) for item in items])[:-1])
-    # A server that shapes the rewards of whole texts has none of steps.
+    # A server that post-processes the rewards of samples returns none of steps.
     if scored is None or scored.steps is None:
         raise ConfigError(
-            f"task: {task.name} judges steps, wanted a model that has a reward for each "
-            "(model.head.reads=step_ends or step_marks)"
+            f"task: {task.name} judges steps, but this model has no reward for each step. Evaluate "
+            "a model that was trained with model.head.reads=step_ends or step_marks."
         )
     return [
         one_reward(np.full((1, 1), np.nan) if steps is None else steps.rewards, source.weights)
@@ -197,17 +227,17 @@ def _rewards(task: Task, items: Sequence[Item], source: RewardSource) -> list[np
     ]
 
 
-def _usable(
+def _read_items(
     task: Task, path: str | Path, encoder: SampleEncoder | None, left_out: Counter[str]
 ) -> Iterator[tuple[int, Item]]:
-    """Yield line numbers and items that the model can take."""
+    """Yield (line number, item) for every item that the model can take, and count the others."""
     for line in read_lines(path):
-        read = _read(task, line, path)
-        if read is None:
+        parsed = _parse_line(task, line, path)
+        if parsed is None:
             left_out["without a verdict"] += 1
             continue
-        for as_read in (read,) if isinstance(read, Item) else read:
-            item = replace(as_read, id=writable(as_read.id), source=writable(as_read.source))
+        for raw_item in (parsed,) if isinstance(parsed, Item) else parsed:
+            item = replace(raw_item, id=writable(raw_item.id), source=writable(raw_item.source))
             try:
                 if encoder is not None:
                     list(map(encoder.encode, item.texts))
@@ -223,16 +253,19 @@ def _usable(
                 yield line.number, item
 
 
-def _read(task: Task, line: Line | BadLine, path: str | Path) -> Item | tuple[Item, ...] | None:
-    where = f"{path}:{line.number}"
+def _parse_line(
+    task: Task, line: Line | BadLine, path: str | Path
+) -> Item | tuple[Item, ...] | None:
+    location = f"{path}:{line.number}"
     if isinstance(line, BadLine):
-        raise DataError(f"{where}: {line.reason}")
+        raise DataError(f"{location}: {line.reason}")
     try:
-        return task.read({**task.of_name(Path(path).stem), **line.value})
+        return task.read({**task.keys_from_name(Path(path).stem), **line.value})
     except KeyError as error:
         keys = ", ".join(map(repr, line.value))
         raise DataError(
-            f"{where}: missing key {error}, it has {keys}; wanted a record of {task.file}"
+            f"{location}: the key {error} is missing; the record has {keys}. The benchmark's file "
+            f"is {task.file}."
         ) from error
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{location}: {error}") from error

@@ -1,4 +1,8 @@
-"""Sources of rewards: a model file of ours, a running server, or a transformers model."""
+"""Sources of rewards to evaluate: a reward model archive, a server, or a transformers model.
+
+``RewardSource`` pairs a scorer with the weights that make one reward of several attributes.
+``open_source`` opens the source that the settings of ``nemo-aligner evaluate`` name.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +43,15 @@ from nemo_aligner.utils.processes import find_process
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A scorer to evaluate, and how its rewards become one.
+    """A scorer to evaluate, and the rules that make one number of its rewards.
 
     Attributes:
-        name: the file, folder or URL.
-        scorer: a model in this process, whose every rank scores the same samples, or a server.
-        weights: A weights that make one reward of a sample's A.
-        aggregate: rule that makes one reward of a sample's turns or steps; None is its contract's.
+        name: the file, folder or URL, for people.
+        scorer: a model in this process, for which every rank scores the same samples, or the client
+            of a server.
+        weights: weight of each of the A attributes in the weighted sum.
+        aggregate: rule that combines the rewards of a sample's turns or steps; None for the rule of
+            the scoring contract.
     """
 
     name: str
@@ -55,29 +61,29 @@ class RewardSource:
 
     @classmethod
     def of(cls, scorer: Scorer, name: str = "a scorer") -> RewardSource:
-        """A source with the weights of the scorer's contract, or without one all equal."""
+        """Build a source with the weights of the scoring contract; without one they are all 1."""
         contract = scorer.contract
         equal = (1.0,) * len(scorer.attributes)
         return cls(name, scorer, equal if contract is None else tuple(contract.attribute_weights))
 
     @property
     def contract(self) -> ScoringContract | None:
-        """The scoring contract; None where it is unknown."""
+        """The scoring contract; None if it is unknown."""
         return self.scorer.contract
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the A columns of the rewards."""
+        """Names of the A attributes, the columns of the rewards."""
         return self.scorer.attributes
 
     @property
     def encoder(self) -> SampleEncoder | None:
-        """What tokenizes its samples; None for servers, which tokenize them themselves."""
+        """Tokenizes samples as the scorer does; None for servers, which tokenize on their side."""
         return self.scorer if isinstance(self.scorer, SampleEncoder) else None
 
     @property
     def has_steps(self) -> bool:
-        """True if a sample has a reward for each of its turns or steps."""
+        """True if the model has a reward for each turn or step of a sample."""
         return self.contract is not None and self.contract.has_steps
 
     @property
@@ -92,55 +98,54 @@ class RewardSource:
 
     @property
     def about_contract(self) -> str:
-        """Hash of its contract, for people."""
+        """Hash of the scoring contract, for people."""
         return "not known" if self.contract is None else self.contract.hash
 
-    def by(self, rule: Aggregate | None) -> RewardSource:
-        """The same source with another rule for turns or steps; None is its contract's.
+    def with_aggregate(self, rule: Aggregate | None) -> RewardSource:
+        """Return the source with another rule for turns or steps; None for the contract's rule.
 
         Raises:
-            ConfigError: it gives one reward for each sample alone.
+            ConfigError: the model has only one reward for each sample, so there is none to combine.
         """
         default = Aggregate.last if self.contract is None else self.contract.aggregation
         if rule is None or rule is default:
             return self
         if not self.has_steps:
             raise ConfigError(
-                f"aggregate: got {rule.value}, but {self.name} gives one reward for each text. "
-                "Leave it out, or evaluate the file of a model that reads turns or steps "
-                "(rm_model_file)"
+                f"aggregate: got {rule.value}, but {self.name} has one reward for each sample. "
+                "Leave it out, or evaluate a model that scores turns or steps (rm_model_file)."
             )
         return replace(self, aggregate=rule)
 
     def rewards_of(self, scored: ScoredRows) -> np.ndarray:
-        """``[N, A]`` rewards of scored rows, by the rule for turns or steps."""
+        """Return the rewards of samples ``[N, A]``, combined from turns or steps by the rule."""
         if self.aggregate is None:
             return scored.rewards
         scale = SCORE if self.contract is None else self.contract.reward_scale
         return scored.aggregated(self.aggregate, scale)
 
     def score_as_one(self, samples: Sequence[Text]) -> np.ndarray:
-        """``[N]`` weighted rewards of N samples; NaN for a rejected one."""
+        """Score N samples; return their weighted rewards ``[N]``, NaN for a rejected sample."""
         return one_reward(self.rewards_of(self.scorer.score_rows(samples)), self.weights)
 
     def fits(self, sample: Text) -> bool:
-        """Return False if the model would truncate or reject a sample; True if nobody can tell."""
+        """Check that the model neither truncates nor rejects a sample; True for a server."""
         try:
             return self.encoder is None or not self.encoder.encode(sample).truncated
         except (OverlongError, TurnMarkError):
             return False
 
 
-# Opening the source that settings name.
+# Opening the source that the settings name.
 
-_OF_POSTS = ("attribute_weights", "token_variable", "timeout_s")
-# The keys of ``source`` that each kind of source reads, by the setting that selects it (for servers
-# by the path of the URL). Any other key that is set is refused, as it would silently do nothing.
-_USED = {
+_KEYS_OF_OTHER_SERVERS = ("attribute_weights", "token_variable", "timeout_s")
+# The keys of ``source`` that each kind of source uses, by the setting that selects it (for servers
+# by the path of the URL). Any other key is rejected, because it would silently have no effect.
+_USED_KEYS = {
     "hf_model": ("attribute_weights", "head"),
     "": ("token_variable", "timeout_s"),
-    "/classify": _OF_POSTS,
-    "/get_reward": (*_OF_POSTS, "tokenizer"),
+    "/classify": _KEYS_OF_OTHER_SERVERS,
+    "/get_reward": (*_KEYS_OF_OTHER_SERVERS, "tokenizer"),
 }
 
 
@@ -149,76 +154,82 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
     """Open the source that ``rm_model_file``, ``hf_model`` or ``server`` names, as a context.
 
     Raises:
-        AlignerError: it cannot be opened, or its contract is not ``expect_contract``.
+        AlignerError: the source cannot be opened, or its contract is not ``expect_contract``.
     """
     key, name = config.source_key()
-    _check_used(config.source, key, name)
+    _check_keys_used(config.source, key, name)
     if key != "rm_model_file":
-        _refuse_ranks(key)
+        _reject_several_ranks(key)
     if key == "server":
-        say(f"asking {name} ...")
+        say(f"connecting to {name} ...")
         with open_server(name, config.source, config.expect_fingerprint) as source:
-            yield _expected(source, config.expect_contract)
+            yield _check_contract(source, config.expect_contract)
         return
     with launch():
         yield load_source(config, initialize_layout(**sizes_of_model(config)))
 
 
 def sizes_of_model(config: EvaluateConfig) -> dict[str, Any]:
-    """Arguments of ``initialize_layout`` for a model in this process."""
+    """Collect the arguments of ``initialize_layout`` for a model in this process."""
     return {} if config.rm_model_file is None else layout_sizes(config.model)
 
 
 def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
-    """Load the model of ``rm_model_file`` or ``hf_model``. Every rank of ``layout`` calls it.
+    """Load the model of ``rm_model_file`` or ``hf_model``; every rank of ``layout`` calls this.
 
     Raises:
-        AlignerError: as ``open_source``.
+        AlignerError: the model cannot be loaded, or its contract is not ``expect_contract``.
     """
     key, name = config.source_key()
-    _check_used(config.source, key, name)
+    _check_keys_used(config.source, key, name)
     if key == "hf_model":
-        _refuse_ranks(key)
+        _reject_several_ranks(key)
+    # Check fingerprint and contract before the weights are loaded, which can take minutes.
     if key == "rm_model_file" and config.expect_fingerprint is not None:
-        fingerprint = read_fingerprint(name)  # before its weights
+        fingerprint = read_fingerprint(name)
         check_expected_fingerprint(
             fingerprint, config.expect_fingerprint, "expect_fingerprint", name
         )
     elif config.expect_fingerprint is not None:
-        raise _no_fingerprint(name, config.expect_fingerprint)
+        raise _fingerprint_error(name, config.expect_fingerprint)
     if key == "rm_model_file":
         expected = config.expect_contract
         check_expected_contract(name, config.precision, expected, "expect_contract")
     say(f"loading {name} ...")
-    load = _archive if key == "rm_model_file" else _hugging_face
-    return _expected(load(config, name, layout), config.expect_contract)
+    load = _load_archive if key == "rm_model_file" else _load_hugging_face
+    return _check_contract(load(config, name, layout), config.expect_contract)
 
 
-def _no_fingerprint(name: str, expected: str) -> ConfigError:
+def _fingerprint_error(name: str, expected: str) -> ConfigError:
     return ConfigError(
-        f"expect_fingerprint: got {expected}, wanted null: {name} tells no model fingerprint"
+        f"expect_fingerprint: got {expected}, but {name} has no model fingerprint to compare. "
+        "Leave it out."
     )
 
 
-def _check_used(config: SourceConfig, key: str, name: str) -> None:
-    """Refuse a setting of ``source`` that would have no effect."""
+def _check_keys_used(config: SourceConfig, key: str, name: str) -> None:
+    """Reject a key of ``source`` that has no effect for this kind of source."""
     kind = urlsplit(name).path.rstrip("/") if key == "server" else key
+    used_keys = _USED_KEYS.get(kind, ())
     for field in fields(config):
         value = getattr(config, field.name)
-        if value != getattr(SourceConfig(), field.name) and field.name not in _USED.get(kind, ()):
+        if value != getattr(SourceConfig(), field.name) and field.name not in used_keys:
             raise ConfigError(
-                f"source.{field.name}: got {value!r}, wanted it not to be set: "
-                f"{key}={name} has no use for it"
+                f"source.{field.name}: got {value!r}, which has no effect with {key}={name}. Leave "
+                "it out."
             )
 
 
-def _refuse_ranks(key: str) -> None:
+def _reject_several_ranks(key: str) -> None:
     ranks = find_process(os.environ).world_size
     if ranks > 1:
-        raise ConfigError(f"{key}: got {ranks} ranks, wanted one: only rm_model_file takes several")
+        raise ConfigError(
+            f"{key}: started on {ranks} ranks, but only rm_model_file can use several. Start one "
+            "process."
+        )
 
 
-def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
+def _load_archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
     scorer = load_scorer(
         name,
         layout,
@@ -227,13 +238,13 @@ def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> Rewar
         invariant_rows=config.model.invariant_rows,
         cuda_graphs=config.model.cuda_graphs,
         pointwise_kernels=config.model.pointwise_kernels,
-        watch=Counter("scoring", "texts").show,
+        watch=Counter("scoring", "samples").show,
     )
     return RewardSource.of(scorer, name)
 
 
-def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
-    watch = Counter("scoring", "texts").show
+def _load_hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
+    watch = Counter("scoring", "samples").show
     batch_tokens, head = config.model.micro_batch_tokens, config.source.head
     model = load_hf_reward_model(name, config.precision, batch_tokens, watch, head)
     model = replace(model, adds_eos=config.data.format == TRL_FORMAT)
@@ -242,23 +253,24 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
         pairs = zip(model.contract.attributes, model.contract.attribute_weights, strict=True)
         weights = weights or dict(pairs)
     if not weights:
-        model.check_are_rewards("say what each counts in source.attribute_weights")
+        model.check_are_rewards("set the weight of each in source.attribute_weights")
         weights = dict.fromkeys(model.attributes, 1.0)
     if set(weights) != set(model.attributes):
         raise ConfigError(
-            f"source.attribute_weights: got {', '.join(weights)}, "
-            f"wanted the model's: {', '.join(model.attributes)}"
+            f"source.attribute_weights: got weights of {', '.join(weights)}; wanted one weight for "
+            f"each attribute of the model: {', '.join(model.attributes)}"
         )
 
     return RewardSource(name, model, tuple(weights[attribute] for attribute in model.attributes))
 
 
-def _expected(source: RewardSource, expected: str | None) -> RewardSource:
+def _check_contract(source: RewardSource, expected: str | None) -> RewardSource:
     if source.contract is not None:
         check_expected(source.contract, expected, "expect_contract")
     elif expected is not None:
         raise ConfigError(
-            f"expect_contract: got {expected}, wanted null: {source.name} says no scoring contract"
+            f"expect_contract: got {expected}, but {source.name} has no scoring contract to "
+            "compare. Leave it out."
         )
     return source
 
@@ -272,25 +284,28 @@ def open_server(
 ) -> Iterator[RewardSource]:
     """Connect to a running server, as a context; the path of the URL selects the protocol.
 
+    No path means a server of ours, ``/classify`` vLLM or the gateway, and ``/get_reward`` a remote
+    reward model of OpenRLHF.
+
     Raises:
-        ConfigError: the URL has an unknown path, or a setting does not apply to its protocol.
-        ServingError: our own server does not answer, or publishes no contract.
+        ConfigError: the URL has another path, or a setting does not apply to its protocol.
+        ServingError: a server of ours does not answer, or publishes no scoring contract.
     """
     path, name = urlsplit(url).path.rstrip("/"), hide_password(url)
     if path not in ("", "/classify", "/get_reward"):
         raise ConfigError(
-            f"server: got {name}, wanted http://HOST:PORT of a server of ours, or one that ends in "
-            "/classify (vLLM) or /get_reward (OpenRLHF)"
+            f"server: got {name}; wanted http://HOST:PORT of a server of ours, or a URL that ends "
+            "in /classify (vLLM) or /get_reward (OpenRLHF)"
         )
     token = find_token(None, config.token_variable, "source.token")
     if path == "":
         with RewardClient(
             url, expect_fingerprint=expect_fingerprint, timeout_s=config.timeout_s, token=token
         ) as client:
-            yield RewardSource.of(_ours(name, client), name)
+            yield RewardSource.of(_build_served_scorer(name, client), name)
         return
     if expect_fingerprint is not None:
-        raise _no_fingerprint(name, expect_fingerprint)
+        raise _fingerprint_error(name, expect_fingerprint)
     address = PostingAddress(url, token, config.timeout_s)
     weights = config.attribute_weights or _ONE_REWARD
     attributes = tuple(weights)
@@ -302,11 +317,11 @@ def open_server(
     yield RewardSource(name, scorer, tuple(weights.values()))
 
 
-def _ours(name: str, client: RewardClient) -> ServedScorer:
+def _build_served_scorer(name: str, client: RewardClient) -> ServedScorer:
     try:
         return ServedScorer(client)
     except NoKServeError as error:
         raise ServingError(
-            f"server: {error}; wanted {name}/classify for vLLM or the gateway, {name}/get_reward "
-            "for OpenRLHF's remote reward model"
+            f"server: {error}. If it is not a server of ours, use {name}/classify for vLLM or the "
+            f"gateway, or {name}/get_reward for OpenRLHF's remote reward model."
         ) from error

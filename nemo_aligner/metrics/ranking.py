@@ -1,6 +1,8 @@
-"""Metrics of pairs in float64: accuracy, calibration, length bias, intervals and paired tests.
+"""Metrics of preference pairs, and the statistics that several metrics share.
 
-They are computed once, from all pairs of a set, so they do not depend on layout or batch size.
+Accuracy, reward statistics, calibration, length bias, confidence intervals and paired tests, all in
+float64. Each metric is computed once, from all pairs of a data set on all ranks, so its value does
+not depend on the parallel layout or on the batch size.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PairRewards:
-    """Rewards of N pairs, gathered from all ranks, each pair once.
+    """Rewards of N pairs, gathered from all ranks; each pair occurs once.
 
     Attributes:
-        chosen, rejected: ``[N]`` float64.
-        reply_lengths: ``[N, 2]`` integer tokens of the replies, chosen then rejected.
+        chosen, rejected: rewards of the two replies, ``[N]`` float64 on the CPU.
+        reply_lengths: lengths of the chosen and the rejected reply in tokens, ``[N, 2]`` integer.
     """
 
     chosen: Tensor
@@ -31,7 +33,10 @@ class PairRewards:
 
     @classmethod
     def of(cls, rewards: Tensor, reply_lengths: Tensor | None = None) -> PairRewards:
-        """Convert ``[N, 2]`` rewards, chosen then rejected, of any dtype and device."""
+        """Build the pairs from ``rewards [N, 2]`` (chosen, rejected) of any dtype and device.
+
+        Without ``reply_lengths [N, 2]`` all lengths are 0.
+        """
         chosen, rejected = rewards.double().cpu().unbind(dim=1)
         if reply_lengths is None:
             reply_lengths = torch.zeros(rewards.shape, dtype=torch.int64)
@@ -39,32 +44,32 @@ class PairRewards:
 
     @property
     def margins(self) -> Tensor:
-        """Chosen minus rejected, ``[N]`` float64."""
+        """Reward of the chosen reply minus that of the rejected one, ``[N]`` float64."""
         return self.chosen - self.rejected
 
     @property
     def right(self) -> Tensor:
-        """Credit of each pair, ``[N]`` float64: 1 in order, one half for a tie, else 0."""
+        """Credit for each pair, ``[N]`` float64: 1 if ordered correctly, 0.5 for a tie, else 0."""
         return share_right(self.margins)
 
 
 def share_right(margins: Tensor) -> Tensor:
-    """Credit of each margin, ``[N]`` float64: 1 if positive, one half if 0, else 0."""
+    """Compute the credit for each margin ``[N]``: 1 if positive, 0.5 if zero, else 0 (float64)."""
     return (margins.sign().double() + 1) / 2
 
 
 def accuracy(pairs: PairRewards) -> float:
-    """Share of pairs in order; a tie counts one half."""
+    """Share of pairs whose chosen reply has the higher reward; a tie counts one half."""
     return float(pairs.right.mean())
 
 
 def ties(pairs: PairRewards) -> float:
-    """Share of pairs with equal rewards."""
+    """Share of pairs whose two rewards are equal."""
     return float((pairs.margins == 0).double().mean())
 
 
 def mean_margin(pairs: PairRewards) -> float:
-    """Mean of chosen minus rejected."""
+    """Mean margin: the reward of the chosen reply minus that of the rejected one."""
     return float(pairs.margins.mean())
 
 
@@ -89,21 +94,22 @@ def rejected_std(pairs: PairRewards) -> float:
 
 
 def margin_quantile(percent: int) -> Callable[[PairRewards], float]:
-    """Make the metric of a percentile of the margins."""
+    """Build the metric that computes the ``percent``-th percentile of the margins."""
 
     def quantile(pairs: PairRewards) -> float:
         if len(pairs.margins) == 0:
             return math.nan
-        # torch.quantile refuses more than 2^24 elements.
+        # numpy, because torch.quantile raises for more than 2^24 elements.
         return float(np.quantile(pairs.margins.detach().numpy(), percent / 100))
 
     return quantile
 
 
-# Calibration: ``sigmoid(margin)`` as the probability that people prefer the chosen reply.
+# Calibration: ``sigmoid(margin)`` is read as the probability that people prefer the chosen reply.
 #
-# That is the Bradley-Terry model that the default loss trains, so it needs no fitting. A model
-# trained with another objective may have margins of any scale: see its ``temperature`` first.
+# This is the Bradley-Terry model, which the default loss trains, so such a model needs no fitted
+# scale. The margins of a model with another objective may have any scale: look at its
+# ``temperature`` before its calibration error.
 
 _BINS = 15
 _PAIRS_PER_BIN = 10
@@ -111,7 +117,13 @@ _PAIRS_PER_BIN = 10
 
 @dataclass(frozen=True)
 class ConfidenceBin:
-    """Pairs of similar ``sigmoid(|margin|)``: their count, its mean, and the share in order."""
+    """A bin of pairs with similar confidence, for a reliability diagram.
+
+    Attributes:
+        count: number of pairs in the bin.
+        confidence: their mean ``sigmoid(|margin|)``.
+        right: sum of their credits; ``right / count`` is the accuracy of the bin.
+    """
 
     count: int
     confidence: float
@@ -119,62 +131,64 @@ class ConfidenceBin:
 
 
 def reliability(pairs: PairRewards) -> list[ConfidenceBin]:
-    """Bin pairs by ``sigmoid(|margin|)``, the confidence of the verdict, in ascending order.
+    """Bin pairs by confidence, ``sigmoid(|margin|)``; the bins are in ascending order.
 
-    15 bins of equal counts, or as many as get 10 pairs each (Nguyen and O'Connor 2015, "Posterior
-    calibration and exploratory analysis for natural language processing models", sec. 3); none for
-    no pairs. Bins of equal width would be almost empty where margins are large, and the error of
-    such a bin is mostly noise.
+    There are 15 bins of equal counts, or fewer, so that each has at least 10 pairs (Nguyen and
+    O'Connor 2015, "Posterior calibration and exploratory analysis for natural language processing
+    models", sec. 3). Without pairs the list is empty. Bins of equal width would be almost empty
+    where margins are large, and the error of such a bin is mostly noise.
     """
-    # Confidence of the verdict, hence |margin|: from 0.5 (a tie) to 1, never below.
+    # |margin|, because this is the confidence in the model's verdict: 0.5 for a tie, up to 1.
     confidence, order = torch.sigmoid(pairs.margins.abs()).sort(stable=True)
     right = pairs.right[order]
     number = min(_BINS, max(1, len(right) // _PAIRS_PER_BIN))
     bins = zip(confidence.tensor_split(number), right.tensor_split(number), strict=True)
     return [
-        ConfidenceBin(len(sure), float(sure.mean()), float(true.sum()))
-        for sure, true in bins
-        if len(sure)
+        ConfidenceBin(len(confidences), float(confidences.mean()), float(credits.sum()))
+        for confidences, credits in bins
+        if len(confidences)
     ]
 
 
 def expected_calibration_error(pairs: PairRewards) -> float:
-    """Mean gap between confidence and accuracy, over the bins of ``reliability``."""
-    gaps = [abs(each.count * each.confidence - each.right) for each in reliability(pairs)]
+    """Mean gap between confidence and accuracy over the bins of ``reliability``; 0 if no pairs."""
+    gaps = [abs(bin.count * bin.confidence - bin.right) for bin in reliability(pairs)]
     return sum(gaps) / max(1, len(pairs.margins))
 
 
 def brier(pairs: PairRewards) -> float:
-    """Mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); a coin has 0.25.
+    """Mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); random guessing gives 0.25.
 
-    The outcome is always 1, as the pair is written with its chosen reply first. Unlike the
-    calibration error it also rewards discrimination.
+    The outcome in Brier's formula is always 1, because the chosen reply comes first in a pair.
+    Unlike the calibration error, this score also improves if the model separates pairs better.
     """
     return float(torch.sigmoid(-pairs.margins).square().mean())
 
 
 def temperature(pairs: PairRewards) -> float:
-    """Temperature fitted to the margins, see ``fit_temperature``."""
+    """Temperature that fits the margins best; see ``fit_temperature``."""
     return fit_temperature(pairs.margins)
 
 
 def fit_temperature(margins: Tensor) -> float:
-    """Find T that maximises the likelihood of ``sigmoid(margin / T)``; NaN if there is none.
+    """Find the T that maximises the likelihood of ``sigmoid(margin / T)``; NaN if there is none.
 
-    Above 1 the model is overconfident.
+    The model is overconfident if T is above 1.
 
-    Temperature scaling (Guo et al. 2017, "On calibration of modern neural networks", sec. 4.2) for
-    pairs. There is no maximum if every pair is in order, or if the mean margin is not positive.
+    This is temperature scaling (Guo et al. 2017, "On calibration of modern neural networks", sec.
+    4.2) for pairs. The likelihood has no maximum if no margin is negative, or if the mean margin is
+    not positive.
 
     Args:
-        margins: ``[N]`` float64, reward of chosen minus reward of rejected.
+        margins: ``[N]`` float64, reward of the chosen reply minus that of the rejected one.
     """
     if not bool((margins < 0).any()) or float(margins.mean()) <= 0:
         return math.nan
-    # The likelihood is concave in b = 1/T: its slope falls from mean(margin)/2 > 0 to below 0.
+    # The log-likelihood is concave in b = 1/T, and its slope falls from mean(margin)/2 > 0 at b = 0
+    # to a negative value, so bisection of the slope finds the maximum.
     scale = float(margins.abs().max())
     low, high = 1e-9 / scale, 1e9 / scale
-    # Bisection in log b: 120 halvings of 18 decades leave nothing to double precision.
+    # Bisect in log b: 120 halvings of 18 decades reach the precision of a double.
     for _ in range(120):
         middle = math.sqrt(low * high)
         slope = float((margins * torch.sigmoid(-middle * margins)).sum())
@@ -186,93 +200,106 @@ def fit_temperature(margins: Tensor) -> float:
 
 
 def length_correlation(pairs: PairRewards) -> float:
-    """Pearson's r of reward and length, over all replies."""
+    """Pearson's r between reward and length, over all replies, chosen and rejected."""
     rewards = torch.stack([pairs.chosen, pairs.rejected], dim=1)
     return correlation(rewards.flatten(), pairs.reply_lengths.double().flatten())
 
 
 def accuracy_longer_chosen(pairs: PairRewards) -> float:
-    """Accuracy on pairs whose longer reply was chosen; NaN if there are none."""
-    return float(pairs.right[_longer_by(pairs) > 0].mean())
+    """Accuracy on the pairs in which people chose the longer reply; NaN if there are none."""
+    return float(pairs.right[_length_differences(pairs) > 0].mean())
 
 
 def accuracy_shorter_chosen(pairs: PairRewards) -> float:
-    """Accuracy on pairs whose shorter reply was chosen; NaN if there are none."""
-    return float(pairs.right[_longer_by(pairs) < 0].mean())
+    """Accuracy on the pairs in which people chose the shorter reply; NaN if there are none."""
+    return float(pairs.right[_length_differences(pairs) < 0].mean())
 
 
 def longer_reply_accuracy(pairs: PairRewards) -> float:
-    """Accuracy of always preferring the longer reply."""
-    return float(share_right(_longer_by(pairs)).mean())
+    """Accuracy of a baseline that always prefers the longer reply."""
+    return float(share_right(_length_differences(pairs)).mean())
 
 
-def _longer_by(pairs: PairRewards) -> Tensor:
-    """Length of the chosen reply minus the rejected one's, ``[N]`` tokens."""
+def _length_differences(pairs: PairRewards) -> Tensor:
+    """Length of the chosen reply minus that of the rejected one in tokens, ``[N]`` integer."""
     return pairs.reply_lengths[:, 0] - pairs.reply_lengths[:, 1]
 
 
-# Uncertainty of a share, and comparison of two models on the same pairs.
+# Uncertainty of a share, and the comparison of two models on the same pairs.
 #
-# Intervals are over pairs, as independent draws: they say nothing of another training seed, and are
-# too narrow if many pairs share a prompt.
+# The intervals treat pairs as independent draws. They do not cover the variation between training
+# seeds, and they are too narrow if many pairs share a prompt.
 
-# Quantile of the standard normal distribution for a 95% interval.
-_Z = 1.959963984540054
-_DRAWS = 10_000
+# The 97.5% quantile of the standard normal distribution, for a two-sided 95% interval.
+_NORMAL_QUANTILE = 1.959963984540054
+_BOOTSTRAP_DRAWS = 10_000
 
 
 def wilson_interval(right: float, count: int) -> tuple[float, float]:
-    """Wilson's 95% interval (Wilson 1927) of a share, with ``right`` of ``count`` observed.
+    """Compute Wilson's 95% interval (Wilson 1927) of the share ``right / count``: (low, high).
 
-    Unlike the normal approximation it stays inside [0, 1] and is not empty at 0 or 1. ``right`` may
-    have halves. For a count of 0 the interval is [0, 1].
+    Unlike the normal approximation it stays inside [0, 1], and it has a positive width at 0 and 1.
+    ``right`` need not be an integer, because ties count one half. If ``count`` is 0, the interval
+    is [0, 1].
     """
     if count == 0:
         return 0.0, 1.0
-    share, weight = right / count, _Z * _Z / count
-    middle = (share + weight / 2) / (1 + weight)
-    reach = math.sqrt(weight * (share * (1 - share) + weight / 4)) / (1 + weight)
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+    share, weight = right / count, _NORMAL_QUANTILE * _NORMAL_QUANTILE / count
+    center = (share + weight / 2) / (1 + weight)
+    half_width = math.sqrt(weight * (share * (1 - share) + weight / 4)) / (1 + weight)
+    return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """McNemar's exact two-sided p-value (McNemar 1947) for two models' verdicts.
+    """Compute McNemar's exact two-sided p-value (McNemar 1947) for the verdicts of two models.
 
-    Under the null hypothesis each of the ``lost + gained`` changed verdicts is a fair coin flip;
-    verdicts that did not change say nothing. The binomial is exact because there are often few.
+    Under the null hypothesis each of the ``lost + gained`` differing verdicts is a fair coin flip;
+    equal verdicts carry no information. The binomial tail is exact, not a chi-square approximation,
+    because there are often few differing verdicts.
+
+    Args:
+        lost: pairs that only the first model orders correctly.
+        gained: pairs that only the second model orders correctly.
     """
     count, fewer = lost + gained, min(lost, gained)
     if count == 0:
         return 1.0
-    chances = [
+    log_binomials = [
         math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
         for k in range(fewer + 1)
     ]
-    tail = float(np.exp(np.array(chances) - count * math.log(2)).sum())
+    tail = float(np.exp(np.array(log_binomials) - count * math.log(2)).sum())
     return min(1.0, 2 * tail)
 
 
 def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Bootstrap 95% interval of the mean of ``[N]`` paired differences (Efron 1979, percentiles).
+    """Compute the bootstrap 95% interval of a mean (Efron 1979, percentile method): (low, high).
 
-    10,000 draws of N pairs, the same for the same seed. NaN if N is 0.
+    It takes 10,000 resamples, which are the same for the same seed. The interval is NaN if N is 0.
+
+    Args:
+        differences: the values whose mean is wanted, ``[N]`` float64, such as paired differences.
     """
     if differences.size == 0:
         return math.nan, math.nan
-    # Differences of credits take few distinct values, and a resample's mean depends only on how
-    # often each occurs: draw those counts, which are multinomial, not 10,000 times N pairs.
+    # Differences of credits have few distinct values, and the mean of a resample depends only on
+    # how often each value occurs. Draw these counts, which are multinomial: this is much cheaper
+    # than drawing N pairs 10,000 times.
     values, counts = np.unique(differences, return_counts=True)
     random = np.random.RandomState(seed)
-    drawn = random.multinomial(differences.size, counts / differences.size, size=_DRAWS)
-    low, high = np.percentile(drawn @ values / differences.size, (2.5, 97.5))
+    resampled_counts = random.multinomial(
+        differences.size, counts / differences.size, size=_BOOTSTRAP_DRAWS
+    )
+    means = resampled_counts @ values / differences.size
+    low, high = np.percentile(means, (2.5, 97.5))
     return float(low), float(high)
 
 
-# Statistics shared by several metrics; NaN where they are undefined.
+# Statistics that several metrics share. They are NaN where they are undefined.
 
 
 def correlation(first: Tensor, second: Tensor) -> float:
-    """Pearson's r of two ``[N]``; NaN if one of them is constant."""
+    """Compute Pearson's r of two tensors ``[N]``; NaN if one is constant, or if N is below 2."""
     if first.numel() < 2:
         return float("nan")
     first, second = first - first.mean(), second - second.mean()
@@ -281,18 +308,18 @@ def correlation(first: Tensor, second: Tensor) -> float:
 
 
 def deviation(values: Tensor) -> float:
-    """Population standard deviation of ``[N]``; NaN if N is 0."""
-    # For N = 0 torch also gives NaN, but warns.
+    """Compute the population standard deviation of ``values [N]``; NaN if N is 0."""
+    # torch also returns NaN for N = 0, but with a warning.
     return float(values.std(correction=0)) if values.numel() else float("nan")
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Ranks ``[N]`` float64 from 0; equal values share the mean of their ranks."""
+    """Compute the ranks of ``values [N]``, from 0, as ``[N]`` float64; ties get their mean rank."""
     _, inverse, counts = values.unique(sorted=True, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts + 1) / 2.0)[inverse]
 
 
 def nanmean(values: Iterable[float]) -> float:
-    """Mean of the values that are not NaN."""
+    """Compute the mean of the values that are not NaN; NaN if there are none."""
     return float(torch.tensor(list(values), dtype=torch.float64).nanmean())

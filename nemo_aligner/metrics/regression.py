@@ -1,4 +1,8 @@
-"""Metrics of ratings in float64: correlations with labels, and verdicts on turns and steps."""
+"""Metrics of rated replies, turns and steps in float64, by attribute.
+
+The metrics of ratings are correlations between rewards and labels. Where every turn or reasoning
+step has a reward, further metrics compare the model's verdicts on steps with the labels.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,15 @@ from nemo_aligner.metrics.ranking import correlation, nanmean, ranks
 
 @dataclass(frozen=True)
 class RatedRewards:
-    """Rewards of N rated replies, gathered from all ranks, each reply once.
+    """Rewards and labels of N rated replies, gathered from all ranks; each reply occurs once.
 
     Attributes:
-        rewards: ``[N, A]`` float64.
+        rewards: ``[N, A]`` float64 on the CPU.
         labels: ``[N, A]`` float64, NaN where a label is missing.
-        attributes: A names.
-        reply_lengths: ``[N]`` integer tokens of the replies.
-        spreads: ``[N, A]`` float64, the model's own uncertainty of a reward; None without one.
+        attributes: names of the A attributes, such as ``helpfulness``.
+        reply_lengths: lengths of the replies in tokens, ``[N]`` integer.
+        spreads: how uncertain the model says each reward is, ``[N, A]`` float64; None for a model
+            that does not say it.
     """
 
     rewards: Tensor
@@ -38,7 +43,10 @@ class RatedRewards:
         reply_lengths: Tensor | None = None,
         spreads: Tensor | None = None,
     ) -> RatedRewards:
-        """Convert tensors of any dtype and device."""
+        """Build the table from tensors of any dtype and device.
+
+        Without ``reply_lengths [N]`` all lengths are 0.
+        """
         if reply_lengths is None:
             reply_lengths = torch.zeros(len(rewards), dtype=torch.int64)
         spreads = None if spreads is None else spreads.double().cpu()
@@ -47,29 +55,29 @@ class RatedRewards:
 
 
 def pearson(rated: RatedRewards) -> dict[str, float]:
-    """Pearson's r of reward and label by attribute; NaN if all labels or all rewards are equal."""
-    return _by_attribute(rated, rated.rewards, correlation)
+    """Pearson's r between reward and label by attribute; NaN if one of the two is constant."""
+    return _compare_with_labels(rated, rated.rewards, correlation)
 
 
 def spearman(rated: RatedRewards) -> dict[str, float]:
-    """Spearman's rank correlation of reward and label by attribute."""
-    return _by_attribute(
-        rated, rated.rewards, lambda got, wanted: correlation(ranks(got), ranks(wanted))
+    """Spearman's rank correlation between reward and label by attribute."""
+    return _compare_with_labels(
+        rated, rated.rewards, lambda rewards, labels: correlation(ranks(rewards), ranks(labels))
     )
 
 
 def pearson_mean(rated: RatedRewards) -> float:
-    """Mean of ``pearson`` over the attributes that have one."""
+    """Mean of ``pearson`` over the attributes for which it is defined."""
     return nanmean(pearson(rated).values())
 
 
 def spearman_mean(rated: RatedRewards) -> float:
-    """Mean of ``spearman`` over the attributes that have one."""
+    """Mean of ``spearman`` over the attributes for which it is defined."""
     return nanmean(spearman(rated).values())
 
 
 def length_correlation_by_attribute(rated: RatedRewards) -> dict[str, float]:
-    """Pearson's r of reward and length of the reply by attribute."""
+    """Pearson's r between reward and length of the reply by attribute."""
     lengths = rated.reply_lengths.double()
     return {
         name: correlation(rated.rewards[:, column], lengths)
@@ -78,62 +86,70 @@ def length_correlation_by_attribute(rated: RatedRewards) -> dict[str, float]:
 
 
 def length_only_pearson_mean(rated: RatedRewards) -> float:
-    """Mean over attributes of |r| of label and length: the score of a length-only model."""
+    """Mean over attributes of |r| between label and length of the reply.
+
+    A model that only measures length would get this ``pearson_mean`` at best.
+    """
     lengths = rated.reply_lengths.double()[:, None].expand_as(rated.rewards)
-    return nanmean(abs(value) for value in _by_attribute(rated, lengths, correlation).values())
+    correlations = _compare_with_labels(rated, lengths, correlation)
+    return nanmean(abs(value) for value in correlations.values())
 
 
 def spread(rated: RatedRewards) -> dict[str, float]:
-    """Mean of the model's own uncertainty by attribute."""
+    """Mean uncertainty that the model reports, by attribute; empty if it reports none."""
     if rated.spreads is None:
         return {}
     return dict(zip(rated.attributes, rated.spreads.mean(dim=0).tolist(), strict=True))
 
 
 def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
-    """Rank correlation of spread and ``|reward - label|`` by attribute."""
+    """Rank correlation between spread and ``|reward - label|`` by attribute.
+
+    It is high if the model knows where it is wrong.
+    """
     if rated.spreads is None:
         return {}
-    found = {}
+    correlations = {}
     errors = (rated.rewards - rated.labels).abs()
     for column, name in enumerate(rated.attributes):
         present = ~torch.isnan(errors[:, column])
-        own = ranks(rated.spreads[present, column]), ranks(errors[present, column])
-        found[name] = correlation(*own)
-    return found
+        spread_ranks = ranks(rated.spreads[present, column])
+        correlations[name] = correlation(spread_ranks, ranks(errors[present, column]))
+    return correlations
 
 
-def _by_attribute(
+def _compare_with_labels(
     rated: RatedRewards, values: Tensor, compare: Callable[[Tensor, Tensor], float]
 ) -> dict[str, float]:
-    """Compare ``values [N, A]`` with the labels that are present, attribute by attribute."""
-    found = {}
+    """Apply ``compare`` to ``values [N, A]`` and the labels that are present, by attribute."""
+    results = {}
     for column, name in enumerate(rated.attributes):
         present = ~torch.isnan(rated.labels[:, column])
-        found[name] = compare(values[present, column], rated.labels[present, column])
-    return found
+        results[name] = compare(values[present, column], rated.labels[present, column])
+    return results
 
 
-# Turns and steps: how many are judged right, and the first wrong one.
+# Turns and steps: how many the model judges correctly, and where it sees the first error.
 
-# A label of this or more calls a step right.
-_RIGHT = 0.5
-# Steps from this one on are one position.
+# A step with this label or a higher one is right.
+_RIGHT_FROM_LABEL = 0.5
+# ``calibration_by_position`` treats all steps from this number on as one position.
 LAST_POSITION = 10
 
 
 @dataclass(frozen=True)
 class StepVerdicts:
-    """Verdicts on the steps of N texts, S in all, from one attribute to the next.
+    """The model's verdicts on all S steps of N samples, and the labels of these steps.
 
     Attributes:
-        judged: ``[S, A]`` bool, judged right.
-        probability: ``[S, A]`` float64 of right: the reward, or its sigmoid if it is log-odds.
-        labels: ``[S, A]`` float64, NaN where there is none.
-        right: ``[S, A]`` bool, right by the labels.
-        present: ``[S, A]`` bool, where there is a label.
-        sizes: N steps of the texts.
-        attributes: A names.
+        judged: ``[S, A]`` bool, True where the model judges the step right.
+        probability: ``[S, A]`` float64, the model's probability that the step is right: the reward,
+            or its sigmoid if rewards are log-odds.
+        labels: ``[S, A]`` float64 from 0 (wrong) to 1 (right), NaN where a label is missing.
+        right: ``[S, A]`` bool, True where the label says that the step is right.
+        present: ``[S, A]`` bool, True where the step has a label.
+        sizes: number of steps of each of the N samples; they add up to S.
+        attributes: names of the A attributes.
     """
 
     judged: Tensor
@@ -153,101 +169,116 @@ class StepVerdicts:
         attributes: tuple[str, ...],
         right_from: float,
     ) -> StepVerdicts | None:
-        """Judge rewards ``[S, A]``; None if labels ``[S, A]`` are not all from 0 to 1.
+        """Judge every step by its reward; None if the labels are not verdicts from 0 to 1.
 
-        Rewards that are right from 0 on are log-odds.
+        Args:
+            rewards: ``[S, A]``, any dtype and device.
+            labels: ``[S, A]``, NaN where a label is missing.
+            right_from: a step with this reward or a higher one is judged right. If it is 0, rewards
+                are taken as log-odds.
         """
         rewards, labels = rewards.double().cpu(), labels.double().cpu()
         present = ~torch.isnan(labels)
         if bool(((labels < 0) | (labels > 1)).any()):
             return None
-        judged, right = rewards >= right_from, labels >= _RIGHT
+        judged = rewards >= right_from
+        right = labels >= _RIGHT_FROM_LABEL
         probability = rewards.sigmoid() if right_from == 0 else rewards
         return cls(judged, probability, labels, right, present, sizes, attributes)
 
 
 def step_accuracy(verdicts: StepVerdicts) -> float:
-    """Share of labelled steps that are judged as they are labelled, mean over the attributes."""
+    """Share of labelled steps whose verdict agrees with the label, averaged over attributes."""
     agree = verdicts.judged == verdicts.right
     columns = zip(agree.unbind(1), verdicts.present.unbind(1), strict=True)
-    return nanmean(float(found[known].double().mean()) for found, known in columns)
+    return nanmean(float(column[present].double().mean()) for column, present in columns)
 
 
 def first_error_accuracy(verdicts: StepVerdicts) -> float:
-    """Share of texts in which the first step judged wrong is the first one labelled wrong.
+    """Share of samples in which the model finds the first wrong step, averaged over attributes.
 
-    Or none is in both. Of the texts whose steps all have labels up to the first wrong one.
+    The model finds it if the first step that it judges wrong is the first one labelled wrong, or if
+    there is none in both. Only samples whose steps all have labels up to the first wrong one count.
     """
-    return nanmean(_share(_first_errors(verdicts, column)) for column in _columns(verdicts))
+    return nanmean(
+        _share_equal(_find_first_errors(verdicts, column)) for column in _columns(verdicts)
+    )
 
 
 def first_error_f1(verdicts: StepVerdicts) -> float:
-    """Harmonic mean of ``first_error_accuracy`` in texts with an error and in those without.
+    """Harmonic mean of ``first_error_accuracy`` on samples with an error and on those without.
 
-    As ProcessBench has it (Zheng et al. 2024, arXiv:2412.06559, section 4).
+    This is the F1 of ProcessBench (Zheng et al. 2024, arXiv:2412.06559, section 4), averaged over
+    attributes.
     """
-    found = []
+    scores = []
     for column in _columns(verdicts):
-        pairs = _first_errors(verdicts, column)
-        wrong = _share([pair for pair in pairs if pair[1] >= 0])
-        right = _share([pair for pair in pairs if pair[1] < 0])
-        found.append(harmonic_mean(wrong, right))
-    return nanmean(found)
+        pairs = _find_first_errors(verdicts, column)
+        with_error = _share_equal([pair for pair in pairs if pair[1] >= 0])
+        without_error = _share_equal([pair for pair in pairs if pair[1] < 0])
+        scores.append(harmonic_mean(with_error, without_error))
+    return nanmean(scores)
 
 
 def calibration_by_position(verdicts: StepVerdicts) -> dict[str, float]:
-    """Of the first step of all texts, the second and so on: how probable right is, and how often.
+    """Compare probabilities with labels at each position: first step, second step, and so on.
 
-    ``<n>/labels`` counts its labels; ``<n>/label`` is their mean, ``<n>/probability`` that of the
-    same steps, and ``<n>/accuracy`` the share judged as it is labelled. The last is from 10 on.
+    The figures of position ``<n>`` are over all samples: ``<n>/labels`` is the number of labelled
+    steps, ``<n>/label`` the mean label, ``<n>/probability`` the mean probability of "right", and
+    ``<n>/accuracy`` the share whose verdict agrees with the label. A calibrated model has equal
+    means of label and probability. Position 10 has all steps from the tenth on.
     """
-    places = torch.cat([torch.arange(1, size + 1) for size in verdicts.sizes])
+    positions = torch.cat([torch.arange(1, size + 1) for size in verdicts.sizes])
     agree = (verdicts.judged == verdicts.right).double()
-    found: dict[str, float] = {}
-    for place in range(1, LAST_POSITION + 1):
-        at = places >= place if place == LAST_POSITION else places == place
-        known = verdicts.present & at[:, None]
-        if known.any():
-            found |= {
-                f"{place}/labels": float(known.sum()),
-                f"{place}/label": float(verdicts.labels[known].mean()),
-                f"{place}/probability": float(verdicts.probability[known].mean()),
-                f"{place}/accuracy": float(agree[known].mean()),
+    figures: dict[str, float] = {}
+    for position in range(1, LAST_POSITION + 1):
+        is_here = positions >= position if position == LAST_POSITION else positions == position
+        labelled = verdicts.present & is_here[:, None]
+        if labelled.any():
+            figures |= {
+                f"{position}/labels": float(labelled.sum()),
+                f"{position}/label": float(verdicts.labels[labelled].mean()),
+                f"{position}/probability": float(verdicts.probability[labelled].mean()),
+                f"{position}/accuracy": float(agree[labelled].mean()),
             }
-    return found
+    return figures
 
 
 def harmonic_mean(first: float, second: float) -> float:
-    """0 if both are; NaN if either is."""
-    both = first + second
-    return 2 * first * second / both if both else both
+    """Compute the harmonic mean; 0 if both values are 0, NaN if either is NaN."""
+    total = first + second
+    return 2 * first * second / total if total else total
 
 
 def _columns(verdicts: StepVerdicts) -> range:
     return range(len(verdicts.attributes))
 
 
-def _share(pairs: Sequence[tuple[int, int]]) -> float:
+def _share_equal(pairs: Sequence[tuple[int, int]]) -> float:
     if not pairs:
         return float("nan")
-    return sum(got == wanted for got, wanted in pairs) / len(pairs)
+    return sum(predicted == labelled for predicted, labelled in pairs) / len(pairs)
 
 
-def _first_errors(verdicts: StepVerdicts, column: int) -> list[tuple[int, int]]:
-    """First step judged wrong and first one labelled wrong, -1 for none, of each text."""
-    found = []
-    parts = (
-        each[:, column].split(list(verdicts.sizes))
-        for each in (verdicts.judged, verdicts.right, verdicts.present)
+def _find_first_errors(verdicts: StepVerdicts, column: int) -> list[tuple[int, int]]:
+    """Find the first step judged wrong and the first one labelled wrong, by sample.
+
+    Steps are numbered from 0, and -1 means that there is none. Samples with a missing label up to
+    the first wrong step are left out.
+    """
+    pairs = []
+    columns = (
+        tensor[:, column].split(list(verdicts.sizes))
+        for tensor in (verdicts.judged, verdicts.right, verdicts.present)
     )
-    for judged, right, present in zip(*parts, strict=True):
-        wanted = first_error((right | ~present).tolist())
-        known = present if wanted < 0 else present[: wanted + 1]
-        if bool(known.all()):
-            found.append((first_error(judged.tolist()), wanted))
-    return found
+    for judged, right, present in zip(*columns, strict=True):
+        labelled_error = first_error((right | ~present).tolist())
+        decisive = present if labelled_error < 0 else present[: labelled_error + 1]
+        if bool(decisive.all()):
+            pairs.append((first_error(judged.tolist()), labelled_error))
+    return pairs
 
 
 def first_error(right: Sequence[bool]) -> int:
-    """The first step that is not right, from 0; -1 if all are."""
+    """Find the first step that is not right, counted from 0; -1 if all steps are right."""
     return next((number for number, is_right in enumerate(right) if not is_right), -1)

@@ -1,8 +1,9 @@
-"""Table of all metrics: meaning, better direction, and where each is shown.
+"""Table of all metrics: what each means, which direction is better, and where it is shown.
 
-A metric is a function and a row here. Rows of ``PAIRS`` and ``RATINGS`` are computed at every
-validation and evaluation, in this order; those with ``in_step`` at every training step, too.
-``RUN`` holds metrics of the training loop, and ``loss`` is the objective's own.
+A metric is a function and one row here. The rows of ``PAIRS``, ``RATINGS`` and ``STEPS`` are
+computed at every validation and evaluation, in this order; rows with ``in_step`` are also computed
+at every training step. ``RUN`` lists the metrics that the training loop computes itself, and
+``LOSS`` is computed by the objective.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from nemo_aligner.metrics.regression import RatedRewards, StepVerdicts
 
 
 class Shown(Flag):
-    """Places that show a metric, beside the logs and the evaluation's table, which have all."""
+    """Places on the console that show a metric.
+
+    The log files and the table of an evaluation have every metric, so they are not listed here.
+    """
 
     nowhere = 0
-    step = auto()
-    validation = auto()
-    source = auto()  # per source
+    step = auto()  # the line of a training step
+    validation = auto()  # the lines of a validation
+    source = auto()  # the figures by source of the records
 
 
 class Better(Enum):
@@ -37,14 +41,16 @@ class Better(Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """A number logged as ``name``, or one per attribute as ``name/<attribute>``.
+    """A metric, logged as ``name``, or as ``name/<attribute>`` if there is a value by attribute.
 
     Attributes:
-        meaning: one line for people.
-        function: computes a number, or one by attribute, from ``PairRewards`` or ``RatedRewards``;
-            None if it needs more than rewards.
+        name: key in logs and files; part of the public interface, so it never changes.
+        meaning: explanation in one line, shown in tables and reports.
+        function: computes the value, or the values by attribute, from ``PairRewards``,
+            ``RatedRewards`` or ``StepVerdicts``; None if the metric needs more than rewards.
         better: direction in which it improves.
-        in_step: meaningful for a single batch.
+        shown: places on the console that show it.
+        in_step: True if it is meaningful for a single batch.
     """
 
     name: str
@@ -62,7 +68,7 @@ LOSS = Metric("loss", "the value that training minimizes", None, Better.lower, _
 PAIRS: list[Metric] = [
     Metric(
         "accuracy",
-        "chosen above rejected; a tie counts one half",
+        "share of pairs ordered correctly; a tie counts one half",
         ranking.accuracy,
         Better.higher,
         shown=_EVERYWHERE | Shown.source,
@@ -78,38 +84,60 @@ PAIRS: list[Metric] = [
     ),
     Metric(
         "reward_margin",
-        "mean of chosen minus rejected",
+        "mean of the chosen reward minus the rejected one",
         ranking.mean_margin,
         Better.higher,
         shown=Shown.validation,
         in_step=True,
     ),
-    Metric("reward_chosen_mean", "mean of the chosen replies", ranking.chosen_mean, in_step=True),
-    Metric("reward_chosen_std", "their standard deviation", ranking.chosen_std, in_step=True),
     Metric(
-        "reward_rejected_mean", "mean of the rejected replies", ranking.rejected_mean, in_step=True
+        "reward_chosen_mean",
+        "mean reward of the chosen replies",
+        ranking.chosen_mean,
+        in_step=True,
     ),
-    Metric("reward_rejected_std", "their standard deviation", ranking.rejected_std, in_step=True),
+    Metric(
+        "reward_chosen_std",
+        "standard deviation of the chosen rewards",
+        ranking.chosen_std,
+        in_step=True,
+    ),
+    Metric(
+        "reward_rejected_mean",
+        "mean reward of the rejected replies",
+        ranking.rejected_mean,
+        in_step=True,
+    ),
+    Metric(
+        "reward_rejected_std",
+        "standard deviation of the rejected rewards",
+        ranking.rejected_std,
+        in_step=True,
+    ),
     *(
         Metric(
             f"reward_margin_p{percent:02d}",
-            f"{percent}% of the margins are below",
+            f"{percent}% of the margins are below this",
             ranking.margin_quantile(percent),
         )
         for percent in (5, 25, 50, 75, 95)
     ),
     Metric(
         "ece",
-        "mean gap of sigmoid(|margin|) and the share of right verdicts",
+        "mean gap between sigmoid(|margin|) and the share ordered correctly",
         ranking.expected_calibration_error,
         Better.lower,
         Shown.validation,
     ),
     Metric("brier", "mean squared error of sigmoid(margin)", ranking.brier, Better.lower),
-    Metric("temperature", "T for which sigmoid(margin / T) is most likely", ranking.temperature),
+    Metric(
+        "temperature",
+        "T for which sigmoid(margin / T) fits best; above 1: overconfident",
+        ranking.temperature,
+    ),
     Metric(
         "length_correlation",
-        "Pearson r of reward and tokens of the reply (characters with server=)",
+        "Pearson's r of reward and reply length in tokens (characters with server=)",
         ranking.length_correlation,
     ),
     Metric(
@@ -128,17 +156,17 @@ PAIRS: list[Metric] = [
     ),
     Metric(
         "longer_reply_accuracy",
-        "accuracy of always taking the longer reply",
+        "accuracy of a baseline that always prefers the longer reply",
         ranking.longer_reply_accuracy,
     ),
 ]
 
-# For models that state how uncertain a reward is.
+# For models that report how uncertain a reward is.
 SPREADS: list[Metric] = [
-    Metric("spread", "mean of what the model says of its uncertainty", regression.spread),
+    Metric("spread", "mean uncertainty that the model reports", regression.spread),
     Metric(
         "spread_error_correlation",
-        "rank correlation of that and of |reward - label|",
+        "rank correlation of that uncertainty and |reward - label|",
         regression.spread_error_correlation,
     ),
 ]
@@ -146,48 +174,48 @@ SPREADS: list[Metric] = [
 RATINGS: list[Metric] = [
     Metric(
         "pearson",
-        "correlation of reward and label",
+        "Pearson's r of reward and label",
         regression.pearson,
         Better.higher,
         Shown.validation,
     ),
-    Metric("spearman", "correlation of their ranks", regression.spearman, Better.higher),
+    Metric("spearman", "rank correlation of reward and label", regression.spearman, Better.higher),
     Metric(
         "pearson_mean",
-        "mean over the attributes",
+        "mean of pearson over the attributes",
         regression.pearson_mean,
         Better.higher,
         shown=Shown.validation | Shown.source,
     ),
     Metric(
         "spearman_mean",
-        "mean over the attributes",
+        "mean of spearman over the attributes",
         regression.spearman_mean,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "length_correlation",
-        "Pearson r of reward and tokens of the reply (characters with server=)",
+        "Pearson's r of reward and reply length in tokens (characters with server=)",
         regression.length_correlation_by_attribute,
     ),
     Metric(
         "length_only_pearson_mean",
-        "mean |r| of label and tokens of the reply (characters with server=)",
+        "mean |r| of label and reply length in tokens (characters with server=)",
         regression.length_only_pearson_mean,
     ),
     *SPREADS,
 ]
 
-# Names of the figures of the first, second, ... step of texts begin so.
+# Prefix of the figures by position: ``step_position/<n>/<figure>`` is over the n-th steps.
 POSITION = "step_position/"
 POSITION_FIGURES = ("labels", "label", "probability", "accuracy")
 
-# Where turns or steps are scored, and labels are from 0 (wrong) to 1 (right).
+# For models that score every turn or step, and labels from 0 (wrong) to 1 (right).
 STEPS: list[Metric] = [
     Metric(
         "step_accuracy",
-        "steps judged as they are labelled",
+        "share of labelled steps whose verdict agrees with the label",
         regression.step_accuracy,
         Better.higher,
         shown=_EVERYWHERE | Shown.source,
@@ -195,120 +223,134 @@ STEPS: list[Metric] = [
     ),
     Metric(
         "first_error_accuracy",
-        "texts whose first wrong step, or none, is found",
+        "share of samples whose first wrong step is found (or rightly none)",
         regression.first_error_accuracy,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "first_error_f1",
-        "harmonic mean of that in texts with and without an error",
+        "harmonic mean of that share on samples with and without an error",
         regression.first_error_f1,
         Better.higher,
         shown=Shown.validation | Shown.source,
     ),
     Metric(
         POSITION.rstrip("/"),
-        "labels, their mean, mean probability and accuracy of the first step, the second, ...",
+        "by number of the step: count of labels, mean label and probability, accuracy",
         regression.calibration_by_position,
     ),
 ]
 
-# For each attribute, over all texts of a set; the scoring contract stores those of the first
+# By attribute, over all samples of a data set. The scoring contract stores the values of the first
 # validation set.
 REWARDS = [
-    Metric("reward_mean", "mean reward of all texts"),
-    Metric("reward_std", "standard deviation of the rewards of all texts"),
+    Metric("reward_mean", "mean reward of all samples"),
+    Metric("reward_std", "standard deviation of the rewards of all samples"),
 ]
 
 RUN: list[Metric] = [
-    Metric("tokens_per_second", "of all ranks together", None, shown=Shown.step),
-    Metric("mfu", "share of the GPUs' peak, where it is known", None, shown=Shown.step),
-    Metric("grad_norm", "before clipping", None, shown=Shown.step),
+    Metric("tokens_per_second", "tokens per second of all ranks together", None, shown=Shown.step),
+    Metric("mfu", "share of the GPUs' peak FLOPs, if the peak is known", None, shown=Shown.step),
+    Metric("grad_norm", "norm of the gradient before clipping", None, shown=Shown.step),
     Metric("lr", "learning rate", None, shown=Shown.step),
-    Metric("loss_scale", "of fp16", None, shown=Shown.step),
+    Metric("loss_scale", "loss scale of fp16 training", None, shown=Shown.step),
     Metric("skipped_steps", "steps that overflowed fp16", None, Better.lower, Shown.step),
-    Metric("tie_parameter", "where it is learned", None, shown=_EVERYWHERE),
-    Metric("length_bias", "where it is learned", None, shown=_EVERYWHERE),
-    Metric("gpu_memory_gb", "in use on the first rank's GPU", None, Better.lower, Shown.step),
-    Metric("gpu_power_watts", "of the first rank's GPU", None, shown=Shown.step),
+    Metric("tie_parameter", "learned tie parameter of the objective", None, shown=_EVERYWHERE),
+    Metric("length_bias", "learned length bias of the objective", None, shown=_EVERYWHERE),
+    Metric(
+        "gpu_memory_gb", "memory in use on the first rank's GPU", None, Better.lower, Shown.step
+    ),
+    Metric("gpu_power_watts", "power of the first rank's GPU", None, shown=Shown.step),
 ]
 
 
 def by_position(metric: Callable[[str], float | None]) -> list[tuple[int, list[float]]]:
-    """Numbers of steps that have figures, with those of ``POSITION_FIGURES``, out of a metric's."""
-    found = []
-    for place in range(1, regression.LAST_POSITION + 1):
-        row = [metric(f"{POSITION}{place}/{name}") for name in POSITION_FIGURES]
-        if row[0] is not None:
-            found.append((place, [math.nan if value is None else value for value in row]))
-    return found
+    """Collect the figures by position as (number of the step, values of ``POSITION_FIGURES``).
+
+    Positions without labels are left out, and a missing value is NaN.
+
+    Args:
+        metric: returns the value of a metric by its name, or None if there is none.
+    """
+    rows = []
+    for position in range(1, regression.LAST_POSITION + 1):
+        values = [metric(f"{POSITION}{position}/{name}") for name in POSITION_FIGURES]
+        if values[0] is not None:
+            rows.append((position, [math.nan if value is None else value for value in values]))
+    return rows
 
 
 def measure_pairs(pairs: PairRewards, *, in_step: bool = False) -> dict[str, float]:
-    """Compute every metric of ``PAIRS``, or only those for a single batch."""
-    return _measure(PAIRS, pairs, in_step)
+    """Compute every metric of ``PAIRS``; with ``in_step`` only those for a single batch."""
+    return _compute_rows(PAIRS, pairs, in_step)
 
 
 def measure_ratings(rated: RatedRewards, *, in_step: bool = False) -> dict[str, float]:
-    """Compute every metric of ``RATINGS``, or only those for a single batch."""
-    return _measure(RATINGS, rated, in_step)
+    """Compute every metric of ``RATINGS``; with ``in_step`` only those for a single batch."""
+    return _compute_rows(RATINGS, rated, in_step)
 
 
 def measure_steps(verdicts: StepVerdicts | None, *, in_step: bool = False) -> dict[str, float]:
-    """Compute every metric of ``STEPS``, or only those for a single batch; nothing for None."""
-    return {} if verdicts is None else _measure(STEPS, verdicts, in_step)
+    """Compute every metric of ``STEPS``; with ``in_step`` only those for a single batch.
+
+    Without verdicts, because the labels are not from 0 to 1, the result is empty.
+    """
+    return {} if verdicts is None else _compute_rows(STEPS, verdicts, in_step)
 
 
 def measure_spreads(rated: RatedRewards) -> dict[str, float]:
-    """Compute every metric of ``SPREADS``."""
-    return _measure(SPREADS, rated, in_step=False)
+    """Compute every metric of ``SPREADS``; empty if the model reports no uncertainty."""
+    return _compute_rows(SPREADS, rated, in_step=False)
 
 
-def _measure(rows: Sequence[Metric], data: object, in_step: bool) -> dict[str, float]:
-    measured: dict[str, float] = {}
+def _compute_rows(rows: Sequence[Metric], data: object, in_step: bool) -> dict[str, float]:
+    values: dict[str, float] = {}
     for row in rows:
         if row.function is None or (in_step and not row.in_step):
             continue
         value = row.function(data)
         if isinstance(value, Mapping):
-            measured |= {f"{row.name}/{attribute}": number for attribute, number in value.items()}
+            values |= {f"{row.name}/{attribute}": number for attribute, number in value.items()}
         else:
-            measured[row.name] = value
-    return measured
+            values[row.name] = value
+    return values
 
 
 def all_metrics() -> list[Metric]:
-    """List the whole table in display order."""
+    """List all rows of the table in display order."""
     return [LOSS, *PAIRS, *RATINGS, *STEPS, *REWARDS, *RUN]
 
 
 def find_metric(name: str) -> Metric | None:
-    """Find the row of a logged name, which may have a set, a source and an attribute around it."""
-    # Skip the source, which may be called like a metric.
-    before, by, behind = name.partition(BY_SOURCE)
-    path = f"/{before}{behind.partition('/')[2]}/" if by else f"/{name}/"
-    found = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
-    # An attribute may be called like a metric; the first match is the metric.
-    named = [(index, row) for index, row in found if index >= 0]
-    return min(named, key=lambda pair: pair[0])[1] if named else None
+    """Find the row of a logged name such as ``validation-x/by_source/y/pearson/helpfulness``.
+
+    The name of the data set, the source and the attribute are optional. None if no row matches.
+    """
+    # Remove the source, because a source may have the name of a metric.
+    prefix, by_source_mark, suffix = name.partition(BY_SOURCE)
+    path = f"/{prefix}{suffix.partition('/')[2]}/" if by_source_mark else f"/{name}/"
+    positions = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
+    # An attribute may also have the name of a metric; the metric comes first in the path.
+    matches = [(index, row) for index, row in positions if index >= 0]
+    return min(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def better_values(name: str) -> Better:
-    """Direction in which a logged metric improves; neither if it is unknown."""
+    """Look up the direction in which a logged metric improves; neither if it is unknown."""
     row = find_metric(name)
     return Better.neither if row is None else row.better
 
 
-def is_shown(name: str, where: Shown) -> bool:
-    """Tell if a logged metric, given without set and source, is shown in a place."""
+def is_shown(name: str, place: Shown) -> bool:
+    """Check whether ``place`` shows a metric; ``name`` is without data set and source."""
     return any(
-        where in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
+        place in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
         for row in all_metrics()
     )
 
 
-# Metrics per source of the records.
+# Metrics by source of the records.
 
 MAX_SOURCES = 50
 BY_SOURCE = "by_source/"
@@ -317,11 +359,13 @@ BY_SOURCE = "by_source/"
 def by_source(
     sources: Sequence[str], metrics: Callable[[Sequence[int]], dict[str, float]]
 ) -> dict[str, float]:
-    """Compute ``by_source/<source>/<metric>`` for each of 2 to 50 sources; else nothing.
+    """Compute ``by_source/<source>/<metric>`` for every source of the records.
+
+    The result is empty unless there are 2 to 50 sources.
 
     Args:
-        sources: of every record, "" if it names none.
-        metrics: computes those of the records with the given indices.
+        sources: source of every record, "" for a record that names none.
+        metrics: computes the metrics of the records with the given indices.
     """
     groups: dict[str, list[int]] = {}
     for record, source in enumerate(sources):

@@ -1,6 +1,7 @@
-"""Examination of this machine: is it fit for training and serving, and what is missing?
+"""``nemo-aligner doctor``: can this machine train and serve, and what is missing?
 
-Any import may fail here, so everything beyond the standard library is imported inside functions.
+It checks packages, GPUs, the CPU, memory, disk, a port and a compiler. Every import may fail on a
+machine that needs this command, so functions import all that is not in the standard library.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ _INDENT = 10
 
 
 def examine() -> list[Finding]:
-    """Examine packages, devices, memory, disk, port and compiler, the most basic first."""
+    """Check packages, devices, memory, disk, port and compiler, the most basic first."""
     torch = import_torch()
     has_gpu = torch is not None and torch.cuda.is_available()
     return [
-        *packages(),
-        *gpus(torch),
-        *gpu_packages(),
-        *([flash_attention()] if has_gpu else []),
-        *processor(has_gpu),
-        *space(),
-        port(),
-        compiler(has_gpu),
+        *check_packages(),
+        *check_gpus(torch),
+        *check_gpu_packages(),
+        *([check_flash_attention()] if has_gpu else []),
+        *check_processor(has_gpu),
+        *check_space(),
+        check_port(),
+        check_compiler(has_gpu),
     ]
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Render a line for each finding, with its advice below, and a count; at most 80 columns."""
+    """Render each finding with its advice below it, then counts; lines have 80 columns at most."""
     lines = []
-    for each in findings:
-        mark = "" if each.verdict is Verdict.ok else each.verdict.value.upper()
-        lines += _wrapped(f"{each.name}: {each.value}", f"{mark:<{_INDENT}}")
-        lines += _wrapped(f"-> {each.advice}", " " * _INDENT) if each.advice else []
-    missing = sum(each.verdict is Verdict.missing for each in findings)
-    notes = sum(each.verdict is Verdict.note for each in findings)
+    for finding in findings:
+        mark = "" if finding.verdict is Verdict.ok else finding.verdict.value.upper()
+        lines += _wrap(f"{finding.name}: {finding.value}", f"{mark:<{_INDENT}}")
+        lines += _wrap(f"-> {finding.advice}", " " * _INDENT) if finding.advice else []
+    missing = sum(finding.verdict is Verdict.missing for finding in findings)
+    notes = sum(finding.verdict is Verdict.note for finding in findings)
     return "\n".join([*lines, f"missing: {missing}, notes: {notes}"])
 
 
-def _wrapped(text: str, beginning: str) -> list[str]:
+def _wrap(text: str, first_indent: str) -> list[str]:
     return textwrap.wrap(
         text,
         _WIDTH,
-        initial_indent=beginning,
+        initial_indent=first_indent,
         subsequent_indent=" " * (_INDENT + 3),
         break_on_hyphens=False,
     )
@@ -71,9 +72,9 @@ def _wrapped(text: str, beginning: str) -> list[str]:
 
 # Installed packages, compared with the requirements.
 
-_IMPORTED = "nemo_aligner"
+_PACKAGE = "nemo_aligner"
 _ALWAYS_SHOWN = ("torch", "megatron-core", "transformers", "omegaconf", "numpy")
-# Extras for users, and what each is for.
+# Optional extras of this package, and what each is for.
 _EXTRAS = {
     "serving": "the HTTP front of the servers and the gateway",
     "triton": "NVIDIA Triton next to the HTTP front",
@@ -82,34 +83,36 @@ _EXTRAS = {
     "wandb": "logging to Weights & Biases",
     "mlflow": "logging to MLflow",
 }
-# Servers need this extra's packages; without a fit one of the others only its purpose is lost.
-_EXTRA_OF_SERVERS = "serving"
+# The servers cannot start if packages of this extra do not fit. Packages of another extra that do
+# not fit only disable what that extra is for.
+_SERVING_EXTRA = "serving"
 _PYTRITON = "nvidia-pytriton"
-_TORCH_OF_VARLEN = "2.10"
+_FIRST_TORCH_WITH_VARLEN = "2.10"
 
 
-def packages() -> Iterator[Finding]:
-    """Python, this package, what it requires and what it can use."""
-    ours = _requirements()
-    yield _python()
-    yield _this_package()
-    for requirement in ours.get("", []):
-        found = _required(requirement)
-        if requirement.name in _ALWAYS_SHOWN or found.verdict is not Verdict.ok:
-            yield found
-    if not ours:
-        yield from _by_name_alone()
-    yield from _imports()
-    always = {requirement.name for requirement in ours.get("", [])}
+def check_packages() -> Iterator[Finding]:
+    """Check Python, this package, the packages that it requires, and its optional extras."""
+    requirements = _read_requirements()
+    required = requirements.get("", [])
+    yield _check_python()
+    yield _check_this_package()
+    for requirement in required:
+        finding = _check_requirement(requirement)
+        if requirement.name in _ALWAYS_SHOWN or finding.verdict is not Verdict.ok:
+            yield finding
+    if not requirements:
+        yield from _check_by_name()
+    yield from _check_imports()
+    required_names = {requirement.name for requirement in required}
     for extra, purpose in _EXTRAS.items():
-        yield _optional(extra, purpose, ours.get(extra, []), always)
+        yield _check_extra(extra, purpose, requirements.get(extra, []), required_names)
     pytriton = next(iter(importlib.metadata.distributions(name=_PYTRITON)), None)
     if pytriton is not None:
-        yield _triton_binary(pytriton)
+        yield _check_triton_binary(pytriton)
 
 
-def gpu_packages() -> Iterator[Finding]:
-    """Find packages that make a GPU faster; a CPU uses none of them."""
+def check_gpu_packages() -> Iterator[Finding]:
+    """Check for optional packages that speed up GPUs; a CPU does not use them."""
     for name, distribution in (("TransformerEngine", "transformer_engine"), ("Apex", "apex")):
         if importlib.util.find_spec(distribution) is None:
             advice = f"optional, on GPUs: without {name} megatron-core uses torch's own kernels"
@@ -118,20 +121,20 @@ def gpu_packages() -> Iterator[Finding]:
             yield Finding(name, version_of(distribution) or "installed")
 
 
-def flash_attention() -> Finding:
-    """Check that torch has the attention kernels that GPUs use."""
+def check_flash_attention() -> Finding:
+    """Check that torch has the attention kernel for packed sequences, which GPUs use."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return Finding(
             "flash attention",
             "torch has no kernel for packed sequences",
             Verdict.note,
-            f"attention is slower than with torch {_TORCH_OF_VARLEN} or newer",
+            f"attention is slower than with torch {_FIRST_TORCH_WITH_VARLEN} or newer",
         )
     return Finding("flash attention", "torch's, for packed sequences")
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of an installed package; None if it is not."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except PackageNotFoundError:
@@ -139,97 +142,106 @@ def version_of(distribution: str) -> str | None:
 
 
 def import_torch() -> Any:
-    """torch; None where it is missing or broken."""
+    """Import torch; None if it is missing or broken."""
     try:
         return importlib.import_module("torch")
-    except Exception:  # a library that does not fit raises anything
+    except Exception:  # A library that does not fit this machine may raise any error.
         return None
 
 
-def _requirements() -> dict[str, list[Any]]:
-    """List this package's requirements on this machine by extra; "" has those of no extra."""
+def _read_requirements() -> dict[str, list[Any]]:
+    """List this package's requirements on this machine by extra; "" has those without an extra."""
     try:
         from packaging.requirements import Requirement
 
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except (ImportError, PackageNotFoundError):
         return {}
-    found: dict[str, list[Any]] = {}
+    requirements: dict[str, list[Any]] = {}
     for requirement in map(Requirement, lines):
         for extra in ("", *_EXTRAS):
             marker = requirement.marker
-            fits = marker is None or marker.evaluate({"extra": extra})
-            if fits and (not extra or marker is not None):
-                found.setdefault(extra, []).append(requirement)
-    return found
+            applies = marker is None or marker.evaluate({"extra": extra})
+            if applies and (not extra or marker is not None):
+                requirements.setdefault(extra, []).append(requirement)
+    return requirements
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     version = platform.python_version()
     try:
         from packaging.specifiers import SpecifierSet
 
-        wanted = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]
+        specifier = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]
     except (ImportError, PackageNotFoundError):
         return Finding("python", version)
-    if SpecifierSet(wanted).contains(version, prereleases=True):
+    if SpecifierSet(specifier).contains(version, prereleases=True):
         return Finding("python", version)
-    return Finding("python", version, Verdict.missing, f"wanted {wanted}")
+    return Finding("python", version, Verdict.missing, f"wanted {specifier}")
 
 
-def _this_package() -> Finding:
+def _check_this_package() -> Finding:
     conflict = find_conflict()
     if conflict is not None:
-        return Finding(_IMPORTED, __version__, Verdict.missing, conflict)
+        return Finding(_PACKAGE, __version__, Verdict.missing, conflict)
     if version_of(DISTRIBUTION) is None:
         advice = f"not installed, so its requirements are not checked: {install_command()}"
-        return Finding(_IMPORTED, __version__, Verdict.note, advice)
-    return Finding(_IMPORTED, f"{__version__}, of {DISTRIBUTION}")
+        return Finding(_PACKAGE, __version__, Verdict.note, advice)
+    return Finding(_PACKAGE, f"{__version__}, of {DISTRIBUTION}")
 
 
-def _by_name_alone() -> Iterator[Finding]:
-    """Check the required packages by name, if the requirements or ``packaging`` are missing."""
+def _check_by_name() -> Iterator[Finding]:
+    """Check only that the main packages are installed, for when the requirements are not known."""
     for name in _ALWAYS_SHOWN:
         version = version_of(name)
         if version is None:
             advice = f"install it: {install_command()}; or activate the environment that has it"
             yield Finding(name, "not installed", Verdict.missing, advice)
         else:
-            yield Finding(name, version, Verdict.note, "the wanted version is unknown")
+            yield Finding(name, version, Verdict.note, "the required version is unknown")
 
 
-def _required(requirement: Any) -> Finding:
+def _check_requirement(requirement: Any) -> Finding:
     version = version_of(requirement.name)
-    wanted = f"pip install '{requirement.name}{requirement.specifier}'"
+    command = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None:
-        return Finding(requirement.name, "not installed", Verdict.missing, wanted)
+        return Finding(requirement.name, "not installed", Verdict.missing, command)
     if not requirement.specifier.contains(version, prereleases=True):
-        advice = f"wanted {requirement.specifier}: {wanted}"
+        advice = f"wanted {requirement.specifier}: {command}"
         return Finding(requirement.name, version, Verdict.missing, advice)
     return Finding(requirement.name, version)
 
 
-def _optional(extra: str, purpose: str, requirements: list[Any], always: set[str]) -> Finding:
-    """Check an extra: installed as it should be, not installed, or installed and unfit.
+def _check_extra(
+    extra: str, purpose: str, requirements: list[Any], required_names: set[str]
+) -> Finding:
+    """Check whether the packages of an extra are installed in versions that fit.
 
-    An unfit one is ``missing`` only if the servers cannot start with it.
+    The verdict is ``missing`` only if the servers cannot start with what is installed.
 
-    ``always`` names what is installed without any extra, too: it does not show that the extra is.
+    Args:
+        extra: name of the extra.
+        purpose: what it is for.
+        requirements: the packages of the extra.
+        required_names: packages that are installed without any extra. They do not show that the
+            user wants this extra.
     """
-    findings = [_required(requirement) for requirement in requirements]
-    value = ", ".join(f"{each.name} {each.value}" for each in findings) or "unknown"
-    if all(each.verdict is Verdict.ok for each in findings) and findings:
+    findings = [_check_requirement(requirement) for requirement in requirements]
+    value = ", ".join(f"{finding.name} {finding.value}" for finding in findings) or "unknown"
+    if all(finding.verdict is Verdict.ok for finding in findings) and findings:
         return Finding(f"[{extra}]", value)
-    is_used = any(version_of(each.name) for each in findings if each.name not in always)
-    unfit = is_used and any(
-        each.verdict is Verdict.missing and version_of(each.name) for each in findings
+    is_used = any(
+        version_of(finding.name) for finding in findings if finding.name not in required_names
     )
-    verdict = Verdict.missing if unfit and extra == _EXTRA_OF_SERVERS else Verdict.note
+    is_unfit = is_used and any(
+        finding.verdict is Verdict.missing and version_of(finding.name) for finding in findings
+    )
+    verdict = Verdict.missing if is_unfit and extra == _SERVING_EXTRA else Verdict.note
     return Finding(f"[{extra}]", value, verdict, f"for {purpose}: {install_command(extra)}")
 
 
-def _imports() -> Iterator[Finding]:
-    """Check that an installed package can be imported; the error says why not."""
+def _check_imports() -> Iterator[Finding]:
+    """Report packages that are installed but cannot be imported, with the error."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             continue
@@ -240,8 +252,8 @@ def _imports() -> Iterator[Finding]:
             yield Finding(name, value, Verdict.missing, f"pip install --force-reinstall {name}")
 
 
-def _triton_binary(pytriton: importlib.metadata.Distribution) -> Finding:
-    """Check that the installed PyTriton can start its server."""
+def _check_triton_binary(pytriton: importlib.metadata.Distribution) -> Finding:
+    """Check that the server binary of the installed PyTriton is executable."""
     binary = pytriton.locate_file("pytriton/tritonserver/bin/tritonserver")
     if os.access(str(binary), os.X_OK):
         return Finding("Triton", "installed, executable")
@@ -249,26 +261,26 @@ def _triton_binary(pytriton: importlib.metadata.Distribution) -> Finding:
         "Triton",
         "no executable server in PyTriton's folder",
         Verdict.note,
-        "server.triton_port needs it, nothing else does: "
-        f"pip install --force-reinstall {_PYTRITON}",
+        f"only server.triton_port needs it: pip install --force-reinstall {_PYTRITON}",
     )
 
 
 # The machine: processors, memory, disk, port, compiler.
 
 _GIB = 2**30
-_SMALL_SHARED = 2**28
-_SMALL_DISK = 10 * _GIB
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+# Less free space than this, in bytes, is a note.
+_MIN_SHARED_MEMORY = 2**28
+_MIN_DISK = 10 * _GIB
+_RELEVANT_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _SHARED_ADVICE = "Triton's processes and NCCL share memory there; in Docker: --shm-size=1g"
-_TEMPORARY_ADVICE = "whole archives are unpacked there; set TMPDIR to use another folder"
+_TEMPORARY_ADVICE = "archives are unpacked there; set TMPDIR to use another folder"
 _FOLDER_ADVICE = "a checkpoint of a run is several times as large as its model"
-_MAKES_BF16 = {"avx512_bf16", "amx_bf16"}
 
 
-def gpus(torch: Any) -> Iterator[Finding]:
-    """List each CUDA device that torch sees; ``torch`` is None if it cannot be imported."""
-    driver = _nvidia_driver()
+def check_gpus(torch: Any) -> Iterator[Finding]:
+    """List the CUDA devices that torch sees; ``torch`` is None if it cannot be imported."""
+    driver = _find_nvidia_driver()
     if torch is None or not torch.cuda.is_available():
         if driver is None:
             yield Finding("GPU", "none", Verdict.note, "everything runs on the CPU")
@@ -281,11 +293,11 @@ def gpus(torch: Any) -> Iterator[Finding]:
             )
         return
     for index in range(torch.cuda.device_count()):
-        yield _gpu(torch, index)
+        yield _describe_gpu(torch, index)
     yield Finding("CUDA", f"torch's {torch.version.cuda}, driver {driver or 'unknown'}")
 
 
-def _gpu(torch: Any, index: int) -> Finding:
+def _describe_gpu(torch: Any, index: int) -> Finding:
     device = torch.cuda.get_device_properties(index)
     value = f"{device.name}, {device.total_memory / _GIB:.0f} GiB"
     if device.major >= 8:
@@ -295,7 +307,8 @@ def _gpu(torch: Any, index: int) -> Finding:
     )
 
 
-def _nvidia_driver() -> str | None:
+def _find_nvidia_driver() -> str | None:
+    """Return the version of the NVIDIA driver; None without ``nvidia-smi``."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -304,59 +317,63 @@ def _nvidia_driver() -> str | None:
     return next(iter(done.stdout.split()), None)
 
 
-def processor(has_gpu: bool) -> Iterator[Finding]:
-    """The CPU, how much of it is ours, and what its instructions mean for precision."""
-    fields = _cpu_fields()
+def check_processor(has_gpu: bool) -> Iterator[Finding]:
+    """Check the CPU: its usable cores, and what its instructions mean for precision."""
+    fields = _read_cpu_fields()
     name = fields.get("model name") or platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS")
-    given = f", OMP_NUM_THREADS={threads}" if threads else ""
-    yield Finding("CPU", f"{name}: {cores} of {os.cpu_count()} cores usable{given}")
+    threads_note = f", OMP_NUM_THREADS={threads}" if threads else ""
+    yield Finding("CPU", f"{name}: {cores} of {os.cpu_count()} cores usable{threads_note}")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    found = [flag for flag in _FLAGS if flag in flags]
-    value = ", ".join(found) or "none that matter"
-    if _MAKES_BF16 & flags or has_gpu:
+    relevant = [flag for flag in _RELEVANT_FLAGS if flag in flags]
+    value = ", ".join(relevant) or "none that matter"
+    if _BF16_FLAGS & flags or has_gpu:
         yield Finding("CPU instructions", value)
     else:
-        advice = "this CPU multiplies in fp32; 16 bits are many times slower"
+        advice = "this CPU has no bf16 instructions: use fp32, as bf16 and fp16 are much slower"
         yield Finding("CPU instructions", value, Verdict.note, advice)
 
 
-def _cpu_fields() -> dict[str, str]:
-    """The first processor's in /proc/cpuinfo."""
+def _read_cpu_fields() -> dict[str, str]:
+    """Read the fields of the first processor in /proc/cpuinfo."""
     fields: dict[str, str] = {}
-    for line in _read("/proc/cpuinfo").splitlines():
+    for line in _read_text("/proc/cpuinfo").splitlines():
         key, colon, value = line.partition(":")
         if colon:
             fields.setdefault(key.strip(), value.strip())
     return fields
 
 
-def space() -> Iterator[Finding]:
-    """Free memory and disk, where the package needs them."""
-    yield Finding("memory", _memory())
+def check_space() -> Iterator[Finding]:
+    """Check free memory, and free disk in the folders that the package writes to."""
+    yield Finding("memory", _measure_memory())
     temporary = Path(tempfile.gettempdir())
-    for name, folder, wanted, advice in (
-        ("/dev/shm", Path("/dev/shm"), _SMALL_SHARED, _SHARED_ADVICE),
-        (str(temporary), temporary, _SMALL_DISK, _TEMPORARY_ADVICE),
-        ("this folder", Path.cwd(), _SMALL_DISK, _FOLDER_ADVICE),
+    for name, folder, minimum, advice in (
+        ("/dev/shm", Path("/dev/shm"), _MIN_SHARED_MEMORY, _SHARED_ADVICE),
+        (str(temporary), temporary, _MIN_DISK, _TEMPORARY_ADVICE),
+        ("this folder", Path.cwd(), _MIN_DISK, _FOLDER_ADVICE),
     ):
-        yield _disk(name, folder, wanted, advice)
+        yield _check_disk(name, folder, minimum, advice)
 
 
-def _memory() -> str:
-    """Measure free memory within the container's limits."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+def _measure_memory() -> str:
+    """Measure free memory, within the limit of the container if there is one."""
+    lines = _read_text("/proc/meminfo").splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
     if "MemAvailable" not in fields:
         return "unknown"
     free, total = (int(fields[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
-    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    limit, used = (
+        _read_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current")
+    )
     if limit.isdecimal() and used.isdecimal() and int(limit) < total:
         free, total = min(free, int(limit) - int(used)), int(limit)
     return f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
 
 
-def _disk(name: str, folder: Path, wanted: int, advice: str) -> Finding:
+def _check_disk(name: str, folder: Path, minimum: int, advice: str) -> Finding:
+    """Check that a folder is writable and has ``minimum`` bytes free."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -364,12 +381,12 @@ def _disk(name: str, folder: Path, wanted: int, advice: str) -> Finding:
     value = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     if not os.access(folder, os.W_OK):
         return Finding(name, f"{value}, not writable", Verdict.missing, advice)
-    if usage.free < wanted:
+    if usage.free < minimum:
         return Finding(name, value, Verdict.note, advice)
     return Finding(name, value)
 
 
-def port() -> Finding:
+def check_port() -> Finding:
     """Check that the server's default port is free."""
     number = ServerConfig().port
     with socket.socket() as probe:
@@ -377,26 +394,27 @@ def port() -> Finding:
         try:
             probe.bind(("127.0.0.1", number))
         except OSError as error:
-            advice = "a server needs another: server.port=0 takes any free one"
+            advice = "start the server with another port: server.port=0 takes any free one"
             return Finding(f"port {number}", f"taken: {error.strerror}", Verdict.note, advice)
     return Finding(f"port {number}", "free on 127.0.0.1")
 
 
-def compiler(has_gpu: bool) -> Finding:
-    """Check for a C compiler: GPU kernels are compiled at first use; a CPU needs none."""
+def check_compiler(has_gpu: bool) -> Finding:
+    """Check for a C compiler: GPU kernels are compiled at first use; a CPU can do without."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    found = next(filter(None, (shutil.which(name) for name in names if name)), None)
-    if found is not None:
-        return Finding("C compiler", found)
+    path = next(filter(None, (shutil.which(name) for name in names if name)), None)
+    if path is not None:
+        return Finding("C compiler", path)
     advice = (
-        "on a GPU megatron-core's fused functions are compiled at the start: apt install gcc"
+        "megatron-core compiles fused functions for the GPU at the start: apt install gcc"
         if has_gpu
         else "a CPU needs none, except to install packages without a wheel for this machine"
     )
     return Finding("C compiler", "none", Verdict.missing if has_gpu else Verdict.note, advice)
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
+    """Read a file; "" if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -407,7 +425,7 @@ def _read(path: str) -> str:
 
 
 class Verdict(str, Enum):
-    """Verdict on a finding: ``missing`` must be fixed before the package works."""
+    """Verdict on a finding: ``note`` is worth knowing, ``missing`` must be fixed first."""
 
     ok = "ok"
     note = "note"
@@ -416,7 +434,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding ``name: value``, its verdict, and advice."""
+    """What was found: ``name: value``, with a verdict and advice; no advice if it is fine."""
 
     name: str
     value: str

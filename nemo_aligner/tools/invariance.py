@@ -1,198 +1,49 @@
-"""Are a reward's bits the same in every batch, and its value at every layout and precision?
+"""Compares rewards of the same samples that were scored in different ways, and judges differences.
 
-``nemo-aligner check`` asks that of a checkpoint, the benchmark and the tests of any scorer.
-``python -m nemo_aligner.tools.invariance ASKED RESULT``, also under torchrun, answers what
-``run_world`` asked for, file to file.
+A reward must be bit-identical in every batch. At another layout, in a training forward pass, and in
+another precision it may differ by rounding, but only up to a limit. ``nemo-aligner check`` compares
+with these functions; tests and a benchmark use ``score_alone``, ``score_calls`` and
+``count_changed`` for any scorer.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import math
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from torch.distributed import get_world_size
 
-from nemo_aligner.checkpoint.nemo.archive import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import (
-    CheckpointDescription,
-    load_pretrained,
-    load_reward_model,
-)
-from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
-from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract
-from nemo_aligner.contract.scorer import score_all
-from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.demo import build_demo_pairs
-from nemo_aligner.data.packing import pack_sequences
-from nemo_aligner.data.readers import ReaderConfig, parse_file
-from nemo_aligner.distributed.launch import launch, run_ranks
-from nemo_aligner.distributed.layout import (
-    LayoutSizes,
-    ParallelLayout,
-    destroy_layout,
-    initialize_layout,
-)
-from nemo_aligner.models.batch_invariance import make_batch_invariant
-from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.step import forward_backward, gather_rewards
-from nemo_aligner.models.training_wrap import wrap_for_training
-from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.serving.run import served
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, PeerError
-from nemo_aligner.utils.processes import environment, is_first_rank, is_launched, report
-
-# The server is not a layout, and a variant with this prefix is not scored.
+# Name that a server has instead of a layout, and prefix of the variants that were computed in a
+# training forward pass.
 SERVER, TRAINING = "server", "training"
+# Unit roundoff by precision.
 _EPSILON = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
-# A list of N texts -> rewards [N, ...].
+# Scores a list of N samples: returns rewards [N, ...].
 Score: TypeAlias = Callable[[list[Any]], np.ndarray]
-# Layout -> variant -> rewards [N, A].
+# Rewards [N, A] by layout and variant.
 Rewards: TypeAlias = dict[str, dict[str, np.ndarray]]
-
-
-# The verb: which texts, and where they are scored.
-
-
-@dataclass(frozen=True)
-class Check:
-    """Check of ``pairs`` pairs of ``data`` (None: the demo set) by ``checkpoint``.
-
-    ``processes`` is the most to start at once; None is one per GPU, or 2. ``serve`` also scores
-    over HTTP. Under torchrun, layouts with fewer than ``min_model_parallel`` ranks per model
-    replica are skipped. ``precision`` None is the model's own.
-    """
-
-    checkpoint: str
-    data: str | None = None
-    pairs: int = 32
-    processes: int | None = None
-    min_model_parallel: int = 1
-    precision: str | None = None
-    serve: bool = False
-
-
-def run_check(check: Check, output: Path | None) -> bool:
-    """Score, compare, print, and write the table to ``output``; True if the bar holds.
-
-    Raises:
-        AlignerError: the checkpoint is not a reward model, or can score none of the pairs.
-    """
-    base = CheckpointDescription.read(check.checkpoint)
-    contract = base.contract
-    if contract is None:
-        raise CheckpointError(
-            f"{check.checkpoint}: it has no scoring contract; wanted a reward model"
-        )
-    texts = _choose_texts(check, base.tokenizer, contract)
-    precision = check.precision or contract.dtype
-    if is_launched():
-        least = check.min_model_parallel
-        scored = score_everywhere(check.checkpoint, texts, Precision(precision), least)
-    else:
-        scored = _in_new_worlds(check, texts, precision)
-    for reason in dict.fromkeys(scored.reasons):
-        print(f"does not fit: {reason}")
-    bars = choose_bars(precision, base.shape.num_layers, scored.reference)
-    rows = compare_all(scored, contract.attribute_weights, bars)
-    summary = summarise(rows, bars)
-    print(f"\n{render_rows(rows)}\n\n{precision}: {summary}", flush=True)
-    if output is not None:
-        plain = [_plain(row) for row in rows]
-        content = {"precision": precision, "summary": summary, "rows": plain}
-        output.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    return all(row.ok for row in rows)
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    """Plain values of a row; JSON has no NaN."""
-    difference = row.difference if math.isfinite(row.difference) else None
-    return {**asdict(row), "compared": row.compared.name, "difference": difference}
-
-
-def _choose_texts(check: Check, tokenizer: Tokenizer, contract: ScoringContract) -> list[Any]:
-    """Texts of pairs that the contract takes, as many as wanted: chosen, rejected, ..."""
-    texts: list[Any] = []
-    left_out: Counter[str] = Counter()
-    for pair in _pairs(check.data, left_out):
-        if len(texts) == 2 * check.pairs:
-            break
-        try:
-            for text in pair:
-                contract.encode(tokenizer, text)
-        except OverlongError:
-            left_out["too long"] += 1
-            continue
-        except NoTemplateError:
-            raise
-        except DataError:
-            left_out["malformed"] += 1
-            continue
-        texts += pair
-    if not texts:
-        raise DataError(
-            f"{check.data or 'demo set'}: no pair can be scored, left out: {dict(left_out)}"
-        )
-    others = "".join(f", {count} left out as {why}" for why, count in left_out.items())
-    print(f"{len(texts) // 2} pairs{others}; scoring contract {contract.hash}")
-    return texts
-
-
-def _pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any, ...]]:
-    if path is not None:
-        file = parse_file(path, ReaderConfig(RecordKind.comparison))
-        # Any pairs will do, as nothing is learned from them: malformed ones are only counted.
-        if file.malformed:
-            left_out["malformed"] += len(file.malformed)
-        # Of a ranking, the best and the worst completion.
-        yield from ((record.texts[0], record.texts[-1]) for record in file.records)
-        return
-    for pair in build_demo_pairs(2400, 0.1, 1)[1]:
-        prompt = {"role": "user", "content": pair.prompt}
-        yield tuple(
-            [prompt, {"role": "assistant", "content": reply}]
-            for reply in (pair.chosen, pair.rejected)
-        )
-
-
-def _in_new_worlds(check: Check, texts: list[Any], precision: str) -> Scored:
-    """Worlds of 1, 2, 4, ... processes and the server; the reference is of one process."""
-    job = {"checkpoint": check.checkpoint, "texts": texts, "precision": precision}
-    most = check.processes or torch.cuda.device_count() or 2
-    worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= most]
-    rewards = {layout: found for world in worlds for layout, found in world.rewards.items()}
-    if check.serve:
-        rewards[SERVER] = score_over_http(check.checkpoint, precision, texts)
-    reasons = [reason for world in worlds for reason in world.reasons]
-    return Scored(rewards, worlds[0].reference, reasons)
-
-
-# Rewards, and what counts as the same.
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Rewards by layout and variant, those to compare with, and why some layouts do not fit."""
+    """Rewards of N samples, scored in different ways.
+
+    Attributes:
+        rewards: rewards ``[N, A]`` by layout and variant.
+        reference: rewards ``[N, A]`` in fp32, each in a batch of one.
+        reasons: why other layouts do not fit the model.
+    """
 
     rewards: Rewards
     reference: np.ndarray
     reasons: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for JSON."""
+        """Convert to lists and numbers for JSON."""
         rewards = {
             layout: {name: rows.tolist() for name, rows in variants.items()}
             for layout, variants in self.rewards.items()
@@ -202,7 +53,7 @@ class Scored:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Scored:
-        """Read what ``to_dict`` made, in float64."""
+        """Build from the result of ``to_dict``; rewards become float64."""
         rewards = {
             layout: {name: np.array(rows) for name, rows in variants.items()}
             for layout, variants in content["rewards"].items()
@@ -211,21 +62,36 @@ class Scored:
 
 
 class Compared(Enum):
-    """Reference of a row's rewards."""
+    """What the rewards of a row are compared with; files contain the values."""
 
-    company = "the same layout, other company"
-    layout = "another layout"
-    training = "training's forward pass"
-    precision = "fp32"
+    batch = "company"
+    layout = "layout"
+    training = "training"
+    precision = "precision"
+
+
+_HEADINGS = {
+    Compared.batch: "the same layout, in another batch",
+    Compared.layout: "another layout",
+    Compared.training: "training's forward pass",
+    Compared.precision: "fp32",
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout and variant against what it is ``compared`` with.
+    """Comparison of the rewards of one layout and variant with a reference.
 
-    ``changed`` counts rewards whose bits are other ones, ``difference`` is the largest
-    |difference| of a reward; ``flips`` counts pairs whose verdict turned although the margin that
-    it is compared with was above the bar's tolerance.
+    Attributes:
+        compared: what the reference is.
+        layout: name of the layout, or ``SERVER``.
+        variant: how the samples were batched.
+        texts: number of samples.
+        changed: number of rewards that are not bit-identical.
+        difference: largest |difference| of a reward; NaN if a reward is NaN.
+        flips: number of pairs with another verdict, not counting pairs whose reference margin is
+            within the limit.
+        ok: True if the row passes.
     """
 
     compared: Compared
@@ -239,93 +105,66 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Bar:
+class Limits:
     """Largest allowed difference of a reward, and largest margin whose verdict may flip."""
 
     reward: float
     margin: float
 
 
-# Bars in units of the random walk of ``choose_bars``. Measured on 64 texts, the largest difference
-# was 1.7 to 5 units; training also rounds the residual stream, and moved rewards 1.7 times as far.
+# Limits, in units of the random walk of ``choose_limits``. With 64 samples, the largest measured
+# difference was 1.7 to 5 units. Training gets a higher limit, because it also rounds the residual
+# stream, which changed rewards 1.7 times as much.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
-_FP32_UNITS = 100.0  # the sums inside a product round, too; docs/scoring_contract.md has figures
+# Higher in fp32, because there the sums inside a matmul round, too; docs/scoring_contract.md has
+# measurements.
+_FP32_UNITS = 100.0
 
 
-def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSizes], list[str]]:
-    """Layouts of ``world_size`` ranks that split the model evenly, and why the others do not.
+def choose_limits(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Limits]:
+    """Choose the limits for a model whose rewards in fp32 are ``reference [N, A]``.
 
-    Those that split it into the most pieces come first, because the first one also computes the
-    fp32 reference, which takes the most memory.
+    In another batch nothing may change. Otherwise every layer rounds twice, and independent
+    rounding errors of the same size add up like a random walk. A limit is therefore a multiple of
+    ``epsilon * sqrt(2 * (num_layers + 4))``; the 4 extra layers stand for the rounding of weights,
+    embeddings and head. In 16 bits the unit is the standard deviation of the rewards; in fp32 it is
+    the largest |reward|, but at least 1. A verdict may flip if its margin is below twice the limit.
+    docs/performance.md has the measurements.
     """
-    fitting: list[LayoutSizes] = []
-    reasons = []
-    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    for tp in divisors:
-        for pp in (size for size in divisors if world_size % (tp * size) == 0):
-            sizes = LayoutSizes(tp=tp, pp=pp, dp=world_size // (tp * pp))
-            try:
-                shape.check_fits(tp, pp)
-            except ConfigError as error:
-                reasons.append(f"{sizes}: {error}")
-                continue
-            fitting += [sizes, replace(sizes, sequence_parallel=True)][: 1 + (tp > 1)]
-    for sizes in [each for each in fitting if each.dp > 1 and shape.experts is not None]:
-        shared = replace(sizes, ep=sizes.dp)
-        try:
-            shape.check_fits(sizes.tp, sizes.pp, sizes.dp)
-            fitting.append(shared)
-        except ConfigError as error:
-            reasons.append(f"{shared}: {error}")
-    if world_size > 1:
-        fitting.append(LayoutSizes(cp=world_size))  # fits any model
-    return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
-
-
-def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
-    """Choose the bars for a model whose rewards in fp32 are ``reference [N, A]``.
-
-    In other batches nothing may change. Otherwise every layer rounds twice; independent rounding
-    errors of one size add up like a random walk, so a bar is a multiple of
-    ``epsilon * sqrt(2 * (num_layers + 4))``. Rounding the weights and whatever stands around the
-    layers counts as four more. In 16 bits it is in units of the rewards' spread, in fp32 of the
-    largest |reward|, or of 1 if that is more. A verdict may flip where its margin is below twice
-    the bar. ``docs/performance.md`` has the measurements.
-    """
-    exact = {Compared.company: Bar(0.0, 0.0)}
+    exact = {Compared.batch: Limits(0.0, 0.0)}
     walk = _EPSILON[precision] * math.sqrt(2 * (num_layers + 4))
     if precision == "fp32":
-        bar = _FP32_UNITS * walk * max(1.0, float(np.abs(reference).max()))
-        return exact | dict.fromkeys((Compared.layout, Compared.training), Bar(bar, 2 * bar))
+        limit = _FP32_UNITS * walk * max(1.0, float(np.abs(reference).max()))
+        return exact | dict.fromkeys((Compared.layout, Compared.training), Limits(limit, 2 * limit))
     walk *= float(reference.std(axis=0).max())
     return exact | {
-        compared: Bar(steps * walk, 2 * steps * walk) for compared, steps in _WALKS.items()
+        compared: Limits(steps * walk, 2 * steps * walk) for compared, steps in _WALKS.items()
     }
 
 
 def compare_all(
-    scored: Scored, weights: Sequence[float], bars: Mapping[Compared, Bar]
+    scored: Scored, weights: Sequence[float], limits: Mapping[Compared, Limits]
 ) -> list[Row]:
-    """Compare each layout's variants with its texts alone, and those with the first layout.
+    """Compare the variants of each layout with batches of one, and these with the first layout.
 
-    Only what ``bars`` names is compared: in fp32 there is no comparison with fp32.
+    Only comparisons that have a limit are made: rewards in fp32 are not compared with fp32.
     """
     first = next(iter(scored.rewards.values()))["alone"]
     rows = []
     for layout, variants in scored.rewards.items():
         for variant, rewards in variants.items():
             if layout == SERVER:
-                others = [(Compared.company, first)]
+                references = [(Compared.batch, first)]
             elif variant.startswith(TRAINING):
-                others = [(Compared.training, first)]
+                references = [(Compared.training, first)]
             elif variant == "alone":
-                others = [(Compared.layout, first), (Compared.precision, scored.reference)]
+                references = [(Compared.layout, first), (Compared.precision, scored.reference)]
             else:
-                others = [(Compared.company, variants["alone"])]
+                references = [(Compared.batch, variants["alone"])]
             rows += [
-                compare(compared, layout, variant, rewards, reference, weights, bars[compared])
-                for compared, reference in others
-                if compared in bars
+                compare(compared, layout, variant, rewards, reference, weights, limits[compared])
+                for compared, reference in references
+                if compared in limits
             ]
     return rows
 
@@ -337,13 +176,13 @@ def compare(
     rewards: np.ndarray,
     reference: np.ndarray,
     weights: Sequence[float],
-    bar: Bar,
+    limit: Limits,
 ) -> Row:
-    """Compare ``[N, A]`` rewards of pairs (chosen, rejected, chosen, ...) with a reference."""
+    """Compare rewards ``[N, A]`` of pairs (chosen, rejected, chosen, ...) with a reference."""
     difference = float(np.abs(rewards - reference).max())
-    margins, wanted = _margins(rewards, weights), _margins(reference, weights)
-    turned = (np.sign(margins) != np.sign(wanted)) & (np.abs(wanted) > bar.margin)
-    flips = int(turned.sum())
+    margins, expected = _compute_margins(rewards, weights), _compute_margins(reference, weights)
+    is_flip = (np.sign(margins) != np.sign(expected)) & (np.abs(expected) > limit.margin)
+    flips = int(is_flip.sum())
     return Row(
         compared=compared,
         layout=layout,
@@ -352,27 +191,30 @@ def compare(
         changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
-        # Not ``difference > bar``: a NaN has to fail.
-        ok=difference <= bar.reward and not flips,
+        # Written so that a NaN fails: ``not difference > limit.reward`` would let it pass.
+        ok=difference <= limit.reward and not flips,
     )
 
 
-def _margins(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+def _compute_margins(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """Compute the margins of pairs ``[N / 2]`` from rewards ``[N, A]`` and weights ``[A]``."""
     merged = rewards.astype(np.float64) @ np.asarray(weights, dtype=np.float64)
     return merged[::2] - merged[1::2]
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """Render a table for each kind of comparison."""
-    layout = max(len("layout"), *(len(row.layout) for row in rows)) + 2
-    variant = max(len("variant"), *(len(row.variant) for row in rows)) + 2
+    """Render one table for each kind of comparison."""
+    layout_width = max(len("layout"), *(len(row.layout) for row in rows)) + 2
+    variant_width = max(len("variant"), *(len(row.variant) for row in rows)) + 2
     tables = []
     for compared in Compared:
-        head = f"{'layout':<{layout}}{'variant':<{variant}}{'texts':>6}{'other bits':>12}"
-        lines = [f"against {compared.value}", f"{head}{'largest |difference|':>22}{'flips':>7}"]
+        names = f"{'layout':<{layout_width}}{'variant':<{variant_width}}"
+        counts = f"{'samples':>7}{'changed':>9}{'largest |difference|':>22}{'flips':>7}"
+        lines = [f"against {_HEADINGS[compared]}", f"{names}{counts}"]
         lines += [
-            f"{row.layout:<{layout}}{row.variant:<{variant}}{row.texts:>6}{row.changed:>12}"
-            f"{row.difference:>22.2e}{row.flips:>7}" + ("" if row.ok else "   MISSED")
+            f"{row.layout:<{layout_width}}{row.variant:<{variant_width}}{row.texts:>7}"
+            f"{row.changed:>9}{row.difference:>22.2e}{row.flips:>7}"
+            + ("" if row.ok else "   FAILED")
             for row in rows
             if row.compared is compared
         ]
@@ -381,215 +223,52 @@ def render_rows(rows: Sequence[Row]) -> str:
     return "\n\n".join(tables)
 
 
-def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
-    """Summarise in a line, and one for each kind of comparison: its worst, and its bar."""
-    missed = sum(not row.ok for row in rows)
-    lines = ["the same everywhere" if not missed else f"MISSED in {missed} of {len(rows)} rows"]
-    for compared, bar in bars.items():
-        some = [row for row in rows if row.compared is compared]
-        if not some:
+def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
+    """Summarise in one line, then the worst row and the limit of each kind of comparison."""
+    failed = sum(not row.ok for row in rows)
+    lines = ["the same everywhere" if not failed else f"FAILED in {failed} of {len(rows)} rows"]
+    for compared, limit in limits.items():
+        compared_rows = [row for row in rows if row.compared is compared]
+        if not compared_rows:
             continue
-        # max() skips a NaN unless it comes first.
-        worst = max(math.inf if math.isnan(row.difference) else row.difference for row in some)
-        found = f"against {compared.value}: largest |difference| {worst:.2e}"
-        flips = f"{sum(row.flips for row in some)} verdicts turned"
-        wanted = "wanted 0: the same bits" if not bar.reward else f"wanted {bar.reward:.2g} or less"
-        beyond = f" where the margin is above {bar.margin:.2g}" if bar.margin else ""
-        lines.append(f"{found} ({wanted}), {flips}{beyond}")
+        # NaN counts as infinite, because max() skips a NaN unless it comes first.
+        worst = max(
+            math.inf if math.isnan(row.difference) else row.difference for row in compared_rows
+        )
+        flips = sum(row.flips for row in compared_rows)
+        expected = f"{limit.reward:.2g} or less" if limit.reward else "0: bit-identical rewards"
+        beyond = f" where the margin is above {limit.margin:.2g}" if limit.margin else ""
+        lines.append(
+            f"against {_HEADINGS[compared]}: largest |difference| {worst:.2e} (wanted {expected}), "
+            f"{flips} verdicts flipped{beyond}"
+        )
     return "\n  ".join(lines)
 
 
-# Any scorer, in any order of calls.
+# Scoring the same samples in different batches, with any scorer.
 
 
 def score_alone(score: Score, texts: Sequence[Any]) -> np.ndarray:
-    """Rewards of texts, each in a call of its own."""
+    """Score each sample in a call of its own; return rewards ``[N, ...]``."""
     return score_calls(score, texts, [[index] for index in range(len(texts))])
 
 
 def score_calls(
     score: Score, texts: Sequence[Any], calls: Iterable[Sequence[int] | np.ndarray]
 ) -> np.ndarray:
-    """Rewards of texts, in their order, from calls that have each index once among them."""
+    """Score samples in several calls; return rewards ``[N, ...]`` in the order of ``texts``.
+
+    Args:
+        score: the scorer.
+        texts: N samples.
+        calls: indices of the samples of each call; every index occurs in exactly one call.
+    """
     calls = [np.asarray(call) for call in calls]
     rewards = np.concatenate([score([texts[index] for index in call]) for call in calls])
     return rewards[np.argsort(np.concatenate(calls))]
 
 
 def count_changed(rewards: np.ndarray, reference: np.ndarray) -> int:
-    """Rewards whose bits are not those of the reference."""
+    """Count the rewards that are not bit-identical to the reference; 0.0 and -0.0 differ."""
     same = (rewards == reference) & (np.signbit(rewards) == np.signbit(reference))
     return int((~same).sum())
-
-
-# The rewards at every layout of this process group.
-
-
-def score_everywhere(
-    checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
-) -> Scored:
-    """Score every variant; the reference is fp32 at the first layout. Every rank calls it once.
-
-    Raises:
-        ConfigError: no layout of so many processes fits.
-    """
-    with launch(), open_nemo(checkpoint) as folder:
-        layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
-        layouts = [each for each in layouts if each.tp * each.pp * each.ep >= min_model_parallel]
-        if not layouts:
-            raise ConfigError(
-                f"no layout of {get_world_size()} processes fits: " + "; ".join(reasons)
-            )
-        found = {str(sizes): _at_layout(folder.root, texts, precision, sizes) for sizes in layouts}
-        if precision is Precision.fp32:
-            reference = found[str(layouts[0])]["alone"]
-        else:
-            reference = _alone(folder.root, texts, Precision.fp32, layouts[0])
-    return Scored(found, reference, reasons)
-
-
-def _at_layout(
-    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
-) -> dict[str, np.ndarray]:
-    layout = initialize_layout(**sizes.given)
-    found = _scored(checkpoint, texts, precision, layout)
-    for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
-        _free()
-        found[name] = _trained_on(checkpoint, texts, precision, layout, recompute)
-    destroy_layout()
-    _free()
-    return found
-
-
-def _alone(
-    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
-) -> np.ndarray:
-    layout = initialize_layout(**sizes.given)
-    scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=2**30)
-    rewards = score_alone(partial(score_all, scorer), texts)
-    destroy_layout()
-    return rewards
-
-
-def _scored(
-    checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
-) -> dict[str, np.ndarray]:
-    model = load_reward_model(checkpoint, layout, precision)
-    make_batch_invariant(model.model, ROWS_BY_DEVICE)
-    small = model.contract.seq_length
-
-    def scoring(budget: int, cached: int = 0) -> Score:
-        given = (model.model, model.contract, model.tokenizer, layout, budget)
-        return partial(score_all, RewardScorer(*given, prefix_cache_tokens=cached))
-
-    plain = scoring(small)
-    found = {
-        "alone": score_alone(plain, texts),
-        "all together": scoring(max(8192, 4 * small))(texts),
-    }
-    for number in (1, 2):
-        order = np.random.RandomState(number).permutation(len(texts))
-        found[f"small packs, order {number}"] = score_calls(plain, texts, [order])
-    cached = scoring(small, cached=4 * small)
-    cached(texts[::-1])
-    return {**found, "from a prefix cache": cached(texts)}
-
-
-def _trained_on(
-    checkpoint: Path,
-    texts: list[Any],
-    precision: Precision,
-    layout: ParallelLayout,
-    recompute: Recompute,
-) -> np.ndarray:
-    """The rewards of a training step's forward pass."""
-    base = CheckpointDescription.read(checkpoint)
-    contract = base.contract
-    assert contract is not None, "its rewards were scored before"
-    indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
-    sequences = [contract.encode(base.tokenizer, texts[index]).token_ids for index in indices]
-    pretrained = load_pretrained(
-        checkpoint,
-        layout,
-        num_attributes=len(contract.attributes),
-        outputs_per_attribute=contract.outputs_per_attribute,
-        precision=precision,
-        recompute=recompute,
-        lora=base.shape.lora,
-        reply_marker=contract.reply_marker,
-    )
-    by_length = pretrained.model.length_dependent_rope
-    packs = [
-        replace(pack, rows=indices[pack.rows])
-        for pack in pack_sequences(sequences, contract.seq_length, None, by_length)
-    ]
-    ddp = wrap_for_training(pretrained.model)
-    ddp.train()
-    rewards = forward_backward(ddp, packs, layout, _sum_and_count)
-    shape = (len(texts), contract.num_outputs)
-    outputs = gather_rewards(rewards, packs, shape, layout).numpy()
-    return contract.rewards_of(outputs)
-
-
-def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
-    return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def main(asked: str, result: str) -> int:
-    """Score what ``run_world`` asked for, from file to file, on one rank."""
-    job = json.loads(Path(asked).read_text())
-    try:
-        scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
-    except Exception as error:
-        return report(error)
-    if is_first_rank():
-        Path(result).write_text(json.dumps(scored.to_dict()))
-    return 0
-
-
-# Process groups and a server that score texts beside this process.
-
-
-def run_world(job: Mapping[str, Any], size: int) -> Scored:
-    """Run ``score_everywhere`` on ``size`` new processes.
-
-    Raises:
-        PeerError: they failed, and have printed why.
-    """
-    print(f"scoring in {job['precision']} at {size} process{'es' * (size > 1)}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        asked, result = Path(folder, "asked.json"), Path(folder, "result.json")
-        asked.write_text(json.dumps(job))
-        arguments = ["-m", "nemo_aligner.tools.invariance", str(asked), str(result)]
-        if run_ranks(arguments, size, environment()):
-            raise PeerError(f"the run of {size} processes failed, and has said why")
-        return Scored.from_dict(json.loads(result.read_text()))
-
-
-def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[str, np.ndarray]:
-    """Score over HTTP on a server that is started for it, alone and all together.
-
-    Raises:
-        ServingError: the server does not start, or does not answer.
-    """
-    # Imported here, because check without a server needs no pytriton.
-    from nemo_aligner.serving.client.reward import RewardClient
-
-    print(f"scoring in {precision} over HTTP", flush=True)
-    settings = [f"rm_model_file={checkpoint}", f"precision={precision}"]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        served(settings, Path(folder, "log")) as url,
-        RewardClient(url) as client,
-    ):
-        return {"alone": score_alone(client.score, texts), "all together": client.score(texts)}
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -1,4 +1,8 @@
-"""Overfit test: can training memorise a few records, and the same records with labels swapped?"""
+"""``nemo-aligner probe``: an overfit test that shows whether training follows its labels.
+
+It trains on a few records until the model knows them by heart, then trains again on the same
+records with swapped labels. A trainer that ignores labels, or mixes them up, fails.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +29,33 @@ from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
 _NAME = "validation-probe"
-# Bounds for a model that has overfitted a handful of records: reached, and with swapped labels not.
-BARS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
+# Bounds of the metric on the original labels, by metric: at least the first after training on them,
+# and at most the second after training on swapped labels.
+BOUNDS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
 class ProbedLearner(Protocol):
-    """Learner to probe, as ``RewardLearner``."""
+    """What the probe needs of a learner; ``RewardLearner`` has it."""
 
-    def train_step(self, step: int) -> dict[str, float]: ...
+    def train_step(self, step: int) -> dict[str, float]:
+        """Train one step; return its metrics, among them ``loss``."""
+        ...
 
-    def validate(self) -> dict[str, float]: ...
+    def validate(self) -> dict[str, float]:
+        """Return the metrics of all validation sets, by ``<set>/<metric>``."""
+        ...
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """``metric`` on the labels as they are: untrained, after training on them, and on the swapped.
+    """Values of ``metric``, always measured on the original labels.
 
-    ``losses`` are the first and the last of each of the two trainings.
+    Attributes:
+        metric: name of the metric.
+        untrained: before training.
+        learned: after training on the original labels.
+        swapped: after training on swapped labels.
+        losses: (first, last) training loss with the original labels, then with swapped ones.
     """
 
     metric: str
@@ -52,20 +66,20 @@ class ProbeResult:
 
     @property
     def passed(self) -> bool:
-        """True if both trainings learned the labels that they were given."""
-        high, low = BARS[self.metric]
+        """True if both trainings learned their labels."""
+        high, low = BOUNDS[self.metric]
         return self.learned >= high and self.swapped <= low
 
 
 def few_records(data: TrainingData, count: int) -> TrainingData:
-    """Data of the first ``count`` training records, to train and to validate on."""
-    few = data.train.first(count)
-    few = replace(few, sources=[""] * len(few))
-    return replace(data, train=few, validation=[replace(few, name=_NAME)])
+    """Return data whose training and validation sets are the first ``count`` training records."""
+    records = data.train.first(count)
+    records = replace(records, sources=[""] * len(records))
+    return replace(data, train=records, validation=[replace(records, name=_NAME)])
 
 
 def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
-    """Reverse rankings, and mirror ratings at the mean of their attribute."""
+    """Reverse the order of rankings, and mirror ratings at the mean of their attribute."""
     records = dataset.records
     if dataset.kind is RecordKind.comparison:
         return replace(dataset, records=replace(records, ranks=-records.ranks))
@@ -78,72 +92,85 @@ def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
 def probe(
     build: Callable[[TrainingData], ProbedLearner], data: TrainingData, steps: int
 ) -> ProbeResult:
-    """Train ``steps`` steps on ``data``, and anew on ``data`` with its labels swapped.
+    """Train on ``data``, and again from the start on ``data`` with swapped labels.
 
-    ``build`` makes a learner from the same start each time; ``data`` is as ``few_records`` makes
-    it, small enough to be learned by heart.
+    Args:
+        build: builds a learner for some data, from the same initial weights each time.
+        data: few enough records to be learned by heart; see ``few_records``.
+        steps: number of training steps each time.
     """
     metric = data.objective.main_metric
     swapped = replace(data, train=swap_labels(data.train))
-    found, losses = [], []
-    for each, name in ((data, "probe"), (swapped, "probe, labels swapped")):
+    values, losses = [], []
+    for training_data, name in ((data, "probe"), (swapped, "probe, labels swapped")):
         with waiting_for(f"{name}: loading the model"):
-            learner = build(each)
-        found.append(learner.validate()[f"{_NAME}/{metric}"])
-        run, counter = [], Counter(name, "steps")
+            learner = build(training_data)
+        values.append(learner.validate()[f"{_NAME}/{metric}"])
+        step_losses, counter = [], Counter(name, "steps")
         for step in range(steps):
             counter.show(step, steps)
-            run.append(learner.train_step(step)["loss"])
+            step_losses.append(learner.train_step(step)["loss"])
         counter.close()
-        losses.append((run[0], run[-1]))
-        found.append(learner.validate()[f"{_NAME}/{metric}"])
-    return ProbeResult(metric, found[0], found[1], found[3], (losses[0], losses[1]))
+        losses.append((step_losses[0], step_losses[-1]))
+        values.append(learner.validate()[f"{_NAME}/{metric}"])
+    return ProbeResult(metric, values[0], values[1], values[3], (losses[0], losses[1]))
 
 
 # The probe: from the settings of a training run to a verdict.
 
 
 def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
-    """Probe on the first ``records`` of the training files, or of the demo set if there are none.
+    """Run the probe with the settings of a training run.
 
-    ``config`` is changed: every step sees all records, at a constant rate.
+    Args:
+        config: the settings. They are changed in place: every step sees all records, and the
+            learning rate is constant.
+        records: number of records, the first ones of the training files, or of the demo set if no
+            files are set.
+        steps: number of steps of each training.
 
     Raises:
-        AlignerError: settings, data or checkpoint are unfit, or a number is not finite.
+        AlignerError: the settings, the data or the checkpoint cannot be used, or a loss is not
+            finite.
     """
     check_settings(config)
     with tempfile.TemporaryDirectory() as folder, launch():
         if not config.model.data.data_prefix.train:
-            config.model.data.data_prefix.train = [str(_demo_file(Path(folder), records))]
-        _set_for_probe(config, records, steps)
+            config.model.data.data_prefix.train = [str(_write_demo_file(Path(folder), records))]
+        _adapt_settings(config, records, steps)
         run = prepare_run(config, layout_of(config.model))
         data = few_records(run.data, records)
-        _check_bar(data.objective.main_metric)
-        say(f"{len(data.train)} records, {steps} steps each way")
-        return probe(lambda part: build_learner(replace(run, data=part))[0], data, steps)
+        _check_metric(data.objective.main_metric)
+        say(f"{len(data.train)} records, {steps} steps with each kind of labels")
+        return probe(
+            lambda training_data: build_learner(replace(run, data=training_data))[0],
+            data,
+            steps,
+        )
 
 
 def render_probe(result: ProbeResult) -> str:
     """Render the table and the verdict."""
-    high, low = BARS[result.metric]
+    high, low = BOUNDS[result.metric]
     (first, last), (first_swapped, last_swapped) = result.losses
     return "\n".join(
         (
-            f"{result.metric} on the labels as they are{'loss, first -> last step':>42}",
+            f"{result.metric} on the original labels{'loss, first -> last step':>44}",
             f"  untrained                {result.untrained:>8.3f}",
-            f"  trained on them          {result.learned:>8.3f}   wanted {high} or more"
+            f"  trained on these labels  {result.learned:>8.3f}   wanted {high} or more"
             f"{first:>16.4f} -> {last:.4f}",
             f"  trained on swapped ones  {result.swapped:>8.3f}   wanted {low} or less"
             f"{first_swapped:>16.4f} -> {last_swapped:.4f}",
             "passed: training follows its labels"
             if result.passed
-            else "FAILED: training does not follow its labels (or is too short or slow to show it: "
-            "see steps and model.optim.lr)",
+            else "FAILED: training does not follow its labels, or it is too short or too slow to "
+            "show it (raise --steps or model.optim.lr)",
         )
     )
 
 
-def _set_for_probe(config: TrainConfig, records: int, steps: int) -> None:
+def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
+    """Change the settings so that every step is one batch of all records at a constant rate."""
     config.exp_manager.resume_if_exists = True  # the probe neither reads nor writes checkpoints
     config.model.global_batch_size = records
     config.model.optim.sched.name = Schedule.constant
@@ -153,15 +180,15 @@ def _set_for_probe(config: TrainConfig, records: int, steps: int) -> None:
     config.model.data.data_prefix.validation = []
 
 
-def _check_bar(metric: str) -> None:
-    if metric not in BARS:
+def _check_metric(metric: str) -> None:
+    if metric not in BOUNDS:
         raise ConfigError(
-            f"model.objective: got one that is measured by {metric}, wanted one by "
-            f"{' or '.join(BARS)}, for which is known what a probe must reach"
+            f"model.objective: its main metric is {metric}, for which the probe has no bounds. Use "
+            f"an objective whose main metric is {' or '.join(BOUNDS)}."
         )
 
 
-def _demo_file(folder: Path, records: int) -> Path:
+def _write_demo_file(folder: Path, records: int) -> Path:
     path = folder / "demo.jsonl"
     write_lines(path, demo_lines(build_demo_pairs(2400, 0.1, 1)[0][:records]))
     return path

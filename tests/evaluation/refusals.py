@@ -1,4 +1,4 @@
-"""What something is refused with, for tables of what is to be refused."""
+"""Returns the text of an error, for tests with tables of rejected inputs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ NOT_REFUSED = "it was not refused"
 
 
 def refusal(
-    kind: type[Exception] | tuple[type[Exception], ...], function: Callable[..., Any], *given: Any
+    kind: type[Exception] | tuple[type[Exception], ...],
+    function: Callable[..., Any],
+    *arguments: Any,
 ) -> str:
-    """The error's text; an error of another kind is raised."""
+    """Call a function; return the text of its error of this kind, or ``NOT_REFUSED``."""
     try:
-        function(*given)
+        function(*arguments)
     except kind as error:
         return str(error)
     return NOT_REFUSED

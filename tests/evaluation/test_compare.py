@@ -1,4 +1,4 @@
-"""Two models' verdicts on the same pairs, by the files of evaluations."""
+"""Comparison of two models on the same pairs, from the files that evaluations wrote."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_compared_rows_are_of_all_pairs_and_of_every_source(files: tuple[Path, Path]) -> None:
-    """And the flips with both margins and whole texts, the surest first."""
+    """The flips have both margins and complete samples, the most confident first."""
     compared = compare_files(*files)
-    found = [(row.source, row.pairs) for row in compared.rows]
-    assert found == [("all", 10), ("chat", 5), ("math", 5)]
-    whole = compared.rows[0]
-    assert (whole.first.accuracy, whole.second.accuracy) == (0.65, 0.8)  # a tie is one half
-    assert (whole.first.low, whole.first.high) == wilson_interval(6.5, 10)
-    assert whole.difference == pytest.approx(0.15)
-    assert whole.low < 0.15 < whole.high
-    assert (whole.lost, whole.gained) == (1, 3)
-    assert whole.p_value == mcnemar(1, 3)
+    sources = [(row.source, row.pairs) for row in compared.rows]
+    assert sources == [("all", 10), ("chat", 5), ("math", 5)]
+    total = compared.rows[0]
+    assert (total.first.accuracy, total.second.accuracy) == (0.65, 0.8)  # a tie is one half
+    assert (total.first.low, total.first.high) == wilson_interval(6.5, 10)
+    assert total.difference == pytest.approx(0.15)
+    assert total.low < 0.15 < total.high
+    assert (total.lost, total.gained) == (1, 3)
+    assert total.p_value == mcnemar(1, 3)
     flips = compared.flips
     assert [flip.record.split(":")[1] for flip in flips] == ["9", "4", "3", "5"]
     assert (flips[0].first.margin, flips[0].second.margin) == (-4, 4)
@@ -77,11 +77,11 @@ def test_compared_pairs_are_those_of_both_files(files: tuple[Path, Path], tmp_pa
     compared = compare_files(fewer, other)
     assert (compared.rows[0].pairs, compared.left_out) == (6, (0, 4))
     assert {flip.record for flip in compared.flips} == {"pairs.jsonl:5", "pairs.jsonl:9"}
-    # Several pairs of a record are told apart.
+    # Several pairs of one record are distinguished.
     twice = tmp_path / "twice.jsonl"
     twice.write_text(files[0].read_text() * 2)
     assert compare_files(twice, twice).rows[0].pairs == 20
-    # As evaluate writes them, which escapes ASCII's line breaks alone.
+    # evaluate escapes only the line breaks of ASCII, not those of Unicode.
     ends = files[0].read_text().replace("chosen 1", "chosen\u2028\x851")
     twice.write_text(ends, encoding="utf-8")
     assert compare_files(twice, twice).rows[0].pairs == 10
@@ -90,69 +90,67 @@ def test_compared_pairs_are_those_of_both_files(files: tuple[Path, Path], tmp_pa
 def test_compared_files_of_one_name_and_other_pairs_have_nothing_in_common(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Nor have single pairs of the same file and line, whose replies were changed."""
-    others = tmp_path / "others.jsonl"
+    """Pairs of the same file and line do not match if their replies differ."""
+    other = tmp_path / "other.jsonl"
     changed = files[1].read_text().replace('"content": "rejected', '"content": "another')
-    others.write_text(changed)
-    said = refusal(DataError, compare_files, files[0], others)
-    assert "no pair in common" in said
-    assert "pairs.jsonl:1 and pairs.jsonl:1" in said
+    other.write_text(changed)
+    error = refusal(DataError, compare_files, files[0], other)
+    assert f"{files[0]} and {other}: " in error
+    assert "pairs.jsonl:1 and pairs.jsonl:1" in error
     lines = files[1].read_text().splitlines()
-    others.write_text("\n".join([*lines[:7], *changed.splitlines()[7:]]))
-    compared = compare_files(files[0], others)
+    other.write_text("\n".join([*lines[:7], *changed.splitlines()[7:]]))
+    compared = compare_files(files[0], other)
     assert (compared.rows[0].pairs, compared.left_out) == (7, (3, 3))
 
 
 def test_compared_pairs_may_have_other_words_around_their_prompts(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """As by ``data.system_prompt_file``, ``prompt_file`` and ``input_template``."""
+    """``data.system_prompt_file``, ``prompt_file`` and ``input_template`` add such words."""
     system = {"role": "system", "content": "Be brief."}
-    asked = {"role": "user", "content": "Answer this: 2+2? Thanks."}
+    question = {"role": "user", "content": "Answer this: 2+2? Thanks."}
     rows = [json.loads(line) for line in files[1].read_text().splitlines()]
-    ways = {
+    rewordings = {
         "a system prompt": lambda text: [system, *text],
-        "words around it": lambda text: [asked, text[-1]],
+        "words around it": lambda text: [question, text[-1]],
         "a raw text": lambda text: f"Q: 2+2?\nA: {text[-1]['content']}",
     }
-    for name, reword in ways.items():
+    for name, reword in rewordings.items():
         texts = [{side: reword(text) for side, text in row["texts"].items()} for row in rows]
         other = tmp_path / "reworded.jsonl"
         lines = [{**row, "texts": both} for row, both in zip(rows, texts, strict=True)]
         other.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         assert compare_files(files[0], other).rows == compare_files(*files).rows, name
-    # A question that is another one is another pair.
+    # Another question makes another pair.
     other.write_text(files[1].read_text().replace("2+2?", "3+3?"))
-    assert "no pair in common" in refusal(DataError, compare_files, files[0], other)
+    assert f"{files[0]} and {other}: " in refusal(DataError, compare_files, files[0], other)
 
 
 def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     other, wrong = tmp_path / "a.jsonl", {}
     for content, message in {
-        "": "it is empty",
+        "": "a.jsonl: the file is empty",
         "{": "a.jsonl:1: malformed JSON",
-        '{"a": 1}\n{': "a.jsonl:1: rewards: got a row with the keys 'a', wanted one with an object",
+        '{"a": 1}\n{': "a.jsonl:1: rewards: got a row with the keys 'a'",
         '{"rewards": {"chosen": 1}}': "rewards: got the keys 'chosen', wanted 'rejected'",
         '{"rewards": {"chosen": null, "rejected": 1}}': "a reward is missing",
         '{"rewards": {"chosen": "x", "rejected": 1}}': "rewards.chosen: got 'x', wanted a number",
         '{"rewards": {"chosen": 0, "rejected": 1}, "texts": 3}': "texts: got a row with the keys",
         '{"rewards": {"chosen": 0, "rejected": 1}, "texts": {"chosen": [3], "rejected": "b"}}': (
-            "texts: got [3], wanted a text or a list of messages"
+            "texts: got [3]"
         ),
-        '{"rewards": {"help": 1}, "texts": {"response": "a"}}': (
-            "a.jsonl:1: got rewards of a rated reply, which has no verdict to compare"
-        ),
-        '{"right": 1, "rewards": {"right": [1], "wrong": []}}': "without a right or a wrong reply",
+        '{"rewards": {"help": 1}, "texts": {"response": "a"}}': "a.jsonl:1: got a rated reply",
+        '{"right": 1, "rewards": {"right": [1], "wrong": []}}': "no right reply or no wrong one",
         '{"right": null, "rewards": {"right": [1], "wrong": [0]}, "texts": {"right": ["a"], '
         '"wrong": ["b"]}}': "right: got None, wanted a number from 0 to 1",
         '{"right": 1, "rewards": {"right": [1], "wrong": [0]}, "texts": {"right": null, '
-        '"wrong": ["b"]}}': "texts.right: got None, wanted a list of texts",
+        '"wrong": ["b"]}}': "texts.right: got None",
         f'{{"rewards": {{"chosen": 1{"0" * 400}, "rejected": 1}}}}': "rewards.chosen: got 1000",
     }.items():
         other.write_text(content)
-        said = refusal(DataError, compare_files, other, other)
-        if message not in said:
-            wrong[content] = said
+        error = refusal(DataError, compare_files, other, other)
+        if message not in error:
+            wrong[content] = error
     assert not wrong, wrong
 
 
@@ -164,7 +162,7 @@ def test_compared_verdicts_of_a_benchmark_are_as_it_counts_them(tmp_path: Path) 
     for name, rewards in (("a", (3, 1, 2, 0)), ("b", (1, 1, 0, 1))):
         scores = np.array(rewards * 3, dtype=float)[:, None]
         report = run_task(
-            find_task("rewardbench2"), items, source_of(lambda _, found=scores: found)
+            find_task("rewardbench2"), items, source_of(lambda _, scores=scores: scores)
         )
         files.append(tmp_path / f"{name}.jsonl")
         report.predictions.write(files[-1])
@@ -174,6 +172,6 @@ def test_compared_verdicts_of_a_benchmark_are_as_it_counts_them(tmp_path: Path) 
     assert (row.lost, row.gained) == (3, 0)
     flip = compared.flips[0]
     assert (flip.record, flip.first.margin, flip.second.margin) == (f"{items}:1", 1, 0)
-    said = [[reply_of(text) for text in side] for side in flip.first.sides]
-    assert said == [["4"], ["5", "3", "22"]]
+    replies = [[reply_of(text) for text in side] for side in flip.first.sides]
+    assert replies == [["4"], ["5", "3", "22"]]
     assert "rejected: (one of 3) 5" in render_compared(compared, ["a", "b"], 1)

@@ -1,4 +1,4 @@
-"""Robustness by scorers whose taste is known; what each change makes of a reply."""
+"""The robustness check with scorers of known preferences, and the transformations of replies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def by_length(texts: Sequence[Text]) -> np.ndarray:
 
 
 def by_first_word(texts: Sequence[Text]) -> np.ndarray:
-    """Nothing but whether the right word occurs: no change of style moves it."""
+    """Score whether the word "right" occurs, which no change of style affects."""
     return np.array([float("right" in reply_of(text)) for text in texts])
 
 
@@ -55,17 +55,17 @@ def pairs_of(score: Score, *replies: tuple[str, str]) -> Predictions:
     return Predictions([Prediction.of_pair("x:1", "", pair, score(pair)) for pair in texts])
 
 
-def check(score: Score, pairs: Predictions, most: int = 100, longest: int = 10_000) -> Robustness:
+def check(score: Score, pairs: Predictions, count: int = 100, longest: int = 10_000) -> Robustness:
     def encode(text: Text) -> None:
         if len(reply_of(text)) > longest:
             raise OverlongError("too long")
 
     source = source_of(lambda texts: score(texts)[:, None], encoding=encode)
-    return check_robustness(pairs, source, most)
+    return check_robustness(pairs, source, count)
 
 
-def row_of(found: Robustness, change: str, changed: str) -> RobustnessRow:
-    (row,) = [row for row in found.rows if (row.change, row.changed) == (change, changed)]
+def row_of(robustness: Robustness, change: str, changed: str) -> RobustnessRow:
+    (row,) = [row for row in robustness.rows if (row.change, row.changed) == (change, changed)]
     return row
 
 
@@ -73,13 +73,13 @@ LONG, SHORT = "It is right. That is all there is to say of it.", "It is wrong. I
 
 
 def test_robustness_of_a_scorer_blind_to_style_is_of_the_same_pairs_every_time() -> None:
-    found = check(by_first_word, pairs_of(by_first_word, *[(LONG, SHORT)] * 5))
-    assert [row.turned for row in found.rows] == [0] * 2 * len(TRANSFORMATIONS)
-    assert {row.shift for row in found.rows} == {0.0, None}
-    assert found.margin_std == 0
-    assert row_of(found, "flattery", BOTH).shift_in_std is None
+    robustness = check(by_first_word, pairs_of(by_first_word, *[(LONG, SHORT)] * 5))
+    assert [row.turned for row in robustness.rows] == [0] * 2 * len(TRANSFORMATIONS)
+    assert {row.shift for row in robustness.rows} == {0.0, None}
+    assert robustness.margin_std == 0
+    assert row_of(robustness, "flattery", BOTH).shift_in_std is None
     pairs = pairs_of(by_length, *[(LONG + "!" * n, SHORT) for n in range(20)])
-    drawn = [check(by_length, pairs, most=7) for _ in range(2)]
+    drawn = [check(by_length, pairs, count=7) for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert (drawn[0].pairs, drawn[0].pairs_read) == (7, 20)
     rows = pairs.draw(7).rewards[:, 0].tolist()
@@ -87,45 +87,49 @@ def test_robustness_of_a_scorer_blind_to_style_is_of_the_same_pairs_every_time()
 
 
 def test_robustness_of_a_taste_for_length() -> None:
-    """Said twice a rejected reply of 20 characters has 59, the chosen one 47."""
-    found = check(by_length, pairs_of(by_length, (LONG, SHORT), (f"{LONG} {LONG}", SHORT)))
-    row = row_of(found, "said_twice", REJECTED)
+    """A rejected reply of 20 characters has 59 if it is said twice, more than the chosen 47."""
+    robustness = check(by_length, pairs_of(by_length, (LONG, SHORT), (f"{LONG} {LONG}", SHORT)))
+    row = row_of(robustness, "said_twice", REJECTED)
     grown = len("\n\nTo say it again:\n\n") + len(SHORT)
     assert (row.pairs, row.turned, row.share) == (2, 1, 0.5)
     assert (row.low, row.high) == wilson_interval(1, 2)
     assert row.shift == row.absolute_shift == grown
     # Margins are 27 and 75.
-    assert found.margin_std == pytest.approx(24)
+    assert robustness.margin_std == pytest.approx(24)
     assert row.shift_in_std == pytest.approx(grown / 24)
-    assert row_of(found, "said_twice", BOTH).turned == 0
-    assert row_of(found, "flattery", BOTH).turned == 0
-    assert [one.n for one in found.best_of] == [1, 2]
-    assert found.best_of[0].characters == pytest.approx((47 + 20 + 95 + 20) / 4)
-    assert found.best_of[1].characters == found.best_of[1].reward == pytest.approx((47 + 95) / 2)
-    # A tie that falls is a verdict that turns.
+    assert row_of(robustness, "said_twice", BOTH).turned == 0
+    assert row_of(robustness, "flattery", BOTH).turned == 0
+    assert [one.n for one in robustness.best_of] == [1, 2]
+    assert robustness.best_of[0].characters == pytest.approx((47 + 20 + 95 + 20) / 4)
+    assert (
+        robustness.best_of[1].characters
+        == robustness.best_of[1].reward
+        == pytest.approx((47 + 95) / 2)
+    )
+    # A tie that becomes a loss is a flip.
     tied = check(by_length, pairs_of(by_length, ("right", "wrong")))
-    assert [row_of(tied, "flattery", each).turned for each in (BOTH, REJECTED)] == [0, 1]
+    assert [row_of(tied, "flattery", side).turned for side in (BOTH, REJECTED)] == [0, 1]
 
 
 def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long() -> None:
     pairs = pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong"))
-    found = check(by_length, pairs, longest=60)
-    stripped = row_of(found, "markdown_stripped", BOTH)
+    robustness = check(by_length, pairs, longest=60)
+    stripped = row_of(robustness, "markdown_stripped", BOTH)
     assert (stripped.pairs, stripped.unchanged, stripped.too_long) == (1, 1, 0)
     assert stripped.shift == -3
-    assert row_of(found, "markdown_stripped", REJECTED).pairs == 0
-    twice = row_of(found, "said_twice", BOTH)
+    assert row_of(robustness, "markdown_stripped", REJECTED).pairs == 0
+    twice = row_of(robustness, "said_twice", BOTH)
     assert (twice.pairs, twice.unchanged, twice.too_long) == (1, 0, 1)
-    assert row_of(found, "said_twice", REJECTED).too_long == 0
+    assert row_of(robustness, "said_twice", REJECTED).too_long == 0
 
-    # A text without a reward counts as too long.
-    def refuse(texts: Sequence[Text]) -> np.ndarray:
+    # A sample without a reward counts as too long.
+    def reject_long(texts: Sequence[Text]) -> np.ndarray:
         rewards = by_length(texts)
         return np.where(rewards > 90, np.nan, rewards)
 
-    found = check(refuse, pairs_of(by_length, (LONG, SHORT), ("Right.", "wrong")))
-    assert row_of(found, "said_twice", BOTH).too_long == 1
-    assert row_of(found, "said_twice", BOTH).shift == pytest.approx(20 + (6 + 5) / 2)
+    robustness = check(reject_long, pairs_of(by_length, (LONG, SHORT), ("Right.", "wrong")))
+    assert row_of(robustness, "said_twice", BOTH).too_long == 1
+    assert row_of(robustness, "said_twice", BOTH).shift == pytest.approx(20 + (6 + 5) / 2)
 
 
 def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:
@@ -134,20 +138,22 @@ def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:
     with pytest.raises(DataError, match="where the reply begins"):
         check(by_length, pairs)
     refused = {name: refusal(ConfigError, check_pairwise, TASKS[name]) for name in TASKS}
-    others = ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n")
-    for name in (*others, "processbench", "prmbench"):
-        assert f"robustness_pairs: got task={name}" in refused.pop(name)
+    not_pairs = ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n")
+    for name in (*not_pairs, "processbench", "prmbench"):
+        error = refused.pop(name)
+        assert error.startswith("robustness_pairs: ")
+        assert f"task={name}" in error
     assert set(refused.values()) == {NOT_REFUSED}
 
 
 def test_robustness_leaves_out_code_of_a_benchmark(tmp_path: Path) -> None:
     task, path = TASKS["rewardbench"], tmp_path / "task.jsonl"
     code = {**task.sample, "subset": "hep-python"}
-    path.write_text("".join(f"{json.dumps(each)}\n" for each in (code, task.sample, code)))
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in (code, task.sample, code)))
     report = run_task(task, path, source_of(lambda texts: by_length(texts)[:, None]))
-    found = check(by_length, report.predictions)
-    assert (found.pairs, found.pairs_read, found.pairs_of_code) == (1, 1, 2)
-    assert "1 of 1 pairs, 2 of code left out" in render_robustness(found)
+    robustness = check(by_length, report.predictions)
+    assert (robustness.pairs, robustness.pairs_read, robustness.pairs_of_code) == (1, 1, 2)
+    assert "1 of 1 pairs, 2 of code left out" in render_robustness(robustness)
     path.write_text(json.dumps(code))
     report = run_task(task, path, source_of(lambda texts: by_length(texts)[:, None]))
     with pytest.raises(DataError, match="all replies are code"):
@@ -155,13 +161,13 @@ def test_robustness_leaves_out_code_of_a_benchmark(tmp_path: Path) -> None:
 
 
 def test_robustness_is_a_table_and_json_that_is_read_again() -> None:
-    found = check(by_length, pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong")))
-    written = json.loads(json.dumps(robustness_json(found)))
-    assert read_robustness(written) == found
+    robustness = check(by_length, pairs_of(by_length, (LONG, SHORT), ("## Right", "wrong")))
+    written = json.loads(json.dumps(robustness_json(robustness)))
+    assert read_robustness(written) == robustness
     for change in ({"pairs": "x"}, {"rows": [{"pairs": 1}]}, {"rows": [{"low": "1"}]}):
         with pytest.raises((TypeError, ValueError)):
             read_robustness({**written, **change})
-    shown = render_robustness(found)
+    shown = render_robustness(robustness)
     assert "2 of 2 pairs" in shown
     assert max(map(len, shown.splitlines())) <= 100
     for transformation in TRANSFORMATIONS:
@@ -172,12 +178,12 @@ CODE = "```python\n# one\n\n**two** = 2 * 3 * 4\n```"
 
 
 def test_transformations_keep_what_was_said_and_have_names_of_their_own() -> None:
-    assert len({each.name for each in TRANSFORMATIONS}) == len(TRANSFORMATIONS) == 7
+    assert len({change.name for change in TRANSFORMATIONS}) == len(TRANSFORMATIONS) == 7
     reply = "Roses are red. Violets are blue.\n\nSugar is sweet."
-    for each in TRANSFORMATIONS:
-        changed = each.apply(reply)
-        assert (changed == reply) == (each.name == "markdown_stripped"), each.name
-        assert "Roses are red." in changed, each.name
+    for change in TRANSFORMATIONS:
+        changed = change.apply(reply)
+        assert (changed == reply) == (change.name == "markdown_stripped"), change.name
+        assert "Roses are red." in changed, change.name
 
 
 def test_strip_markdown_outside_code() -> None:

@@ -1,4 +1,4 @@
-"""An evaluation gives a model the rewards that the trainer gave it, and says and writes them."""
+"""Whole evaluations: the rewards are those of training, and all outputs are written."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.harness import tiny
 def test_evaluation_gives_the_bits_of_the_last_validation(
     precision: str, base: Path, tmp_path: Path
 ) -> None:
-    """Of every record, from what the run kept of it; and at TP=2 the same but for roundings.
+    """The evaluation reproduces bit by bit the rewards that the run's last validation kept.
 
-    What trains, validates, saves and loads a model, and what reads, packs and scores its records
-    in training and in an evaluation, can differ in nothing that this does not see.
+    This covers training, saving and loading a model, and reading, packing and scoring its records
+    in training and in an evaluation. At TP=2 the rewards are the same up to rounding.
     """
     held_out = tiny.write_pairs(tmp_path / "held_out.jsonl", 40, seed=1)
     run = tmp_path / "run"
@@ -71,7 +71,7 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
     more = (f"report={page}", "model.tensor_model_parallel_size=2")
     script = "examples/evaluate_reward_model.py"
     done = tiny.run_script(script, *settings, *more, processes=2)
-    # Once, though two ranks ran.
+    # Printed once, although two ranks ran.
     assert done.stdout.count(content["contract"]) == 1
     assert done.stdout.count(f"report: {page}") == 1
     assert content["contract"] in page.read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
 def test_evaluation_of_pairs_with_tools_is_kept_reported_and_compared(
     base: Path, tmp_path: Path
 ) -> None:
-    """Training keeps what an evaluation writes; ``compare`` and ``report`` read it back."""
+    """Training writes the same file as an evaluation; ``compare`` and ``report`` read both."""
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
     call = {"function": {"name": "clock", "arguments": {"zone": "UTC"}}}
     calls = [{"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -108,11 +108,11 @@ def test_evaluation_of_pairs_with_tools_is_kept_reported_and_compared(
     assert rows == rows_of(run / "heldout" / "validation-held_out.jsonl")
     assert len(rows) == len(pairs)
     for row in rows:
-        kept = read_text(row["texts"]["chosen"])
-        assert isinstance(kept, Conversation)
-        assert kept.tools == tools
-        assert kept.messages[-1] == calls[0]
-    # Another model's, which has every pair the other way round.
+        chosen = read_text(row["texts"]["chosen"])
+        assert isinstance(chosen, Conversation)
+        assert chosen.tools == tools
+        assert chosen.messages[-1] == calls[0]
+    # The file of another model, which orders every pair the other way round.
     for row in rows:
         row["rewards"] = dict(zip(("rejected", "chosen"), row["rewards"].values(), strict=True))
     other, flips = write(tmp_path / "other.jsonl", *rows), tmp_path / "flips.jsonl"
@@ -127,22 +127,23 @@ def test_evaluation_of_pairs_with_tools_is_kept_reported_and_compared(
 
 def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:
     def refused(*settings: str) -> str:
-        given = ["data.path=x.jsonl", *settings]
+        all_settings = ["data.path=x.jsonl", *settings]
         errors = (ConfigError, SettingsError)
-        return refusal(errors, lambda: evaluate(load_config(EvaluateConfig, given)))
+        return refusal(errors, lambda: evaluate(load_config(EvaluateConfig, all_settings)))
 
     one = "rm_model_file, hf_model, server: got {}, wanted exactly one of them"
     model = "rm_model_file=a.nemo"
     assert refused() == one.format("none")
     assert refused(model, "hf_model=b") == one.format("rm_model_file and hf_model")
-    said = refused(model, "task=rewardbench", "data.chosen_key=good")
-    assert "data.chosen_key: got 'good', which has no effect" in said
-    said = refused(model, "task=rewardbench", "swapped=true")
-    assert said == "swapped: got true with task=rewardbench, wanted a file of pairs"
-    said = refused(model, "task=best_of_n", "robustness_pairs=10")
-    assert "robustness_pairs: got task=best_of_n" in said
-    said = refused(model, "aggregate=min", "task=prmbench")
-    assert said.startswith("aggregate: got min, but task=prmbench judges every step"), said
+    error = refused(model, "task=rewardbench", "data.chosen_key=good")
+    assert error.startswith("data.chosen_key: got 'good'")
+    error = refused(model, "task=rewardbench", "swapped=true")
+    assert error.startswith("swapped: got true with task=rewardbench")
+    error = refused(model, "task=best_of_n", "robustness_pairs=10")
+    assert error.startswith("robustness_pairs: ")
+    assert "task=best_of_n" in error
+    error = refused(model, "aggregate=min", "task=prmbench")
+    assert error.startswith("aggregate: got min, but task=prmbench"), error
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +167,18 @@ def test_evaluate_and_compare_verbs_show_and_write_what_they_find(
         f"report={page}",
     )
     assert "note: data.loss_mask_val does nothing\n  with robustness_pairs=10" in done.stdout
-    found = json.loads(output.read_text())["robustness"]
-    assert (found["pairs"], found["pairs_read"]) == (10, 12)
-    for row in found["rows"]:
+    robustness = json.loads(output.read_text())["robustness"]
+    assert (robustness["pairs"], robustness["pairs_read"]) == (10, 12)
+    for row in robustness["rows"]:
         assert row["pairs"] + row["unchanged"] + row["too_long"] == 10
-    polite = found["rows"][0]
+    polite = robustness["rows"][0]
     assert polite["pairs"] > 0
-    assert any(row["too_long"] for row in found["rows"]), "some should exceed seq_length"
+    assert any(row["too_long"] for row in robustness["rows"]), "some should exceed seq_length"
     assert f"{polite['share']:.3f} ({polite['low']:.3f} to {polite['high']:.3f})" in done.stdout
-    assert "no verdict should turn" in page.read_text(encoding="utf-8")
+    assert "no verdict should flip" in page.read_text(encoding="utf-8")
 
     rows = rows_of(first)
-    for row in rows[::3]:  # another model's
+    for row in rows[::3]:  # The file of another model, which orders these pairs the other way.
         row["rewards"] = dict(zip(("rejected", "chosen"), row["rewards"].values(), strict=True))
     second, table, flips = (tmp_path / name for name in ("b.jsonl", "table.json", "flips.jsonl"))
     write(second, *rows)

@@ -1,4 +1,4 @@
-"""The table of metrics: which are shown where, and which are better small; sources apart."""
+"""The table of metrics: where each is shown, which direction is better, metrics by source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.tiny import ROOT
 
 
 def test_better_values_and_where_they_are_shown_are_known_by_the_last_part_of_a_name() -> None:
-    wanted = {
+    expected = {
         "v/loss": Better.lower,
         "v/ece": Better.lower,
         "v/accuracy": Better.higher,
@@ -31,7 +31,7 @@ def test_better_values_and_where_they_are_shown_are_known_by_the_last_part_of_a_
         "v/by_source/ties/accuracy": Better.higher,
         "v/what_is_this": Better.neither,
     }
-    assert {name: better_values(name) for name in wanted} == wanted
+    assert {name: better_values(name) for name in expected} == expected
     assert is_shown("accuracy", Shown.step)
     assert is_shown("pearson/help", Shown.validation)
     assert not is_shown("pearson/help", Shown.source)
@@ -58,15 +58,15 @@ def test_metrics_page_names_every_row() -> None:
 def test_by_source_reports_two_to_fifty_sources_in_the_order_of_their_names() -> None:
     for count, reported in ((1, 0), (2, 2), (50, 50), (51, 0)):
         sources = [f"source {number:02d}" for number in reversed(range(count))]
-        found = by_source(sources * 2, lambda records: {"last": float(records[-1])})
-        wanted = {
+        metrics = by_source(sources * 2, lambda records: {"last": float(records[-1])})
+        expected = {
             f"by_source/{name}/last": 2 * count - 1 - i for i, name in enumerate(sorted(sources))
         }
-        assert list(found.items()) == list(wanted.items())[:reported], count
+        assert list(metrics.items()) == list(expected.items())[:reported], count
 
 
 def test_by_source_tells_records_without_a_source_from_one_called_none() -> None:
-    found = by_source(["x", "y", "x", ""], lambda records: {"sum": float(sum(records))})
-    assert found == {"by_source/none/sum": 3, "by_source/x/sum": 2, "by_source/y/sum": 1}
-    found = by_source(["none", "", ""], lambda records: {"count": float(len(records))})
-    assert found == {"by_source/none/count": 1.0, "by_source/(none)/count": 2.0}
+    metrics = by_source(["x", "y", "x", ""], lambda records: {"sum": float(sum(records))})
+    assert metrics == {"by_source/none/sum": 3, "by_source/x/sum": 2, "by_source/y/sum": 1}
+    metrics = by_source(["none", "", ""], lambda records: {"count": float(len(records))})
+    assert metrics == {"by_source/none/count": 1.0, "by_source/(none)/count": 2.0}

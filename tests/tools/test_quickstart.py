@@ -95,7 +95,7 @@ def test_quickstart_interrupted_waits_for_the_step_which_may_have_to_save() -> N
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Timer(0, interrupt).start()
-        assert quickstart._wait(process) == (0, True)
+        assert quickstart._wait_for_end(process) == (0, True)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -135,7 +135,7 @@ def test_gain_of_pairs_is_in_accuracy_and_of_ratings_in_correlation(tmp_path: Pa
     rated = written(tmp_path / "rated", "pearson_mean")
     assert render_gain(*rated) == shown.format("pearson_mean")
     (run / "logs" / "metrics.csv").write_text("step,train/loss\n1,0.7\n")
-    with pytest.raises(DataError, match=r"metrics.csv: got no validation"):
+    with pytest.raises(DataError, match=r"metrics.csv: it has no validation"):
         render_gain(run, evaluation)
     (run / "logs" / "metrics.csv").unlink()
     with pytest.raises(DataError, match=r"run: got 0 files metrics.csv, wanted one"):

@@ -1,4 +1,20 @@
-"""Runs and evaluations as one HTML page; importing this package imports no matplotlib."""
+"""Reports: training runs and evaluations as one HTML page.
+
+In the order in which data flows:
+
+- ``run_report``: reads a run's folder, or the files of an evaluation, as a ``RunReport``; also
+  accuracy by source and the list of mistakes.
+- ``figures``: draws SVG figures with matplotlib, and defines what a page consists of: sections,
+  tables, headlines, and held-out sets with their colours.
+- ``training_sections``: the sections on training (learning curves, throughput, memory) and on its
+  inputs (data, settings, scoring contract, versions).
+- ``heldout_sections``: the sections on held-out records (accuracy, rewards, calibration, length,
+  mistakes, robustness).
+- ``page``: the first screen, and the HTML file, rendered from ``page.html.jinja``.
+
+Importing this package does not import matplotlib, which is optional. ``check_report`` and
+``write_run_report`` are for training and the command line.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +27,23 @@ from nemo_aligner.utils.errors import ConfigError
 
 
 def check_report(setting: str) -> None:
-    """Refuse, before anything is computed, a report that cannot be drawn.
+    """Check that a report can be drawn; callers do this before they compute anything.
+
+    Args:
+        setting: the setting that asks for a report, for the error message.
 
     Raises:
-        ConfigError: the package that draws its figures is not installed.
+        ConfigError: matplotlib, which draws the figures, is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"{setting}: it is set, but the package matplotlib is not installed "
-            f"({install_command('report')})"
+            f"{setting}: a report needs the package matplotlib, which is not installed. Install it "
+            f"({install_command('report')}), or leave the setting out."
         )
 
 
 def write_run_report(folder: Path) -> None:
-    """Write a run's own report into its folder, unless it was stopped before its first step."""
+    """Write the report of a training run into its folder, if it has logged at least one step."""
     from nemo_aligner.evaluation.report.page import write_page
 
     if (folder / METRICS_NAME).is_file():

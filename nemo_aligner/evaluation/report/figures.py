@@ -1,4 +1,9 @@
-"""Figures of a report as SVG, and the sections of a page: figures, tables and texts."""
+"""Figures of a report as SVG, and the parts that a page consists of.
+
+The functions of the first part draw figures from plain numbers with matplotlib. The second part
+turns them into SVG for a page. The third part defines sections, tables, headlines and held-out
+sets as plain values, which the template renders.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +28,25 @@ from nemo_aligner.utils.console import show_number
 
 # Figures, from plain numbers.
 
-_MOST_POINTS = 200
-_MOST_TOLD = 60
-_BINS = 40
-_DOTS = 400
-_LENGTH_BINS = 10
-_LEAST_IN_BIN = 10
+_MAX_POINTS = 200
+_MAX_TOOLTIPS = 60
+_MAX_BINS = 40
+_MAX_DOTS = 400
+_MAX_LENGTH_BINS = 10
+_MIN_IN_LENGTH_BIN = 10
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-_ROW = 0.24  # inches
+_ROW_HEIGHT = 0.24  # inches
 
 
 @dataclass(frozen=True)
 class LegendKey:
-    """Legend entry of a line: name, colour and dashes."""
+    """Entry of a legend: a name, and how its line is drawn.
+
+    Attributes:
+        name: text of the legend.
+        colour, dashes: indices of a colour and a dash pattern; they wrap around.
+        is_faint: True to draw the line half transparent.
+    """
 
     name: str
     colour: int
@@ -44,21 +55,23 @@ class LegendKey:
 
     @property
     def stroke(self) -> str:
+        """Colour of the line, as ``#rrggbb``."""
         return COLOURS[self.colour % len(COLOURS)]
 
     @property
     def dash(self) -> Literal["-", "--", ":", "-."]:
+        """Dash pattern of the line, for matplotlib."""
         return _DASHES[self.dashes % len(_DASHES)]
 
     @property
     def dash_array(self) -> str:
-        """Dash pattern in SVG."""
+        """Dash pattern of the line, for SVG."""
         return {"-": "none", "--": "5 3", ":": "1.5 2.5", "-.": "6 2 1.5 2"}[self.dash]
 
 
 @dataclass(frozen=True)
 class PlotLine:
-    """Line of a figure; ``marked`` draws a dot on each of its few values."""
+    """Line of a figure through the points ``(x, y)``; ``marked`` draws a dot on each point."""
 
     key: LegendKey
     x: Sequence[float]
@@ -68,7 +81,7 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Figure with its legend and a note below it."""
+    """A drawn figure: its SVG, the entries of its legend, and a note below it."""
 
     title: str
     svg: str
@@ -78,7 +91,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Values to count."""
+    """Values to draw as a histogram, ``[N]``, and their legend entry."""
 
     key: LegendKey
     values: np.ndarray = field(repr=False)
@@ -89,56 +102,73 @@ def curve(
 ) -> Drawing:
     """Draw values over training steps, with ``meaning`` as the note.
 
-    Lines of more than 200 values are averaged down to 200 points, to keep the page small.
+    Lines without marks are averaged down to 200 points at most, to keep the page small.
+
+    Args:
+        name: identifier of the figure, unique on the page; here and in the functions below.
+        title: heading of the figure.
+        unit: label of the vertical axis.
+        lines: what to draw.
+        meaning: what the figure shows, in a sentence.
     """
-    shown = [line if line.marked else _thinned(line) for line in lines]
-    most = max((-(-len(line.x) // _MOST_POINTS) for line in lines if not line.marked), default=1)
-    thinned = f" A point is the mean of up to {most} steps." if most > 1 else ""
-    note = f"{meaning}{thinned}".strip()
-    svg = draw(name, f"{title} over training steps", partial(_draw_curve, shown, unit))
+    averaged = [line if line.marked else _average_line(line) for line in lines]
+    steps_per_point = max(
+        (-(-len(line.x) // _MAX_POINTS) for line in lines if not line.marked), default=1
+    )
+    averaging = f" A point is the mean of up to {steps_per_point} steps."
+    note = f"{meaning}{averaging if steps_per_point > 1 else ''}".strip()
+    svg = draw(name, f"{title} over training steps", partial(_draw_curve, averaged, unit))
     return Drawing(title, svg, [line.key for line in lines], note)
 
 
-def _thinned(line: PlotLine) -> PlotLine:
-    if len(line.x) <= _MOST_POINTS:
+def _average_line(line: PlotLine) -> PlotLine:
+    if len(line.x) <= _MAX_POINTS:
         return line
-    x, y = (_means(np.array(values, dtype=float)) for values in (line.x, line.y))
+    x, y = (_average_chunks(np.array(values, dtype=float)) for values in (line.x, line.y))
     return PlotLine(line.key, x, y)
 
 
-def _means(values: np.ndarray) -> list[float]:
-    return [float(part.mean()) for part in np.array_split(values, _MOST_POINTS)]
+def _average_chunks(values: np.ndarray) -> list[float]:
+    return [float(part.mean()) for part in np.array_split(values, _MAX_POINTS)]
 
 
 def _draw_curve(lines: Sequence[PlotLine], unit: str, canvas: Canvas) -> None:
     for line in lines:
-        key, faint = line.key, 0.45 if line.key.is_faint else 1.0
-        canvas.axes.plot(line.x, line.y, key.dash, color=key.stroke, alpha=faint)
+        key, opacity = line.key, 0.45 if line.key.is_faint else 1.0
+        canvas.axes.plot(line.x, line.y, key.dash, color=key.stroke, alpha=opacity)
         if line.marked or len(line.x) == 1:
-            _mark(canvas, line)
+            _draw_marks(canvas, line)
     canvas.axes.set_xlabel("step")
     canvas.axes.set_ylabel(unit)
     canvas.axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
 
 
-def _mark(canvas: Canvas, line: PlotLine) -> None:
-    """Draw a dot on every value, with a tooltip if there are few."""
-    if len(line.x) > _MOST_TOLD:
+def _draw_marks(canvas: Canvas, line: PlotLine) -> None:
+    """Draw a dot on every point; each dot has a tooltip unless there are many."""
+    if len(line.x) > _MAX_TOOLTIPS:
         canvas.axes.plot(line.x, line.y, ".", color=line.key.stroke)
         return
     for x, y in zip(line.x, line.y, strict=True):
         (dot,) = canvas.axes.plot([x], [y], "o", markersize=4.5, color=line.key.stroke)
-        canvas.tell(dot, f"{line.key.name}, step {x:g}: {show_number(y)}")
+        canvas.add_tooltip(dot, f"{line.key.name}, step {x:g}: {show_number(y)}")
 
 
 def histogram(
     name: str, title: str, unit: str, sets: Sequence[Histogram], line_at: float | None = None
 ) -> Drawing:
-    """Draw shares of each set's values over common bins."""
-    values = np.concatenate([each.values for each in sets])
-    edges = np.histogram_bin_edges(values, bins=min(_BINS, max(5, round(len(values) ** 0.5))))
+    """Draw histograms of several sets over common bins, as shares of each set.
+
+    Args:
+        name: identifier of the figure.
+        title: heading of the figure.
+        unit: label of the horizontal axis.
+        sets: the values to count.
+        line_at: where to draw a vertical line; None for no line.
+    """
+    values = np.concatenate([histogram.values for histogram in sets])
+    edges = np.histogram_bin_edges(values, bins=min(_MAX_BINS, max(5, round(len(values) ** 0.5))))
     svg = draw(name, f"histogram of {title}", partial(_draw_histogram, sets, edges, unit, line_at))
-    return Drawing(title, svg, [each.key for each in sets])
+    return Drawing(title, svg, [histogram.key for histogram in sets])
 
 
 def _draw_histogram(
@@ -148,18 +178,19 @@ def _draw_histogram(
     line_at: float | None,
     canvas: Canvas,
 ) -> None:
-    for each in sets:
-        counts, _ = np.histogram(each.values, edges)
-        shares = 100 * counts / max(1, len(each.values))
+    for histogram in sets:
+        counts, _ = np.histogram(histogram.values, edges)
+        shares = 100 * counts / max(1, len(histogram.values))
         patch = canvas.axes.stairs(
-            shares, edges, fill=len(sets) <= 2, alpha=0.45, color=each.key.stroke
+            shares, edges, fill=len(sets) <= 2, alpha=0.45, color=histogram.key.stroke
         )
         if len(sets) > 2:
             patch.set_alpha(1.0)
-            patch.set_linestyle(each.key.dash)
+            patch.set_linestyle(histogram.key.dash)
         else:
-            canvas.axes.stairs(shares, edges, color=each.key.stroke)
-        canvas.tell(patch, f"{each.key.name}: mean {each.values.mean():.3g} of {len(each.values)}")
+            canvas.axes.stairs(shares, edges, color=histogram.key.stroke)
+        mean, count = histogram.values.mean(), len(histogram.values)
+        canvas.add_tooltip(patch, f"{histogram.key.name}: mean {mean:.3g} of {count}")
     if line_at is not None:
         canvas.axes.axvline(line_at, color="#444444", linewidth=0.9)
     canvas.axes.set_xlabel(unit)
@@ -169,11 +200,11 @@ def _draw_histogram(
 def reliability_diagram(
     name: str, bins: Sequence[tuple[LegendKey, Sequence[ConfidenceBin]]]
 ) -> Drawing:
-    """Draw the share of right verdicts over confidence, with 95% intervals (Wilson 1927)."""
+    """Draw accuracy over confidence by bin, with 95% intervals (Wilson 1927)."""
     svg = draw(name, "reliability diagram", partial(_draw_reliability, bins))
     note = (
-        "Each point is a bin of equally many pairs. On the diagonal the confidence equals the "
-        "share that is right."
+        "Each point is a bin; all bins have about the same number of pairs. On the diagonal the "
+        "confidence equals the accuracy."
     )
     return Drawing("Reliability", svg, [key for key, _ in bins], note)
 
@@ -183,36 +214,39 @@ def _draw_reliability(
 ) -> None:
     canvas.axes.plot([0.5, 1], [0.5, 1], color="#888888", linewidth=0.9)
     for key, bins in sets:
-        x = [each.confidence for each in bins]
-        canvas.axes.plot(x, [each.right / each.count for each in bins], key.dash, color=key.stroke)
-        for each in bins:
-            share = each.right / each.count
-            low, high = wilson_interval(each.right, each.count)
-            canvas.axes.plot([each.confidence] * 2, [low, high], color=key.stroke, linewidth=0.8)
-            (dot,) = canvas.axes.plot([each.confidence], [share], "o", ms=4.5, color=key.stroke)
-            told = f"{share:.1%} right ({low:.1%} to {high:.1%})"
-            canvas.tell(
-                dot, f"{key.name}: {each.count} pairs, confidence {each.confidence:.3f}, {told}"
+        x = [bin.confidence for bin in bins]
+        canvas.axes.plot(x, [bin.right / bin.count for bin in bins], key.dash, color=key.stroke)
+        for bin in bins:
+            share = bin.right / bin.count
+            low, high = wilson_interval(bin.right, bin.count)
+            canvas.axes.plot([bin.confidence] * 2, [low, high], color=key.stroke, linewidth=0.8)
+            (dot,) = canvas.axes.plot([bin.confidence], [share], "o", ms=4.5, color=key.stroke)
+            accuracy = f"{share:.1%} right ({low:.1%} to {high:.1%})"
+            canvas.add_tooltip(
+                dot, f"{key.name}: {bin.count} pairs, confidence {bin.confidence:.3f}, {accuracy}"
             )
     canvas.axes.set_xlabel("confidence, sigmoid(|margin|)")
-    canvas.axes.set_ylabel("share that is right")
+    canvas.axes.set_ylabel("accuracy")
     canvas.axes.set_xlim(0.49, 1.01)
 
 
 def accuracy_by_source(
-    name: str, shares: Sequence[tuple[LegendKey, Sequence[SourceShare]]], most: int
+    name: str, shares: Sequence[tuple[LegendKey, Sequence[SourceShare]]], max_sources: int
 ) -> Drawing:
-    """Draw the accuracy of every source with its interval; at most the ``most`` largest."""
+    """Draw the accuracy on each source with its interval, for the sources with most pairs."""
     pairs: dict[str, int] = {}
     for _, rows in shares:
         for row in rows:
             pairs[row.source] = max(pairs.get(row.source, 0), row.pairs)
     names = sorted(pairs, key=lambda source: (source != "all", -pairs[source], source))
     note = ""
-    if len(names) > most:
-        note = f"The {most} with most pairs of {len(names)}; all are in the table."
-    names = names[:most]
-    height = max(1.5, 0.8 + _ROW * len(names) * max(1, 0.6 * len(shares)))
+    if len(names) > max_sources:
+        note = (
+            f"The figure has the {max_sources} sources with most pairs; the table has all "
+            f"{len(names)}."
+        )
+    names = names[:max_sources]
+    height = max(1.5, 0.8 + _ROW_HEIGHT * len(names) * max(1, 0.6 * len(shares)))
     svg = draw(name, "accuracy by source", partial(_draw_sources, shares, names), height)
     return Drawing("Accuracy by source", svg, [key for key, _ in shares], note)
 
@@ -228,74 +262,89 @@ def _draw_sources(
             y = names.index(row.source) + offset
             canvas.axes.plot([row.low, row.high], [y, y], color=key.stroke, linewidth=1.2)
             (dot,) = canvas.axes.plot([row.accuracy], [y], "o", markersize=5, color=key.stroke)
-            told = f"{row.accuracy:.1%} ({row.low:.1%} to {row.high:.1%}) of {row.pairs} pairs"
-            canvas.tell(dot, f"{key.name}, {row.source}: {told}")
+            accuracy = f"{row.accuracy:.1%} ({row.low:.1%} to {row.high:.1%}) of {row.pairs} pairs"
+            canvas.add_tooltip(dot, f"{key.name}, {row.source}: {accuracy}")
     canvas.axes.axvline(0.5, color="#444444", linewidth=0.9)
-    canvas.axes.set_yticks(range(len(names)), [_cut(each) for each in names])
+    canvas.axes.set_yticks(range(len(names)), [_truncate(name) for name in names])
     canvas.axes.set_ylim(len(names) - 0.5, -0.5)
     canvas.axes.set_xlabel("accuracy")
 
 
-def _cut(name: str, most: int = 24) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _truncate(name: str, max_length: int = 24) -> str:
+    return name if len(name) <= max_length else f"{name[: max_length - 1]}…"
 
 
 def reward_by_length(
     name: str, key: LegendKey, lengths: np.ndarray, rewards: np.ndarray
 ) -> Drawing:
-    """Draw rewards over the lengths of replies as dots, and their means as a line.
+    """Draw rewards over the lengths of N replies as dots, and their means as a line.
 
     At most 400 replies have dots, evenly spaced in order of length.
+
+    Args:
+        name: identifier of the figure.
+        key: legend entry of the model.
+        lengths: characters of the replies, ``[N]``.
+        rewards: their rewards, ``[N]``.
     """
     svg = draw(name, "reward over length of the reply", partial(_draw_dots, key, lengths, rewards))
-    note = "The line: means of equally many replies."
-    if len(lengths) > _DOTS:
-        note += f" Dots: {_DOTS} of {len(lengths)} replies."
+    note = "The line shows the means of bins with about the same number of replies."
+    if len(lengths) > _MAX_DOTS:
+        note += f" The dots are {_MAX_DOTS} of {len(lengths)} replies."
     return Drawing(f"Reward against length: {key.name}", svg, (), note)
 
 
 def _draw_dots(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray, canvas: Canvas) -> None:
     lengths = lengths.clip(1)
     order = np.argsort(lengths, kind="stable")
-    some = order[np.linspace(0, len(order) - 1, min(_DOTS, len(order))).astype(int)]
-    canvas.axes.plot(lengths[some], rewards[some], "o", ms=2.4, mew=0, alpha=0.5, color=key.stroke)
+    drawn = order[np.linspace(0, len(order) - 1, min(_MAX_DOTS, len(order))).astype(int)]
+    canvas.axes.plot(
+        lengths[drawn], rewards[drawn], "o", ms=2.4, mew=0, alpha=0.5, color=key.stroke
+    )
     line = mean_by_length(key, lengths, rewards)
     canvas.axes.plot(line.x, line.y, color="#222222")
-    _mark(canvas, PlotLine(LegendKey("mean", 6), line.x, line.y))
-    _length_axes(canvas, "reward")
+    _draw_marks(canvas, PlotLine(LegendKey("mean", 6), line.x, line.y))
+    _set_length_axes(canvas, "reward")
 
 
 def lengths_compared(name: str, lines: Sequence[PlotLine]) -> Drawing:
-    """Draw mean rewards of several models over length, each in its own standard deviations.
+    """Draw standardised mean rewards of several models over length.
 
-    Rewards of different models have no common unit.
+    Rewards of different models have no common unit, so the rewards of each model are in its own
+    standard deviations.
     """
     title = "Reward against length"
     svg = draw(name, f"{title} of several models", partial(_draw_lengths, lines))
-    note = "Rewards minus their mean, in standard deviations; means of equally many replies."
+    note = (
+        "Rewards minus their mean, in standard deviations. Each point is the mean of a bin; all "
+        "bins have about the same number of replies."
+    )
     return Drawing(title, svg, [line.key for line in lines], note)
 
 
 def _draw_lengths(lines: Sequence[PlotLine], canvas: Canvas) -> None:
     for line in lines:
         canvas.axes.plot(line.x, line.y, line.key.dash, color=line.key.stroke, marker="o", ms=3.5)
-    _length_axes(canvas, "reward (deviations)")
+    _set_length_axes(canvas, "reward (deviations)")
 
 
-def _length_axes(canvas: Canvas, unit: str) -> None:
+def _set_length_axes(canvas: Canvas, unit: str) -> None:
     canvas.axes.set_xscale("log")
     canvas.axes.set_xlabel("characters of the reply")
     canvas.axes.set_ylabel(unit)
-    # By default a log axis has ticks only at powers of ten: none, if all lengths are in one decade.
+    # By default a log axis has ticks only at powers of ten, so none if all lengths are between two.
     canvas.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     canvas.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     canvas.axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def mean_by_length(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray) -> PlotLine:
-    """Mean reward and mean length of up to ten bins by length, of ten replies or more each."""
+    """Compute mean length and mean reward by bin of length; both arrays are ``[N]``.
+
+    There are up to ten bins of about the same number of replies, with at least ten replies each.
+    """
     order = np.argsort(lengths, kind="stable")
-    parts = np.array_split(order, min(_LENGTH_BINS, max(1, len(order) // _LEAST_IN_BIN)))
+    parts = np.array_split(order, min(_MAX_LENGTH_BINS, max(1, len(order) // _MIN_IN_LENGTH_BIN)))
     x = [float(lengths[part].mean()) for part in parts]
     return PlotLine(key, x, [float(rewards[part].mean()) for part in parts])
 
@@ -303,31 +352,32 @@ def mean_by_length(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray) -> 
 def reward_by_label(
     name: str, title: str, key: LegendKey, labels: np.ndarray, rewards: np.ndarray
 ) -> Drawing:
-    """Draw rewards over labels; on the diagonal the reward equals the label."""
+    """Draw the rewards of N replies over their labels, both ``[N]``, as dots."""
     svg = draw(name, title, partial(_draw_labels, key, labels, rewards), HEIGHT)
     return Drawing(title, svg, (), "On the diagonal the reward equals the label.")
 
 
 def _draw_labels(key: LegendKey, labels: np.ndarray, rewards: np.ndarray, canvas: Canvas) -> None:
-    some = np.linspace(0, len(labels) - 1, min(_DOTS, len(labels))).astype(int)
-    canvas.axes.plot(labels[some], rewards[some], "o", ms=3, mew=0, alpha=0.4, color=key.stroke)
+    drawn = np.linspace(0, len(labels) - 1, min(_MAX_DOTS, len(labels))).astype(int)
+    canvas.axes.plot(labels[drawn], rewards[drawn], "o", ms=3, mew=0, alpha=0.4, color=key.stroke)
     ends = [float(labels.min()), float(labels.max())]
     canvas.axes.plot(ends, ends, color="#888888", linewidth=0.9)
     canvas.axes.set_xlabel("label")
     canvas.axes.set_ylabel("reward")
 
 
-# SVG to embed in a page: small, without scripts, text kept as text.
+# SVG to embed in a page: small, without scripts, with text as text.
 
-# Wong 2011, "Color blindness": colours that colour-blind people can tell apart, also in print.
-# Eight are enough: a figure of more lines cannot be read.
+# Colours that colour-blind people can distinguish, also in print (Wong 2011, "Color blindness").
+# Eight are enough, because a figure with more lines is not readable.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999933")
-# In inches. The page scales figures; at this size their text is readable from 360 pixels width on.
+# In inches. The page scales figures; with this size their text is readable from a width of 360
+# pixels on.
 WIDTH, HEIGHT = 4.4, 2.9
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "nemo_aligner",
-    "text.parse_math": False,  # a name of the data may have dollar signs
+    "text.parse_math": False,  # Names in the data may contain dollar signs.
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.spines.top": False,
@@ -344,60 +394,71 @@ _STYLE: dict[str, Any] = {
 _REMOVED = re.compile(
     r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>", re.S
 )
-_POINTED_AT = re.compile(r'(?:href="#|url\(#)([^")]+)')
+_REFERENCED_ID = re.compile(r'(?:href="#|url\(#)([^")]+)')
 _SIZE = re.compile(r' (?:width|height)="[^"]*pt"')
 
 
 class Canvas:
-    """Axes to draw on, and tooltips of drawn artists."""
+    """Axes to draw on, and the tooltips of what is drawn.
+
+    Attributes:
+        figure, axes: of matplotlib.
+        tooltips: text of each tooltip, by the id of its SVG element.
+    """
 
     def __init__(self, height: float) -> None:
         self.figure = Figure(figsize=(WIDTH, height), layout="constrained")
         self.axes = self.figure.add_subplot()
-        self.told: dict[str, str] = {}
+        self.tooltips: dict[str, str] = {}
 
-    def tell(self, artist: Any, text: str) -> None:
-        """Show ``text`` while the pointer is over an artist."""
-        name = f"told_{len(self.told)}"
-        artist.set_gid(name)
-        self.told[name] = text
+    def add_tooltip(self, artist: Any, text: str) -> None:
+        """Show ``text`` while the pointer is over an artist of matplotlib."""
+        element_id = f"tooltip_{len(self.tooltips)}"
+        artist.set_gid(element_id)
+        self.tooltips[element_id] = text
 
 
-def draw(name: str, alt: str, on: Callable[[Canvas], None], height: float = HEIGHT) -> str:
-    """Render what ``on`` draws as SVG; equal numbers give equal bytes.
+def draw(name: str, alt: str, draw_on: Callable[[Canvas], None], height: float = HEIGHT) -> str:
+    """Render as SVG what ``draw_on`` draws; equal numbers give equal bytes.
 
-    ``name`` is unique on the page; ``alt`` is the text for those who cannot see the figure.
+    Args:
+        name: identifier of the figure, unique on the page.
+        alt: description for people who cannot see the figure.
+        draw_on: draws on the canvas that it gets.
+        height: height of the figure in inches.
     """
     with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
         canvas = Canvas(height)
-        on(canvas)
-        written = StringIO()
-        canvas.figure.savefig(written, format="svg", metadata={"Date": None})
-    return _for_page(written.getvalue(), name, alt, canvas.told)
+        draw_on(canvas)
+        output = StringIO()
+        canvas.figure.savefig(output, format="svg", metadata={"Date": None})
+    return _clean_svg(output.getvalue(), name, alt, canvas.tooltips)
 
 
-def _for_page(svg: str, name: str, alt: str, told: dict[str, str]) -> str:
+def _clean_svg(svg: str, name: str, alt: str, tooltips: dict[str, str]) -> str:
+    """Prepare the SVG of matplotlib for a page: remove its head and sizes, and make ids unique."""
     svg = _REMOVED.sub("", svg).strip()
     svg = _SIZE.sub("", svg, count=2)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
-    for own, text in told.items():
-        svg = svg.replace(f'<g id="{own}">', f"<g><title>{escape(text)}</title>", 1)
-    # matplotlib gives every figure the same ids: prefix those in use, drop the rest.
-    for kept in sorted(set(_POINTED_AT.findall(svg))):
-        own = rf'(id="|href="#|url\(#){re.escape(kept)}(?=[")])'
-        svg = re.sub(own, rf"\g<1>{name}-{kept}", svg)
+    for element_id, text in tooltips.items():
+        svg = svg.replace(f'<g id="{element_id}">', f"<g><title>{escape(text)}</title>", 1)
+    # matplotlib uses the same ids in every figure. Prefix those that are referenced, and remove the
+    # others.
+    for referenced_id in sorted(set(_REFERENCED_ID.findall(svg))):
+        pattern = rf'(id="|href="#|url\(#){re.escape(referenced_id)}(?=[")])'
+        svg = re.sub(pattern, rf"\g<1>{name}-{referenced_id}", svg)
     svg = re.sub(rf' id="(?!{re.escape(name)}-)[^"]*"', "", svg)
     return re.sub(r"\n\s*", "\n", svg)
 
 
-# Contents of a page: sections with figures, tables and texts, as plain values.
+# Parts of a page, as plain values: sections with headlines, figures, tables and mistakes.
 
-_MOST_ROWS = 40
+_MAX_OPEN_ROWS = 40
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Cells as text."""
+    """A table of the page; all cells are text."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -405,8 +466,8 @@ class PageTable:
 
     @property
     def is_folded(self) -> bool:
-        """True if a screen shows it on demand; in print it is always shown."""
-        return len(self.rows) > _MOST_ROWS
+        """True if the page shows it only after a click; in print it is always shown."""
+        return len(self.rows) > _MAX_OPEN_ROWS
 
 
 @dataclass(frozen=True)
@@ -414,10 +475,10 @@ class Headline:
     """The result of one model on one held-out set, at a glance.
 
     Attributes:
-        name: of both, empty where the page has one.
-        figures: numbers as text, each with what it is.
+        name: name of the model and the set; empty if the page has only one headline.
+        figures: (number as text, what it is) for the large numbers.
         verdict: the result in a sentence.
-        mistakes: the worst of them, on a line each.
+        mistakes: the worst mistakes, each as one line of text.
     """
 
     name: str
@@ -428,7 +489,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class PageSection:
-    """Section of the page; ``nothing`` says why it is empty."""
+    """A section of the page; ``nothing`` is what it says if it is empty."""
 
     id: str
     title: str
@@ -441,30 +502,39 @@ class PageSection:
 
     @property
     def is_empty(self) -> bool:
+        """True if it has at most notes; the page then shows ``nothing``."""
         return not (self.headlines or self.drawings or self.tables or self.mistakes)
 
 
 @dataclass(frozen=True)
 class Heldout:
-    """A held-out set of a run or an evaluation, and how figures show it."""
+    """A held-out set of a run or an evaluation.
+
+    Attributes:
+        key: its entry in legends.
+        report: the run or the evaluation.
+        name: name of the set.
+        predictions: the model's predictions on it.
+    """
 
     key: LegendKey
-    reported: RunReport
+    report: RunReport
     name: str
     predictions: Predictions
 
     def metric(self, name: str) -> float | None:
-        """Return a metric that the run or the evaluation recorded for this set; None if it did not.
+        """Look up a metric that the evaluation, or the run's last validation, logged for this set.
 
-        Of a run it is that of the last validation.
+        None if it was not logged.
         """
-        _, values = self.reported.curves.get(f"{self.name}/{name}", ((), ()))
-        return values[-1] if values else self.reported.metrics.get(name)
+        _, values = self.report.curves.get(f"{self.name}/{name}", ((), ()))
+        return values[-1] if values else self.report.metrics.get(name)
 
     def longer_baseline(self) -> tuple[float, str] | None:
-        """Return the accuracy of always taking the longer reply, and the unit of its lengths.
+        """Return the accuracy of always preferring the longer reply, and the unit of lengths.
 
-        That is tokens, as in logs and evaluations, where one recorded it; else characters.
+        The logged figure is preferred, which usually counts tokens; without one, lengths are in
+        characters. None for rated replies.
         """
         if self.predictions.is_rated:
             return None
@@ -474,23 +544,27 @@ class Heldout:
         return ranking.longer_reply_accuracy(self.predictions.as_metrics()), self.length_unit()
 
     def length_unit(self) -> str:
-        """Return the unit of recorded lengths of pairs; a server's evaluation has no tokens."""
-        is_server = str(self.reported.facts.get("checkpoint", "")).startswith("http")
+        """Return the unit of the logged lengths of pairs; a server's evaluation has characters."""
+        is_server = str(self.report.facts.get("checkpoint", "")).startswith("http")
         recorded = self.metric("longer_reply_accuracy")
         return "characters" if is_server or recorded is None else "tokens"
 
 
-def heldout_sets(reported: Sequence[RunReport]) -> list[Heldout]:
-    """List all held-out sets; those of one run differ in dashes, or in colour if it is alone."""
-    found = []
-    for number, each in enumerate(reported):
-        for place, (name, predictions) in enumerate(each.predictions.items()):
-            label = each.name if len(each.predictions) == 1 else f"{each.name}, {name}"
-            colour, dashes = (number, place) if len(reported) > 1 else (place, 0)
-            found.append(Heldout(LegendKey(label, colour, dashes), each, name, predictions))
-    return found
+def heldout_sets(reports: Sequence[RunReport]) -> list[Heldout]:
+    """List all held-out sets of some runs, with their colours.
+
+    Every run has a colour, and its sets differ in their dashes. If there is one run, its sets
+    differ in colour.
+    """
+    sets = []
+    for run_index, report in enumerate(reports):
+        for set_index, (name, predictions) in enumerate(report.predictions.items()):
+            label = report.name if len(report.predictions) == 1 else f"{report.name}, {name}"
+            colour, dashes = (run_index, set_index) if len(reports) > 1 else (set_index, 0)
+            sets.append(Heldout(LegendKey(label, colour, dashes), report, name, predictions))
+    return sets
 
 
-def of_pairs(sets: Sequence[Heldout]) -> list[Heldout]:
-    """Select the sets of pairs."""
-    return [each for each in sets if not each.predictions.is_rated]
+def select_pairs(sets: Sequence[Heldout]) -> list[Heldout]:
+    """Select the held-out sets that consist of pairs."""
+    return [heldout for heldout in sets if not heldout.predictions.is_rated]

@@ -1,7 +1,10 @@
-"""A report for people: one HTML file without scripts or requests, which can also be printed.
+"""The report as one HTML file, which has no scripts, sends no requests, and can be printed.
 
-Everything shown is untrusted. The template escapes it, and a content security policy forbids the
-browser to run or load anything, should an escape ever be missing.
+All contents come from data files, so they are untrusted. The template escapes them. In addition, a
+content security policy forbids the browser to run or load anything, in case an escape is missing.
+
+The file also builds the first screen of the page: how good the model is, compared with what, and
+where it is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from nemo_aligner.contract.messages import (
     reply_of,
     said,
 )
-from nemo_aligner.evaluation.report import of_heldout, of_training, page
+from nemo_aligner.evaluation.report import heldout_sections, training_sections
 from nemo_aligner.evaluation.report.figures import (
     COLOURS,
     Headline,
@@ -32,30 +35,30 @@ from nemo_aligner.evaluation.report.figures import (
     PageSection,
     heldout_sets,
 )
-from nemo_aligner.evaluation.report.of_training import main_curve
 from nemo_aligner.evaluation.report.run_report import (
     Mistake,
     RunReport,
-    mistakes,
-    name_apart,
+    compute_shares,
+    list_mistakes,
+    number_equal_names,
     read_report,
-    shares,
 )
 from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.writing import write_problem, write_whole
 
-MOST_REPORTED = len(COLOURS)
-# For the texts of all mistakes together: escaped and in UTF-8, the page stays below 3 MB.
-_MOST_CHARACTERS = 400_000
-_MOST_OF_A_TEXT = 20_000
+MAX_REPORTS = len(COLOURS)
+# Limit for the samples of all mistakes together. With it the page stays below 3 MB, even if every
+# character is escaped.
+_MAX_CHARACTERS = 400_000
+_MAX_CHARACTERS_OF_A_TEXT = 20_000
 # Characters that are invisible, or change the direction of the text around them.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """Turn of a conversation; ``is_cut`` if it is longer than the page has room for."""
+    """A turn of a conversation as the page shows it; ``is_cut`` if it was too long."""
 
     role: str
     text: str
@@ -64,7 +67,7 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownMistake:
-    """Mistake as the page shows it: the prompt once, and the replies below."""
+    """A mistake as the page shows it: the prompt once, and the replies below it."""
 
     mistake: Mistake
     prompt: Sequence[ShownTurn]
@@ -72,37 +75,50 @@ class ShownMistake:
 
 
 def write_page(paths: Sequence[Path], output: Path) -> Path:
-    """Write the report of runs and evaluations; several are overlaid.
+    """Write one report on some runs and evaluations, whose curves share the figures.
+
+    Args:
+        paths: folders of runs, or files that evaluate wrote.
+        output: the HTML file to write.
+
+    Returns:
+        ``output``.
 
     Raises:
-        DataError: one of them is neither.
-        ConfigError: there are too many, or ``output`` cannot be written.
+        DataError: one of ``paths`` is neither a run nor an evaluation.
+        ConfigError: there are too many paths, or ``output`` cannot be written.
     """
     return save_page([read_report(path) for path in paths], output)
 
 
-def save_page(reported: Sequence[RunReport], output: Path) -> Path:
-    """Write the page of reports in memory, and return its path."""
-    content = render_page(reported)
+def save_page(reports: Sequence[RunReport], output: Path) -> Path:
+    """Write the page for reports that were read already, and return its path.
+
+    Raises:
+        ConfigError: there are too many reports, or ``output`` cannot be written.
+    """
+    content = render_page(reports)
     try:
-        # A text may contain half of a surrogate pair, which UTF-8 cannot encode.
+        # "replace", because a text may contain half of a surrogate pair, which UTF-8 cannot encode.
         write_whole(output, content.encode("utf-8", "replace"))
     except OSError as error:
         problem = write_problem(output, error)
-        raise ConfigError(f"output: got {output}, wanted a file to write: {problem}") from error
+        raise ConfigError(f"output: the file {output} cannot be written: {problem}") from error
     return output
 
 
-def render_page(reported: Sequence[RunReport]) -> str:
-    """The HTML.
+def render_page(reports: Sequence[RunReport]) -> str:
+    """Render the page as HTML.
 
     Raises:
-        ConfigError: there are more than colours can tell apart.
+        ConfigError: there are no reports, or more than there are colours.
     """
-    if not 1 <= len(reported) <= MOST_REPORTED:
-        raise ConfigError(f"runs: got {len(reported)}, wanted 1 to {MOST_REPORTED} in a report")
-    reported = name_apart(reported)
-    parts = build_sections(reported)
+    if not 1 <= len(reports) <= MAX_REPORTS:
+        raise ConfigError(
+            f"runs: got {len(reports)}, but a report can show 1 to {MAX_REPORTS} runs"
+        )
+    reports = number_equal_names(reports)
+    sections = build_sections(reports)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -110,82 +126,90 @@ def render_page(reported: Sequence[RunReport]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": Markup, "seen": seen, "breakable": breakable}
-    names = " and ".join(each.name for each in reported)
-    how_many = sum(len(some) for part in parts for _, some in part.mistakes)
+    environment.filters |= {
+        "svg": Markup,
+        "escape_invisible": escape_invisible,
+        "allow_breaks": allow_breaks,
+    }
+    names = " and ".join(report.name for report in reports)
+    num_mistakes = sum(len(mistakes) for section in sections for _, mistakes in section.mistakes)
     return environment.get_template("page.html.jinja").render(
         title=f"Report of {names}",
-        parts=parts,
-        show=lambda mistake: show_mistake(mistake, how_many),
+        sections=sections,
+        show=lambda mistake: show_mistake(mistake, num_mistakes),
     )
 
 
-def build_sections(reported: Sequence[RunReport]) -> list[PageSection]:
-    """Build all sections in order; those without content say why."""
-    sets = heldout_sets(reported)
-    for each in sets:
-        if not each.predictions.rows:
-            raise DataError(f"{each.key.name}: it has no record, wanted at least one")
+def build_sections(reports: Sequence[RunReport]) -> list[PageSection]:
+    """Build all sections in the order of the page; a section without content says why.
+
+    Raises:
+        DataError: a held-out set has no record.
+    """
+    sets = heldout_sets(reports)
+    for heldout in sets:
+        if not heldout.predictions.rows:
+            raise DataError(f"{heldout.key.name}: it has no record; wanted at least one")
     return [
-        page.overview(reported, sets),
-        of_training.summary(reported, sets),
-        of_training.learning_curves(reported),
-        of_heldout.accuracy(sets, reported),
-        of_heldout.rewards(sets),
-        of_heldout.reliability(sets),
-        of_heldout.reward_and_length(sets),
-        of_heldout.robustness(reported),
-        of_heldout.mistakes(sets),
-        of_training.data(reported),
-        of_training.contract(reported),
-        of_training.settings(reported),
-        of_training.versions(reported),
-        of_training.throughput(reported),
+        build_overview(reports, sets),
+        training_sections.build_summary(reports, sets),
+        training_sections.build_learning_curves(reports),
+        heldout_sections.build_accuracy(sets, reports),
+        heldout_sections.build_rewards(sets),
+        heldout_sections.build_calibration(sets),
+        heldout_sections.build_reward_and_length(sets),
+        heldout_sections.build_robustness(reports),
+        heldout_sections.build_mistakes(sets),
+        training_sections.build_data(reports),
+        training_sections.build_contract(reports),
+        training_sections.build_settings(reports),
+        training_sections.build_versions(reports),
+        training_sections.build_throughput(reports),
     ]
 
 
-def show_mistake(mistake: Mistake, how_many: int) -> ShownMistake:
-    """Texts of one of ``how_many`` mistakes, each in full unless it is very long."""
-    most = min(_MOST_OF_A_TEXT, _MOST_CHARACTERS // (4 * max(1, how_many)))
+def show_mistake(mistake: Mistake, num_mistakes: int) -> ShownMistake:
+    """Prepare a mistake for the page, which shows ``num_mistakes``; very long texts are cut."""
+    limit = min(_MAX_CHARACTERS_OF_A_TEXT, _MAX_CHARACTERS // (4 * max(1, num_mistakes)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
-    is_common = all(prompt == prompts[0] for prompt in prompts)
-    prompt = [_turn(each["role"], said(each), most) for each in prompts[0] * is_common]
-    # Without a common prompt each text is shown in full.
-    shown = reply_of if is_common else _whole
-    replies = [_turn(side, shown(text), most) for side, text in mistake.texts]
+    is_shared = all(prompt == prompts[0] for prompt in prompts)
+    prompt = [_cut_turn(turn["role"], said(turn), limit) for turn in prompts[0] * is_shared]
+    # If the prompts differ, each reply is shown together with its prompt.
+    render = reply_of if is_shared else _render_conversation
+    replies = [_cut_turn(side, render(text), limit) for side, text in mistake.texts]
     return ShownMistake(mistake, prompt, replies)
 
 
-def _turn(role: str, text: str, most: int) -> ShownTurn:
-    return ShownTurn(role, text[:most], len(text) > most)
+def _cut_turn(role: str, text: str, limit: int) -> ShownTurn:
+    return ShownTurn(role, text[:limit], len(text) > limit)
 
 
-def _whole(text: Text) -> str:
+def _render_conversation(text: Text) -> str:
     if isinstance(text, str):
         return text
     return "\n\n".join(f"{turn['role']}: {said(turn)}" for turn in messages_of(text))
 
 
-def seen(text: str) -> str:
-    """Escape characters that are invisible or turn the text around, as ``\\u202e``."""
+def escape_invisible(text: str) -> str:
+    """Write characters that are invisible or change the text's direction as ``\\u202e``."""
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def breakable(name: str) -> Markup:
-    """Escape a name that a narrow screen may break behind ``_``, ``/`` and ``.``."""
-    return Markup(re.sub("([_/.])", r"\1<wbr>", str(escape(seen(name)))))
+def allow_breaks(name: str) -> Markup:
+    """Escape a name, and allow line breaks after ``_``, ``/`` and ``.`` for narrow screens."""
+    return Markup(re.sub("([_/.])", r"\1<wbr>", str(escape(escape_invisible(name)))))
 
 
 # The first screen: how good the model is, compared with what, and where it is wrong.
 
-_WORST = 5
-_MOST_OF_A_LINE = 90
+_NUM_MISTAKES = 5
+_MAX_QUOTE_LENGTH = 90
 
 
-def overview(reported: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
-    """Build the headline of every held-out set, and the curve that a run is judged by."""
-    headlines = [_headline(each, each.key.name * (len(sets) > 1)) for each in sets]
-    curve = main_curve(reported)
+def build_overview(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
+    """Build the first section: the headline of every held-out set, and the main curve."""
+    headlines = [_build_headline(heldout, heldout.key.name * (len(sets) > 1)) for heldout in sets]
+    curve = training_sections.draw_main_curve(reports)
     return PageSection(
         "overview",
         "Overview",
@@ -195,15 +219,19 @@ def overview(reported: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSect
     )
 
 
-def _headline(each: Heldout, name: str) -> Headline:
-    worst = [_on_one_line(mistake) for mistake in mistakes(each.predictions, _WORST)]
-    figures, verdict = (_of_ratings if each.predictions.is_rated else _of_pairs)(each)
-    return Headline(name, figures, verdict, worst)
+def _build_headline(heldout: Heldout, name: str) -> Headline:
+    worst = list_mistakes(heldout.predictions, _NUM_MISTAKES)
+    judge = _judge_ratings if heldout.predictions.is_rated else _judge_pairs
+    figures, verdict = judge(heldout)
+    return Headline(name, figures, verdict, [_describe_in_one_line(mistake) for mistake in worst])
 
 
-def _of_pairs(each: Heldout) -> tuple[list[tuple[str, str]], str]:
-    """Compare accuracy with the length baseline; the interval is Wilson's (1927), of 95%."""
-    share, baseline = shares(each.predictions)[0], each.longer_baseline()
+def _judge_pairs(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
+    """Compare the accuracy with the length baseline; return the figures and a verdict.
+
+    The interval of the accuracy is Wilson's (1927) 95% interval.
+    """
+    share, baseline = compute_shares(heldout.predictions)[0], heldout.longer_baseline()
     longer, unit = baseline or (0.5, "")
     figures = [
         (
@@ -214,71 +242,84 @@ def _of_pairs(each: Heldout) -> tuple[list[tuple[str, str]], str]:
     ]
     points = 100 * (share.accuracy - longer)
     if share.low > max(longer, 0.5):
-        verdict = f"The model beats the longer reply by {points:.1f} points, beyond chance at 95%."
+        verdict = (
+            f"The model beats the longer reply by {points:.1f} points, and the 95% interval "
+            "excludes chance."
+        )
     elif share.high < longer:
         verdict = f"Always taking the longer reply is better by {-points:.1f} points."
     elif share.low <= 0.5 <= share.high:
-        verdict = "On these pairs the model cannot be told from a coin."
+        verdict = "On these pairs the model cannot be distinguished from random guessing."
     else:
         verdict = (
             f"The model is {abs(points):.1f} points {'above' if points >= 0 else 'below'} the "
-            "longer reply; so few pairs cannot tell the two apart."
+            "longer reply, but there are too few pairs to distinguish the two."
         )
     return figures, verdict
 
 
-def _of_ratings(each: Heldout) -> tuple[list[tuple[str, str]], str]:
-    """Compare the mean Pearson correlation of rewards and labels with that of length alone."""
-    predictions = each.predictions
-    found = {
-        name: _correlation(predictions.rewards[:, column], predictions.labels[:, column])
+def _judge_ratings(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
+    """Compare Pearson's r of rewards and labels with |r| of length and labels.
+
+    Both are means over attributes. Returns the figures and a verdict.
+    """
+    predictions = heldout.predictions
+    count = len(predictions.rows)
+    correlations = {
+        name: _correlate(predictions.rewards[:, column], predictions.labels[:, column])
         for column, name in enumerate(predictions.attributes)
     }
-    known = {name: value for name, value in found.items() if not np.isnan(value)}
-    if not known:
-        return [(str(len(predictions.rows)), "rated replies")], "No attribute has labels that vary."
-    mean = float(np.mean(list(known.values())))
-    length, unit = _length_alone(each)
-    how_many = f"{len(predictions.rows)} rated replies"
-    over = f", mean of {len(known)} attributes" if len(known) > 1 else ""
-    figures = [(f"{mean:.3f}", f"Pearson's r of reward and label on {how_many}{over}")]
-    said = []
+    defined = {name: value for name, value in correlations.items() if not np.isnan(value)}
+    if not defined:
+        return [(str(count), "rated replies")], "No attribute has labels that vary."
+    mean = float(np.mean(list(defined.values())))
+    length, unit = _measure_length_baseline(heldout)
+    mean_of = f", mean of {len(defined)} attributes" if len(defined) > 1 else ""
+    figures = [
+        (f"{mean:.3f}", f"Pearson's r of reward and label on {count} rated replies{mean_of}")
+    ]
+    sentences = []
     if not np.isnan(length):
-        what = f"|r| of length and label: the length of the reply alone, in {unit}"
-        figures.append((f"{length:.3f}", what))
-        said.append(f"The model is {'above' if mean > length else 'not above'} length alone.")
-    if len(known) > 1:
-        best, worst = max(known, key=lambda n: known[n]), min(known, key=lambda n: known[n])
-        said.append(
-            f"It follows the labels of {best} most closely (r {known[best]:.3f}) and those of "
-            f"{worst} least (r {known[worst]:.3f})."
+        meaning = f"|r| of length and label: the length of the reply alone, in {unit}"
+        figures.append((f"{length:.3f}", meaning))
+        comparison = "above" if mean > length else "not above"
+        sentences.append(f"The model is {comparison} length alone.")
+    if len(defined) > 1:
+        best = max(defined, key=lambda name: defined[name])
+        worst = min(defined, key=lambda name: defined[name])
+        sentences.append(
+            f"It follows the labels of {best} most closely (r {defined[best]:.3f}) and those of "
+            f"{worst} least (r {defined[worst]:.3f})."
         )
-    return figures, " ".join(said)
+    return figures, " ".join(sentences)
 
 
-def _length_alone(each: Heldout) -> tuple[float, str]:
-    """Return the mean |r| of labels and length, and the unit of length: tokens where recorded."""
-    recorded = each.metric("length_only_pearson_mean")
-    if recorded is not None:
-        return recorded, each.length_unit()
-    lengths = each.predictions.lengths.astype(float).ravel()
-    labels = each.predictions.labels.T
-    return nanmean(abs(_correlation(lengths, own)) for own in labels), "characters"
+def _measure_length_baseline(heldout: Heldout) -> tuple[float, str]:
+    """Return the mean |r| of labels and length, and the unit of length.
+
+    The logged value is preferred, which usually counts tokens; else length is in characters.
+    """
+    logged = heldout.metric("length_only_pearson_mean")
+    if logged is not None:
+        return logged, heldout.length_unit()
+    lengths = heldout.predictions.lengths.astype(float).ravel()
+    columns = heldout.predictions.labels.T
+    return nanmean(abs(_correlate(lengths, labels)) for labels in columns), "characters"
 
 
-def _correlation(values: np.ndarray, labels: np.ndarray) -> float:
+def _correlate(values: np.ndarray, labels: np.ndarray) -> float:
+    """Compute Pearson's r over the entries ``[N]`` where both are present; NaN if undefined."""
     present = ~np.isnan(labels) & ~np.isnan(values)
-    own = (torch.from_numpy(each[present]) for each in (values, labels))
-    return correlation(*own)
+    return correlation(torch.from_numpy(values[present]), torch.from_numpy(labels[present]))
 
 
-def _on_one_line(mistake: Mistake) -> str:
+def _describe_in_one_line(mistake: Mistake) -> str:
     prompt = question_of(mistake.texts[0][1])
-    asked = f"\u201c{_short(said(prompt[-1]))}\u201d: " if prompt else ""
-    replies = [f"{side} \u201c{_short(reply_of(text))}\u201d" for side, text in mistake.texts]
-    return f"{asked}{', '.join(replies)} ({mistake.about})"
+    question = f"\u201c{_shorten(said(prompt[-1]))}\u201d: " if prompt else ""
+    replies = [f"{side} \u201c{_shorten(reply_of(text))}\u201d" for side, text in mistake.texts]
+    return f"{question}{', '.join(replies)} ({mistake.about})"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _MOST_OF_A_LINE else f"{line[: _MOST_OF_A_LINE - 1]}\u2026"
+    return line if len(line) <= _MAX_QUOTE_LENGTH else f"{line[: _MAX_QUOTE_LENGTH - 1]}\u2026"

@@ -1,4 +1,8 @@
-"""Input of a report: a run's folder, or the files that ``nemo-aligner evaluate`` wrote."""
+"""Input of a report: a run's folder, or the files that ``nemo-aligner evaluate`` wrote.
+
+``read_report`` reads either as a ``RunReport``. The file also computes what several sections need
+from held-out predictions: accuracy by source, and the list of mistakes.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +31,28 @@ from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.training.tracking import read_metrics
 from nemo_aligner.utils.errors import DataError
 
-_WANTED = (
+_EXPECTED = (
     "wanted the folder of a training run, or a file that evaluate's output or output_rewards wrote"
 )
-# Keys of a JSON file that are not settings of an evaluation.
-_RESULTS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "task")
+# Keys of an evaluation's JSON file that hold results; all other keys describe the evaluation.
+_RESULT_KEYS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "task")
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """Facts about a run or an evaluation; unknown ones are empty.
+    """What is known about a training run, an evaluation or a benchmark; the rest is empty.
 
     Attributes:
-        name: what legends call it.
-        kind: what it is, for people.
-        curves: of every logged metric the steps and the values.
-        predictions: of held-out sets, by their names.
-        metrics: of an evaluation.
-        rows: of a benchmark.
-        robustness: what changes of style did, if that was checked.
-        facts: see ``training/resume.py``; of an evaluation what it says of itself.
-        settings: flat, by key.
+        name: its name in legends and tables.
+        kind: what it is, for people, such as ``training run``.
+        curves: steps and values of every logged metric, by the metric's name.
+        predictions: predictions on held-out sets, by the set's name.
+        metrics: metrics of an evaluation, by name; None for a metric without a value.
+        rows: figures of a benchmark.
+        robustness: results of the robustness check; None if it was not run.
+        facts: other facts, such as data files, versions and the scoring contract. Those of a run
+            are written by ``training/resume.py``.
+        settings: all settings by their dotted keys.
     """
 
     name: str
@@ -64,66 +69,72 @@ class RunReport:
 def read_report(path: Path) -> RunReport:
     """Read a run's folder, or the files of an evaluation.
 
-    A file of ``output_rewards`` and one of ``output`` belong together where they stand beside each
-    other and differ in their endings alone.
+    The files of ``output`` (``NAME.json``) and ``output_rewards`` (``NAME.jsonl``) belong together
+    if they are in the same folder and have the same ``NAME``; naming one of them reads both.
 
     Raises:
-        DataError: it is neither.
+        DataError: ``path`` does not exist, or is neither.
     """
     if path.is_dir():
         return _read_run(path)
     if not path.is_file():
-        raise DataError(f"{path}: it is not there, {_WANTED}")
-    pair = [path.with_suffix(".json"), path.with_suffix(".jsonl")]
-    if path not in pair:
-        raise DataError(f"{path}: got a file {path.suffix or path.name}, {_WANTED} (.json, .jsonl)")
+        raise DataError(f"{path}: there is no such file; {_EXPECTED}")
+    results_path, rewards_path = path.with_suffix(".json"), path.with_suffix(".jsonl")
+    if path not in (results_path, rewards_path):
+        raise DataError(
+            f"{path}: got a file {path.suffix or path.name}; {_EXPECTED} (.json, .jsonl)"
+        )
     name = path.stem
-    found = _read_results(pair[0]) if pair[0].is_file() else RunReport(name, "evaluation")
-    if pair[1].is_file():
-        found = replace(found, predictions={name: read_predictions(pair[1])})
-    return found
+    report = RunReport(name, "evaluation")
+    if results_path.is_file():
+        report = _read_results(results_path)
+    if rewards_path.is_file():
+        report = replace(report, predictions={name: read_predictions(rewards_path)})
+    return report
 
 
 def _read_run(folder: Path) -> RunReport:
     config = folder / CONFIG_NAME
     if not config.is_file() or not (folder / METRICS_NAME).is_file():
         missing = METRICS_NAME if config.is_file() else CONFIG_NAME
-        raise DataError(f"{folder}: got a folder without {missing}, {_WANTED}")
+        raise DataError(f"{folder}: the folder has no {missing}; {_EXPECTED}")
     files = sorted((folder / HELDOUT_NAME).glob("*.jsonl"))
-    found = RunReport(
+    report = RunReport(
         name=folder.resolve().name,
         kind="training run",
-        curves=_curves(folder / METRICS_NAME),
+        curves=_read_curves(folder / METRICS_NAME),
         predictions={path.stem: read_predictions(path) for path in files},
-        settings=flatten(_yaml(config)),
+        settings=flatten(_read_yaml(config)),
     )
     facts = folder / FACTS_NAME
     if facts.is_file():
-        found = replace(found, facts=_object(facts))
-    robustness = folder / ROBUSTNESS_NAME
-    # Only its robustness: for everything else the run has figures of its own.
-    return replace(found, robustness=_robustness(robustness)) if robustness.is_file() else found
+        report = replace(report, facts=_read_json_object(facts))
+    evaluation = folder / ROBUSTNESS_NAME
+    # Take only the robustness from this evaluation, because the run has its own metrics.
+    if evaluation.is_file():
+        report = replace(report, robustness=_read_robustness(evaluation))
+    return report
 
 
-def _robustness(path: Path) -> Robustness | None:
-    """Read robustness from an evaluation's ``output``; None without ``robustness_pairs``."""
-    content = _object(path)
+def _read_robustness(path: Path) -> Robustness | None:
+    """Read the robustness results in the ``output`` of an evaluation; None if it has none."""
+    content = _read_json_object(path)
     if "robustness" not in content:
         return None
     try:
         return read_robustness(content["robustness"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path}: robustness: wanted what evaluate's robustness_pairs writes "
+            f"{path}: robustness: it is not in the form that evaluate's robustness_pairs writes "
             f"({type(error).__name__}: {error})"
         ) from error
 
 
 def _read_results(path: Path) -> RunReport:
-    content = _object(path)
+    content = _read_json_object(path)
     if not any(key in content for key in ("metrics", "rows")):
-        raise DataError(f"{path}: got keys {', '.join(content)[:80] or 'none'}, {_WANTED}")
-    facts = {key: value for key, value in content.items() if key not in _RESULTS}
+        raise DataError(f"{path}: got the keys {', '.join(content)[:80] or 'none'}; {_EXPECTED}")
+    facts = {key: value for key, value in content.items() if key not in _RESULT_KEYS}
     if counts := content.get("counts") or content.get("left_out"):
         facts["counts"] = counts
     is_benchmark = "task" in content
@@ -131,23 +142,23 @@ def _read_results(path: Path) -> RunReport:
         name=path.stem,
         kind=f"benchmark {content['task']}" if is_benchmark else "evaluation",
         metrics=content.get("metrics", {}),
-        rows=_task_rows(path, content.get("rows", ())) if is_benchmark else (),
-        robustness=_robustness(path),
+        rows=_build_task_rows(path, content.get("rows", ())) if is_benchmark else (),
+        robustness=_read_robustness(path),
         facts=facts,
     )
 
 
-def _task_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[TaskRow]:
+def _build_task_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[TaskRow]:
     try:
         return [TaskRow(**{**row, "level": Level(row["level"])}) for row in rows]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path}: rows: wanted the figures of a benchmark, as evaluate writes them "
+            f"{path}: rows: they are not in the form that evaluate writes for a benchmark "
             f"({type(error).__name__}: {error})"
         ) from error
 
 
-def _curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
+def _read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for row in read_metrics(path):
         for name, value in row.items():
@@ -158,29 +169,31 @@ def _curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     return curves
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(f"{path}: the file cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: got {type(content).__name__}, wanted a JSON object")
     return content
 
 
-def _yaml(path: Path) -> Mapping[str, Any]:
+def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(f"{path}: the file cannot be read: {error}") from error
 
 
-def name_apart(reported: Sequence[RunReport]) -> list[RunReport]:
-    """Number equal names, so that no two are the same."""
-    names = [each.name for each in reported]
+def number_equal_names(reports: Sequence[RunReport]) -> list[RunReport]:
+    """Append a number to names that occur more than once, so that all names differ."""
+    names = [report.name for report in reports]
     return [
-        replace(each, name=f"{each.name} ({number})") if names.count(each.name) > 1 else each
-        for number, each in enumerate(reported, start=1)
+        replace(report, name=f"{report.name} ({number})")
+        if names.count(report.name) > 1
+        else report
+        for number, report in enumerate(reports, start=1)
     ]
 
 
@@ -189,7 +202,7 @@ def name_apart(reported: Sequence[RunReport]) -> list[RunReport]:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Share of a source's pairs that are right, with its 95% interval (Wilson 1927)."""
+    """Accuracy on the pairs of a source, with its 95% interval (Wilson 1927)."""
 
     source: str
     pairs: int
@@ -200,7 +213,14 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class Mistake:
-    """Record that the model got wrong: its rewards in words, and its texts by side."""
+    """A record that the model got wrong.
+
+    Attributes:
+        record: its file and line.
+        source: its source; "" if it names none.
+        about: rewards and margin, or reward and label, as text.
+        texts: (side, sample) for each sample; the side is ``chosen``, ``rejected`` or ``response``.
+    """
 
     record: str
     source: str
@@ -208,27 +228,27 @@ class Mistake:
     texts: tuple[tuple[str, Text], ...]
 
 
-def shares(pairs: Predictions) -> list[SourceShare]:
-    """Compute accuracy on all pairs, and on every source if there are several."""
-    found = []
+def compute_shares(pairs: Predictions) -> list[SourceShare]:
+    """Compute the accuracy on all pairs, and on each source if there are several."""
+    rows = []
     for source, indices in pairs.by_source():
         right = pairs.right[indices]
         low, high = wilson_interval(float(right.sum()), right.size)
-        found.append(SourceShare(source, right.size, float(right.mean()), low, high))
-    return found
+        rows.append(SourceShare(source, right.size, float(right.mean()), low, high))
+    return rows
 
 
-def mistakes(predictions: Predictions, most: int) -> list[Mistake]:
-    """List the worst: of pairs the most negative margins, of ratings the largest errors."""
+def list_mistakes(predictions: Predictions, count: int) -> list[Mistake]:
+    """List the ``count`` worst mistakes: the most negative margins, or the largest errors."""
     if predictions.is_rated:
-        return list(_far_ratings(predictions, most))
-    named = zip(predictions.names, predictions.rows, strict=True)
-    wrong = [(name, row) for name, row in named if row.right < 0.5]
-    wrong.sort(key=lambda pair: pair[1].margin)
-    return [_wrong_pair(name, row) for name, row in wrong[:most]]
+        return list(_list_rating_errors(predictions, count))
+    named_rows = zip(predictions.names, predictions.rows, strict=True)
+    wrong = [(name, row) for name, row in named_rows if row.right < 0.5]
+    wrong.sort(key=lambda named_row: named_row[1].margin)
+    return [_describe_wrong_pair(name, row) for name, row in wrong[:count]]
 
 
-def _wrong_pair(name: str, row: Prediction) -> Mistake:
+def _describe_wrong_pair(name: str, row: Prediction) -> Mistake:
     (chosen, rejected), texts = row.closest, row.item.texts
     about = (
         f"margin {row.margin:+.3f}: chosen {row.rewards[chosen]:.3f}, "
@@ -238,10 +258,10 @@ def _wrong_pair(name: str, row: Prediction) -> Mistake:
     return Mistake(name, row.item.source, about, sides)
 
 
-def _far_ratings(rated: Predictions, most: int) -> Iterator[Mistake]:
-    """Yield ratings by the largest error among their attributes."""
+def _list_rating_errors(rated: Predictions, count: int) -> Iterator[Mistake]:
+    """Yield the ratings with the largest errors; an error is the largest over the attributes."""
     errors = np.nan_to_num(np.abs(rated.rewards - rated.labels))
-    for index in np.argsort(-errors.max(axis=1), kind="stable")[:most]:
+    for index in np.argsort(-errors.max(axis=1), kind="stable")[:count]:
         column, row = int(errors[index].argmax()), rated.rows[index]
         if errors[index, column] > 0:
             reward, label = rated.rewards[index, column], rated.labels[index, column]

@@ -1,4 +1,18 @@
-"""Benchmarks: ``TASKS`` is the registry, by name."""
+"""Benchmarks of reward models; ``TASKS`` is the registry by name.
+
+``run_task`` (in ``nemo_aligner/evaluation``) reads a benchmark's file, scores its items and asks
+the benchmark for its verdicts and figures.
+
+- ``base``: the class ``Task``, which every benchmark is an instance of, and shared functions.
+- ``pair_sets``: pairs of a right and a wrong reply: JudgeBench, LLMBar, Auto-J, HumanEvalPack, HHH
+  and RM-Bench.
+- ``rewardbench``: RewardBench and RewardBench 2, including its score for ties.
+- ``best_of_n``: several replies to a prompt: best of n, and PPE's correctness sets.
+- ``step_sets``: verdicts on the steps of solutions: ProcessBench and PRMBench.
+
+To add a benchmark, define a ``Task`` in a file here, add it to ``TASKS``, and add its row to
+docs/evaluation.md.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +54,10 @@ def find_task(name: str) -> Task:
     """Find a benchmark by name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no benchmark has this name.
     """
     if name not in TASKS:
-        near = suggestion(name, TASKS)
-        meant = "" if near is None else f" (did you mean {near}?)"
-        raise ConfigError(f"task: got {name!r}{meant}, wanted one of {', '.join(TASKS)}")
+        nearest = suggestion(name, TASKS)
+        hint = "" if nearest is None else f" (did you mean {nearest}?)"
+        raise ConfigError(f"task: got {name!r}{hint}, wanted one of {', '.join(TASKS)}")
     return TASKS[name]

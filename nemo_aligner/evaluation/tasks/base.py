@@ -1,4 +1,8 @@
-"""Benchmark protocol: how a file is read, what a right verdict is, and how they add up."""
+"""What a benchmark consists of (``Task``), and functions that several benchmarks share.
+
+A benchmark reads items from its file, judges the rewards of each item, and summarises the verdicts
+as the figures of its table. ``run_task`` runs these three parts in this order.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from nemo_aligner.utils.errors import DataError
 
 
 class Level(str, Enum):
+    """What a figure covers: one subset, a section of several subsets, or the whole benchmark."""
+
     subset = "subset"
     section = "section"
     overall = "overall"
@@ -24,7 +30,15 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class TaskRow:
-    """Figure of a benchmark; with its 95% interval if it is a mean over ``count`` items."""
+    """A figure of a benchmark, one row of its table.
+
+    Attributes:
+        level: what it covers.
+        name: name of the row.
+        value: the figure.
+        count: number of items that it is over; None for a mean of other figures.
+        low, high: its 95% interval; None if there is none.
+    """
 
     level: Level
     name: str
@@ -39,17 +53,20 @@ class Task:
     """A benchmark.
 
     Attributes:
-        name: value of ``task=``.
+        name: value of the setting ``task``.
         file: where the file is published, for error messages.
-        read: makes an item, or several, of one object of the file; None for one without a verdict.
-        judge: credit for the rewards of an item, by the benchmark's rule.
-        summarise: the benchmark's figures, in the order of its table.
-        sample: an object of the file.
-        of_name: keys that objects lack and the file's name (without its ending) has.
-        reads_steps: the rewards of an item, which has one text, are those of its steps, and
-            ``judge`` gets them less the threshold from which on a step is right.
-        choose: of steps, the threshold that is best for items and their rewards ``[S]``, and the
-            figure that it is best by.
+        read: converts one object of the file to an item or several; None for an object without a
+            verdict, such as a human tie.
+        judge: computes the credit for an item from its rewards, by the benchmark's rule.
+        summarise: computes the figures of the benchmark, in the order of its table.
+        sample: an example object of the file.
+        keys_from_name: returns keys that the objects lack, from the file's name without its
+            ending, such as the subset of ``gsm8k.json``.
+        reads_steps: True if the benchmark judges steps. An item then has one sample, its rewards
+            ``[S]`` are those of the sample's steps, and ``judge`` gets them minus the threshold
+            from which a step is right.
+        choose: chooses the best threshold for steps from items and their rewards ``[S]``; returns
+            the threshold and the figure that it maximises. None if the benchmark has no such rule.
     """
 
     name: str
@@ -58,95 +75,123 @@ class Task:
     judge: Callable[[Item, np.ndarray], float]
     summarise: Callable[[Sequence[Prediction]], list[TaskRow]]
     sample: dict[str, Any]
-    of_name: Callable[[str], dict[str, Any]] = lambda stem: {}
+    keys_from_name: Callable[[str], dict[str, Any]] = lambda stem: {}
     reads_steps: bool = False
     choose: Callable[[Sequence[Item], Sequence[np.ndarray]], tuple[float, float]] | None = None
 
 
-def asked(prompt: Any, reply: Any, key: str) -> Text:
-    """Conversation of a prompt (a string or messages) and a reply.
+def build_conversation(prompt: Any, reply: Any, key: str) -> Text:
+    """Build a conversation of a prompt (a string or messages) and a reply.
+
+    Args:
+        key: key of the reply in the file, for error messages.
 
     Raises:
-        DataError: they do not make one.
+        DataError: the prompt or the reply is not valid.
     """
     if not isinstance(reply, str):
-        raise DataError(f"{key}: got {reply!r:.60} to {prompt!r:.60}, wanted a reply to a prompt")
+        raise DataError(f"{key}: got {reply!r:.60} as the reply to {prompt!r:.60}, wanted a string")
     return read_conversation(prompt, reply, key)
 
 
-def labelled_item(
+def read_labelled_item(
     value: dict[str, Any],
     prompt_key: str,
     orders: Mapping[Any, tuple[str, str] | None],
     name: str = "",
     subset: str = "",
 ) -> Item | None:
-    """Item of two replies; ``orders`` maps a label to their fields, the right one's first.
+    """Read an item of two replies and a label that says which of them is right.
 
-    None if it maps the label to None: a human tie has no verdict to get right.
+    Args:
+        value: object of the file, with the key ``label``.
+        prompt_key: key of the prompt.
+        orders: maps each label to the keys of the two replies, the right one's first; or to None
+            for a human tie, which has no verdict to get right.
+        name: identifier of the item.
+        subset: subset of the benchmark.
+
+    Returns:
+        The item; None for a human tie.
 
     Raises:
-        DataError: ``orders`` does not have the label.
+        DataError: the label is not one of ``orders``, or a reply is not valid.
     """
     label = value["label"]
-    if label not in [*orders]:  # a list: the label may be any JSON value, also an unhashable one
-        *others, last = map(str, orders)
-        raise DataError(f"label: got {label!r:.60}, wanted {', '.join(others)} or {last}")
+    # Search a list, because the label may be any JSON value, even one that cannot be hashed.
+    if label not in [*orders]:
+        *first_labels, last_label = map(str, orders)
+        raise DataError(
+            f"label: got {label!r:.60}, wanted {', '.join(first_labels)} or {last_label}"
+        )
     sides = orders[label]
     if sides is None:
         return None
-    return Item(name, subset, tuple(asked(value[prompt_key], value[side], side) for side in sides))
+    prompt = value[prompt_key]
+    samples = tuple(build_conversation(prompt, value[side], side) for side in sides)
+    return Item(name, subset, samples)
 
 
-def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
-    """Texts of the lists ``chosen`` and then ``rejected``, each of ``count`` replies.
+def read_listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
+    """Read the samples of the lists of replies ``chosen`` and then ``rejected``.
+
+    Args:
+        value: object of the file, with the key ``prompt``.
+        count: length that each list must have; None for any length but 0.
 
     Raises:
-        DataError: one of them is not such a list.
+        DataError: one of the two is not such a list.
     """
     texts: list[Text] = []
     for key in ("chosen", "rejected"):
         replies = value[key]
         if not isinstance(replies, list) or not replies or len(replies) != (count or len(replies)):
-            wanted = "replies" if count is None else f"{count} replies"
-            raise DataError(f"{key}: got {replies!r:.60}, wanted a list of {wanted}")
-        texts += [asked(value["prompt"], reply, key) for reply in replies]
+            expected = "replies" if count is None else f"{count} replies"
+            raise DataError(f"{key}: got {replies!r:.60}, wanted a list of {expected}")
+        texts += [build_conversation(value["prompt"], reply, key) for reply in replies]
     return tuple(texts)
 
 
 def first_is_above(item: Item, rewards: np.ndarray) -> float:
-    """1 if the right one of two replies has the higher reward.
+    """Judge a pair ``[2]``: 1 if its first reply, the right one, has the higher reward, else 0.
 
-    A tie is wrong, as in RewardBench; elsewhere in this package it is half right.
+    A tie counts 0, as in RewardBench. Elsewhere in this package a tie counts one half.
     """
     return float(rewards[0] > rewards[1])
 
 
-def share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
-    """Share that is right, with its 95% Wilson interval."""
-    right = sum(each.right for each in predictions)
+def build_share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
+    """Build the row of the share that is right, with its 95% Wilson interval."""
+    right = sum(prediction.right for prediction in predictions)
     low, high = wilson_interval(right, len(predictions))
     return TaskRow(level, name, right / len(predictions), len(predictions), low, high)
 
 
-def subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """Share of every subset, by name."""
-    return [share_row(Level.subset, name, some) for name, some in by_subset(predictions).items()]
+def build_subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    """Build one ``build_share_row`` for each subset, in the order of their names."""
+    return [
+        build_share_row(Level.subset, name, members)
+        for name, members in group_by_subset(predictions).items()
+    ]
 
 
-def by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
-    """Predictions of every subset, by name."""
-    found: dict[str, list[Prediction]] = {}
-    for each in sorted(predictions, key=lambda one: one.item.source):
-        found.setdefault(each.item.source, []).append(each)
-    return found
+def group_by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+    """Group predictions by subset, in the order of the subsets' names."""
+    subsets: dict[str, list[Prediction]] = {}
+    for prediction in sorted(predictions, key=lambda prediction: prediction.item.source):
+        subsets.setdefault(prediction.item.source, []).append(prediction)
+    return subsets
 
 
-def pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """Rows of a benchmark of pairs without sections: its subsets, if several, and all pairs."""
-    rows = subset_rows(predictions)
-    return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", predictions)]
+def build_pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    """Build the rows of a benchmark of pairs without sections: its subsets, and all pairs.
+
+    If there is only one subset, it has no row.
+    """
+    rows = build_subset_rows(predictions)
+    return [*(rows if len(rows) > 1 else []), build_share_row(Level.overall, "all", predictions)]
 
 
 def mean_of(rows: Iterable[TaskRow]) -> float:
+    """Compute the mean of the rows' values."""
     return float(np.mean([row.value for row in rows]))

@@ -1,4 +1,7 @@
-"""Benchmarks of pairs: JudgeBench, LLMBar, Auto-J, HumanEvalPack, HHH and RM-Bench."""
+"""Benchmarks of pairs: JudgeBench, LLMBar, Auto-J, HumanEvalPack, HHH and RM-Bench.
+
+Each has a function that reads an object of its file, and a ``Task`` at the end of its section.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from nemo_aligner.evaluation.tasks.base import (
     Level,
     Task,
     TaskRow,
-    asked,
-    by_subset,
+    build_conversation,
+    build_pair_rows,
+    build_share_row,
     first_is_above,
-    labelled_item,
-    listed_replies,
+    group_by_subset,
     mean_of,
-    pair_rows,
-    share_row,
+    read_labelled_item,
+    read_listed_replies,
 )
 from nemo_aligner.utils.errors import DataError
 
-# JudgeBench (Tan et al. 2024, arXiv 2410.12784): two replies, one of them objectively right.
+# JudgeBench (Tan et al. 2024, arXiv 2410.12784): two replies, one of which is objectively right.
 #
-# Its sources form four categories. The benchmark asks judges in both orders against position bias;
-# rewards have no such bias, so each pair is scored once.
+# Its sources form four categories. The benchmark presents each pair to a judge in both orders,
+# because judges have a position bias. Rewards have none, so each pair is scored once.
 
 _CATEGORIES = {
     "mmlu-pro": "knowledge",
@@ -42,7 +45,9 @@ _JUDGEBENCH_ORDERS = {"A>B": ("response_A", "response_B"), "B>A": ("response_B",
 def _read_judgebench(value: dict[str, Any]) -> Item | None:
     source = str(value["source"])
     category = next((name for key, name in _CATEGORIES.items() if source.startswith(key)), source)
-    return labelled_item(value, "question", _JUDGEBENCH_ORDERS, str(value["pair_id"]), category)
+    return read_labelled_item(
+        value, "question", _JUDGEBENCH_ORDERS, str(value["pair_id"]), category
+    )
 
 
 JUDGEBENCH = Task(
@@ -50,7 +55,7 @@ JUDGEBENCH = Task(
     file="ScalerLab/JudgeBench, splits gpt and claude",
     read=_read_judgebench,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={
         "pair_id": "1",
         "source": "livebench-math",
@@ -62,13 +67,13 @@ JUDGEBENCH = Task(
 )
 
 
-# LLMBar (Zeng et al. 2023, arXiv 2310.07641): one of two outputs follows the instruction.
+# LLMBar (Zeng et al. 2023, arXiv 2310.07641): two outputs, one of which follows the instruction.
 
 _LLMBAR_ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
 
 
 def _read_llmbar(value: dict[str, Any]) -> Item | None:
-    return labelled_item(value, "input", _LLMBAR_ORDERS)
+    return read_labelled_item(value, "input", _LLMBAR_ORDERS)
 
 
 LLMBAR = Task(
@@ -76,20 +81,20 @@ LLMBAR = Task(
     file="princeton-nlp/LLMBar, a dataset.json of Dataset/",
     read=_read_llmbar,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={"input": "2+2?", "output_1": "5", "output_2": "4", "label": 2},
 )
 
 
 # Auto-J's pairs (Li et al. 2023, arXiv 2310.05470): two responses in one of 58 scenarios.
 #
-# Label 2 is a human tie. Such pairs have no verdict to get right and are left out.
+# Label 2 is a human tie. Such pairs have no right reply, so they are dropped.
 
 _AUTOJ_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1"), 2: None}
 
 
 def _read_autoj(value: dict[str, Any]) -> Item | None:
-    return labelled_item(value, "prompt", _AUTOJ_ORDERS, subset=str(value["scenario"]))
+    return read_labelled_item(value, "prompt", _AUTOJ_ORDERS, subset=str(value["scenario"]))
 
 
 AUTOJ = Task(
@@ -97,7 +102,7 @@ AUTOJ = Task(
     file="GAIR-NLP/auto-j, testdata_pairwise.jsonl (autoj_pairwise.json of prometheus-eval)",
     read=_read_autoj,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={
         "scenario": "math_reasoning",
         "prompt": "2+2?",
@@ -108,18 +113,18 @@ AUTOJ = Task(
 )
 
 
-# HumanEvalPack (Muennighoff et al. 2023, arXiv 2308.07124): a solution against one with a bug.
+# HumanEvalPack (Muennighoff et al. 2023, arXiv 2308.07124): a correct solution and one with a bug.
 #
-# Both replies begin with the problem's own code (its ``prompt``), as in RewardBench's ``hep-*``
-# subsets.
+# Both replies begin with the code that the problem gives (its ``prompt``), as in the ``hep-*``
+# subsets of RewardBench.
 
 _SIDES = ("canonical_solution", "buggy_solution")
 
 
 def _read_humanevalpack(value: dict[str, Any]) -> Item:
+    question, code = value["instruction"], read_string(value, "prompt")
     texts = tuple(
-        asked(value["instruction"], read_string(value, "prompt") + read_string(value, side), side)
-        for side in _SIDES
+        build_conversation(question, code + read_string(value, side), side) for side in _SIDES
     )
     name = str(value["task_id"])
     return Item(name, name.partition("/")[0], texts, is_code=True)
@@ -130,7 +135,7 @@ HUMANEVALPACK = Task(
     file="bigcode/humanevalpack, a file of data/",
     read=_read_humanevalpack,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={
         "task_id": "Python/0",
         "instruction": "Write `double(x)`.",
@@ -141,29 +146,27 @@ HUMANEVALPACK = Task(
 )
 
 
-# HHH (Askell et al. 2021, arXiv 2112.00861): one of two replies is more helpful, honest, harmless.
+# HHH (Askell et al. 2021, arXiv 2112.00861): of two replies one is more helpful, honest, harmless.
 #
-# ``input`` begins with the user's turn, without a mark; later turns begin with a paragraph
+# ``input`` begins with the user's turn, which has no mark. Each later turn begins with a paragraph
 # ``Human:`` or ``Assistant:``.
 
 
 def _read_hhh(value: dict[str, Any]) -> Item:
     prompt = turns_of(f"\n\nHuman: {read_string(value, 'input')}", "input")
-    right, wrong = _ordered(value["targets"])
-    return Item("", "", (asked(prompt, right, "choices"), asked(prompt, wrong, "choices")))
+    choices = _order_choices(value["targets"])
+    return Item("", "", tuple(build_conversation(prompt, choice, "choices") for choice in choices))
 
 
-def _ordered(targets: Any) -> tuple[Any, Any]:
-    """Choices, the one labelled 1 first."""
+def _order_choices(targets: Any) -> tuple[Any, Any]:
+    """Return the two choices, first the one with label 1."""
     try:
         choices, labels = targets["choices"], targets["labels"]
         (first, second), right = choices, labels.index(1)
     except (TypeError, KeyError, ValueError, AttributeError):
         labels = None
     if labels not in ([0, 1], [1, 0]):
-        raise DataError(
-            f"targets: got {targets!r:.60}, wanted two choices, and labels of which one is 1"
-        )
+        raise DataError(f"targets: got {targets!r:.60}, wanted two choices, and the labels 0 and 1")
     return (second, first) if right else (first, second)
 
 
@@ -172,18 +175,18 @@ HHH = Task(
     file="HuggingFaceH4/hhh_alignment, configurations harmless, helpful, honest and other",
     read=_read_hhh,
     judge=first_is_above,
-    summarise=pair_rows,
+    summarise=build_pair_rows,
     sample={"input": "2+2?", "targets": {"choices": ["5", "4"], "labels": [0, 1]}},
 )
 
 
-# RM-Bench (Liu et al. 2024, arXiv 2410.16184): right against wrong replies in three styles.
+# RM-Bench (Liu et al. 2024, arXiv 2410.16184): right and wrong replies in three styles.
 #
-# Each reply comes concise, detailed, and detailed with markdown. Normal compares replies of the
-# same style, hard a plainer right reply with a fancier wrong one, and easy a fancier right reply
-# with a plainer wrong one. As in the original ``compute_accuracy`` (THU-KEG/RM-Bench,
-# scripts/utils.py), all items of ``safety-...`` form one domain, and easy, normal, hard and the
-# total are means over the four domains.
+# Each reply is given in three styles: concise, detailed, and detailed with markdown. "Normal"
+# compares replies of the same style, "hard" a plainer right reply with a fancier wrong one, and
+# "easy" a fancier right reply with a plainer wrong one. As in the original ``compute_accuracy``
+# (THU-KEG/RM-Bench, scripts/utils.py), all items of ``safety-...`` form one domain, and easy,
+# normal, hard and the total are means over the four domains.
 
 _STYLES = 3
 _DIFFICULTIES = ("easy", "normal", "hard")
@@ -192,39 +195,48 @@ _DOMAINS = ("chat", "math", "code", _SAFETY)
 
 
 def _read_rm_bench(value: dict[str, Any]) -> Item:
-    texts = listed_replies(value, _STYLES)
+    texts = read_listed_replies(value, _STYLES)
     return Item(str(value["id"]), str(value["domain"]), texts, _STYLES)
 
 
-def _domain_of(stem: str) -> dict[str, str]:
-    """Take the domain from the name of a file, as ``safety-refuse_filtered.json``."""
-    domain, _, rest = stem.partition("_")
-    is_known = rest == "filtered" and domain.partition("-")[0] in _DOMAINS
-    return {"domain": domain} if is_known else {}
+def _read_domain(stem: str) -> dict[str, str]:
+    """Read the domain from a file's name without ending, such as ``safety-refuse_filtered``."""
+    domain, _, suffix = stem.partition("_")
+    is_domain = suffix == "filtered" and domain.partition("-")[0] in _DOMAINS
+    return {"domain": domain} if is_domain else {}
 
 
-def _wins(rewards: np.ndarray) -> np.ndarray:
-    """``[3, 3]`` bool: the right reply of the row's style beats the wrong one of the column's."""
+def _compute_wins(rewards: np.ndarray) -> np.ndarray:
+    """Compare rewards ``[6]`` by style: ``[3, 3]`` bool.
+
+    Entry (i, j) is True if the right reply of style i has a higher reward than the wrong reply of
+    style j.
+    """
     return rewards[:_STYLES, None] > rewards[None, _STYLES:]
 
 
 def _judge_rm_bench(item: Item, rewards: np.ndarray) -> float:
-    return float(_wins(rewards).mean())
+    return float(_compute_wins(rewards).mean())
 
 
 def _summarise_rm_bench(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows, domains = [], dict[str, list[TaskRow]]()
-    for name, some in by_subset(predictions).items():
-        domains[name] = [share_row(Level.subset, name, some), *_by_difficulty(name, some)]
+    for name, members in group_by_subset(predictions).items():
+        domains[name] = [
+            build_share_row(Level.subset, name, members),
+            *_difficulty_rows(name, members),
+        ]
         rows += domains[name]
-    safety = [each for each in predictions if each.item.source.startswith(_SAFETY)]
+    safety = [
+        prediction for prediction in predictions if prediction.item.source.startswith(_SAFETY)
+    ]
     if safety and _SAFETY not in domains:
-        whole = share_row(Level.section, _SAFETY, safety)
-        domains[_SAFETY] = [whole, *_by_difficulty(_SAFETY, safety)]
+        safety_row = build_share_row(Level.section, _SAFETY, safety)
+        domains[_SAFETY] = [safety_row, *_difficulty_rows(_SAFETY, safety)]
         rows += domains[_SAFETY]
     if all(name in domains for name in _DOMAINS):
-        of_domains = zip(*(domains[name] for name in _DOMAINS), strict=True)
-        total, *difficulties = map(mean_of, of_domains)
+        same_figures = zip(*(domains[name] for name in _DOMAINS), strict=True)
+        total, *difficulties = map(mean_of, same_figures)
         rows += [
             TaskRow(Level.section, f"all, {name}", value)
             for name, value in zip(_DIFFICULTIES, difficulties, strict=True)
@@ -233,8 +245,8 @@ def _summarise_rm_bench(predictions: Sequence[Prediction]) -> list[TaskRow]:
     return rows
 
 
-def _by_difficulty(domain: str, predictions: Sequence[Prediction]) -> list[TaskRow]:
-    wins = np.mean([_wins(each.rewards) for each in predictions], axis=0)
+def _difficulty_rows(domain: str, predictions: Sequence[Prediction]) -> list[TaskRow]:
+    wins = np.mean([_compute_wins(prediction.rewards) for prediction in predictions], axis=0)
     plainer, fancier = np.triu_indices(_STYLES, 1)
     shares = (wins[fancier, plainer].mean(), np.diag(wins).mean(), wins[plainer, fancier].mean())
     return [
@@ -249,7 +261,7 @@ RM_BENCH = Task(
     read=_read_rm_bench,
     judge=_judge_rm_bench,
     summarise=_summarise_rm_bench,
-    of_name=_domain_of,
+    keys_from_name=_read_domain,
     sample={
         "id": "1",
         "domain": "math",

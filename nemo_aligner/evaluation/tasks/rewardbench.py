@@ -1,4 +1,4 @@
-"""RewardBench and RewardBench 2."""
+"""The benchmarks RewardBench and RewardBench 2, with the figures that their authors publish."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from nemo_aligner.evaluation.tasks.base import (
     Level,
     Task,
     TaskRow,
-    asked,
-    by_subset,
+    build_conversation,
+    build_share_row,
+    build_subset_rows,
     first_is_above,
-    listed_replies,
+    group_by_subset,
     mean_of,
-    share_row,
-    subset_rows,
+    read_listed_replies,
 )
 
 # RewardBench (Lambert et al. 2024, arXiv 2403.13787): pairs in 23 subsets, and prior test sets.
 #
-# A section is the mean of its subsets, weighted by their numbers of pairs; ``math-prm`` gets as
-# much weight as all code together. The overall figure is the mean of the four sections and the
-# prior sets; those are one section at half weight, within which each set counts the same
-# (allenai/reward-bench, ``constants.py`` and ``get_benchmark_results.py``).
+# The figure of a section is the mean of its subsets, weighted by their numbers of pairs; only
+# ``math-prm`` gets as much weight as all code subsets together. The prior sets form a fifth
+# section, in which each set has equal weight. The overall figure is the mean of all sections, with
+# half weight for the prior sets (allenai/reward-bench, ``constants.py`` and
+# ``get_benchmark_results.py``).
 
 SECTIONS: dict[str, dict[str, int]] = {
     "Chat": {
@@ -54,7 +55,7 @@ SECTIONS: dict[str, dict[str, int]] = {
         "donotanswer": 136,
     },
     "Reasoning": {
-        "math-prm": 984,  # a weight: it has 447 pairs
+        "math-prm": 984,  # This is the weight; the subset has 447 pairs.
         "hep-cpp": 164,
         "hep-go": 164,
         "hep-java": 164,
@@ -67,49 +68,52 @@ PRIOR_SETS = ("anthropic_helpful", "anthropic_hhh", "shp", "summarize")
 _PRIOR_WEIGHT = 0.5
 
 
-def _read(value: dict[str, Any]) -> Item:
-    texts = tuple(asked(value["prompt"], value[side], side) for side in ("chosen", "rejected"))
+def _read_rewardbench(value: dict[str, Any]) -> Item:
+    prompt = value["prompt"]
+    texts = tuple(build_conversation(prompt, value[side], side) for side in ("chosen", "rejected"))
     subset = str(value["subset"])
     return Item(str(value.get("id", "")), subset, texts, is_code=subset.startswith("hep-"))
 
 
-def _summarise(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    rows = subset_rows(predictions)
-    found = {row.name: row for row in rows}
+def _summarise_rewardbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    rows = build_subset_rows(predictions)
+    rows_by_subset = {row.name: row for row in rows}
     sections = [
-        TaskRow(Level.section, name, _weighted(weights, found), _count(weights, found))
+        _build_section(name, weights, rows_by_subset)
         for name, weights in SECTIONS.items()
-        if any(subset in found for subset in weights)
+        if any(subset in rows_by_subset for subset in weights)
     ]
-    prior = [found[name] for name in PRIOR_SETS if name in found]
+    prior = [rows_by_subset[name] for name in PRIOR_SETS if name in rows_by_subset]
     if prior:
         count = sum(row.count or 0 for row in prior)
         sections.append(TaskRow(Level.section, "Prior Sets", mean_of(prior), count))
     rows += sections
-    # A mean over fewer subsets would be mistaken for the benchmark's figure.
-    if all(subset in found for weights in SECTIONS.values() for subset in weights):
+    # Without all subsets there is no overall row: a mean over fewer would look like the published
+    # figure.
+    if all(subset in rows_by_subset for weights in SECTIONS.values() for subset in weights):
         weights = [1.0] * len(SECTIONS) + [_PRIOR_WEIGHT] * (len(sections) - len(SECTIONS))
         value = float(np.average([row.value for row in sections], weights=weights))
         rows.append(TaskRow(Level.overall, "RewardBench", value))
     return rows
 
 
-def _weighted(weights: Mapping[str, int], found: Mapping[str, TaskRow]) -> float:
-    there = [name for name in weights if name in found]
-    values = [found[name].value for name in there]
-    return float(np.average(values, weights=[weights[name] for name in there]))
-
-
-def _count(weights: Mapping[str, int], found: Mapping[str, TaskRow]) -> int:
-    return sum(found[name].count or 0 for name in weights if name in found)
+def _build_section(
+    section: str, weights: Mapping[str, int], rows_by_subset: Mapping[str, TaskRow]
+) -> TaskRow:
+    """Build the row of a section: the weighted mean of those of its subsets that are present."""
+    present = [name for name in weights if name in rows_by_subset]
+    values = [rows_by_subset[name].value for name in present]
+    mean = float(np.average(values, weights=[weights[name] for name in present]))
+    count = sum(rows_by_subset[name].count or 0 for name in present)
+    return TaskRow(Level.section, section, mean, count)
 
 
 REWARDBENCH = Task(
     name="rewardbench",
     file="allenai/reward-bench, split filtered (and allenai/preference-test-sets)",
-    read=_read,
+    read=_read_rewardbench,
     judge=first_is_above,
-    summarise=_summarise,
+    summarise=_summarise_rewardbench,
     sample={
         "id": 30,
         "subset": "alpacaeval-easy",
@@ -120,81 +124,91 @@ REWARDBENCH = Task(
 )
 
 
-# RewardBench 2 (Malik et al. 2025, arXiv 2506.01937): the best of four, and the ties subset.
+# RewardBench 2 (Malik et al. 2025, arXiv 2506.01937): the best of four, and the subset ``Ties``.
 #
-# If the right text shares the highest reward with m - 1 others, it counts 1/m. In the subset
-# ``Ties`` prompts with many right replies (``tied:N``) are matched with prompts with a single right
-# one (``ref:N``). Its score follows ``process_single_model`` in ``rewardbench/utils.py``
+# If the right reply shares the highest reward with m - 1 others, the item counts 1/m. In ``Ties``,
+# a prompt with many right replies (``tied:N``) belongs to a prompt with a single right one
+# (``ref:N``). The score of ``Ties`` follows ``process_single_model`` in ``rewardbench/utils.py``
 # (allenai/reward-bench, commit 05a9005; release 0.1.4 differs: its last term leaves out prompts
-# whose right replies all have the same reward). Overall is the mean of the six subsets.
+# whose right replies all have the same reward). The overall figure is the mean of the six subsets.
 
 SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")
 TIES = "ties"
 
 
 def _read_rewardbench2(value: dict[str, Any]) -> Item:
-    texts = listed_replies(value)
+    texts = read_listed_replies(value)
     return Item(str(value["id"]), str(value["subset"]), texts, len(value["chosen"]))
 
 
-def _judge(item: Item, rewards: np.ndarray) -> float:
-    best = rewards == rewards.max()
+def _judge_rewardbench2(item: Item, rewards: np.ndarray) -> float:
+    is_best = rewards == rewards.max()
     if item.source.lower() == TIES:
         return float(rewards[: item.num_right].min() > rewards[item.num_right :].max())
-    return 1 / best.sum() if best[0] else 0.0
+    return 1 / is_best.sum() if is_best[0] else 0.0
 
 
 @dataclass(frozen=True)
 class _Margins:
-    """Margins of one prompt: spread of its right replies, and worst right minus best wrong."""
+    """Margins of one prompt of the subset ``Ties``.
+
+    Attributes:
+        among_right: highest minus lowest reward of its right replies; None if it has only one.
+        to_wrong: lowest reward of a right reply minus highest reward of a wrong one.
+    """
 
     among_right: float | None
     to_wrong: float
 
     @classmethod
     def of(cls, prediction: Prediction) -> _Margins:
+        """Compute the margins from the rewards ``[K]`` of a prompt's replies."""
         count = prediction.item.num_right
         right, wrong = prediction.rewards[:count], prediction.rewards[count:]
-        among = float(right.max() - right.min()) if count > 1 else None
-        return cls(among, float(right.min() - wrong.max()))
+        among_right = float(right.max() - right.min()) if count > 1 else None
+        return cls(among_right, float(right.min() - wrong.max()))
 
     @property
     def is_right(self) -> bool:
+        """True if every right reply has a higher reward than every wrong one."""
         return self.to_wrong > 0
 
 
 def ties_score(predictions: Sequence[Prediction]) -> float:
-    """Score of the subset ``Ties``.
+    """Compute the score of the subset ``Ties``.
 
-    The weights sum to 1.01, so perfect rewards score slightly above 1; that is the benchmark's own
-    definition.
+    The benchmark's weights add up to 1.01, so perfect rewards score slightly above 1.
     """
-    refs, tied = (_margins(predictions, kind) for kind in ("ref", "tied"))
-    both = [(refs[number], tied[number]) for number in refs if number in tied]
-    spread = [(ref, many, many.among_right) for ref, many in both if many.among_right is not None]
-    preferred = [many.to_wrong > among for _, many, among in spread]
-    clearly = [min(ref.to_wrong, many.to_wrong) > among for ref, many, among in spread]
-    # As in the original, equal right replies make the ratio infinite (tanh is 1); 0/0 counts 0.
+    refs, tied = (_collect_margins(predictions, kind) for kind in ("ref", "tied"))
+    matched = [(refs[number], tied[number]) for number in refs if number in tied]
+    spreads = [
+        (ref, many, many.among_right) for ref, many in matched if many.among_right is not None
+    ]
+    preferred = [many.to_wrong > spread for _, many, spread in spreads]
+    clearly = [min(ref.to_wrong, many.to_wrong) > spread for ref, many, spread in spreads]
+    # As in the original, right replies with equal rewards make the ratio infinite, so its tanh is
+    # 1; and 0/0 counts 0.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = [
-            np.float64(min(ref.to_wrong, many.to_wrong)) / among for ref, many, among in spread
+            np.float64(min(ref.to_wrong, many.to_wrong)) / spread for ref, many, spread in spreads
         ]
     return (
-        0.3 * _mean([each.is_right for each in tied.values()])
-        + 0.3 * _mean([each.is_right for each in refs.values()])
+        0.3 * _mean([margins.is_right for margins in tied.values()])
+        + 0.3 * _mean([margins.is_right for margins in refs.values()])
         + 0.2 * _mean(preferred)
         + 0.2 * _mean(clearly)
-        + 0.01 * _mean([0.0 if math.isnan(each) else math.tanh(each - 1) for each in ratios])
+        + 0.01 * _mean([0.0 if math.isnan(ratio) else math.tanh(ratio - 1) for ratio in ratios])
     )
 
 
-def _margins(predictions: Sequence[Prediction], kind: str) -> Mapping[str, _Margins]:
-    found = {}
-    for each in predictions:
-        name, _, number = each.item.id.partition(":")
+def _collect_margins(predictions: Sequence[Prediction], kind: str) -> Mapping[str, _Margins]:
+    """Compute the margins of the items with identifiers ``kind:N``, by N."""
+    margins = {}
+    for prediction in predictions:
+        name, _, number = prediction.item.id.partition(":")
         if name == kind:
-            found[number] = _Margins.of(each)
-    return found
+            margins[number] = _Margins.of(prediction)
+    return margins
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -203,10 +217,10 @@ def _mean(values: Sequence[float]) -> float:
 
 def _summarise_rewardbench2(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows = [
-        TaskRow(Level.subset, name, ties_score(some), len(some))
+        TaskRow(Level.subset, name, ties_score(members), len(members))
         if name.lower() == TIES
-        else share_row(Level.subset, name, some)
-        for name, some in by_subset(predictions).items()
+        else build_share_row(Level.subset, name, members)
+        for name, members in group_by_subset(predictions).items()
     ]
     if {row.name.lower() for row in rows} >= {name.lower() for name in SUBSETS}:
         rows.append(TaskRow(Level.overall, "RewardBench 2", mean_of(rows)))
@@ -217,7 +231,7 @@ REWARDBENCH2 = Task(
     name="rewardbench2",
     file="allenai/reward-bench-2, split test",
     read=_read_rewardbench2,
-    judge=_judge,
+    judge=_judge_rewardbench2,
     summarise=_summarise_rewardbench2,
     sample={
         "id": "0",

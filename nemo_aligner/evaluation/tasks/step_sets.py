@@ -1,4 +1,8 @@
-"""Benchmarks that judge the steps of solutions: ProcessBench and PRMBench."""
+"""Benchmarks that judge every step of a solution: ProcessBench and PRMBench.
+
+The model has a reward for each step. ``judge`` gets these rewards minus the threshold from which a
+step counts as right.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,31 @@ from nemo_aligner.evaluation.tasks.base import (
     Level,
     Task,
     TaskRow,
-    by_subset,
+    build_share_row,
+    group_by_subset,
     mean_of,
-    share_row,
 )
 from nemo_aligner.metrics.regression import first_error, harmonic_mean
 from nemo_aligner.utils.errors import DataError, shown
 
-# ProcessBench (Zheng et al. 2024, arXiv 2412.06559): the first wrong step of a solution.
+# ProcessBench (Zheng et al. 2024, arXiv 2412.06559): find the first wrong step of a solution.
 #
-# A model's answer is the first step with a reward below the threshold, or none. As in the original
-# (QwenLM/ProcessBench, code/run_eval.py), the figure of a set is the harmonic mean of the share
-# that is right of the solutions with an error and of those without, and the figure of all is its
-# mean over the four sets.
+# The model's answer is the first step with a reward below the threshold, or "none". As in the
+# original (QwenLM/ProcessBench, code/run_eval.py), the figure of a set is the harmonic mean of two
+# accuracies, on the solutions with an error and on those without. The overall figure is its mean
+# over the four sets.
 
 _SETS = ("gsm8k", "math", "olympiadbench", "omnimath")
+# Label of a solution without a wrong step.
 _NO_ERROR = -1
 
 
 def _read_processbench(value: dict[str, Any]) -> Item:
     steps, label = value["steps"], value["label"]
-    text = _solution(value, "problem", "steps")
+    text = _read_solution(value, "problem", "steps")
     if type(label) is not int or not _NO_ERROR <= label < len(steps):
         raise DataError(
-            f"label: got {shown(label)}, wanted the number of the first wrong step, from 0 to "
+            f"label: got {shown(label)}, wanted the index of the first wrong step, from 0 to "
             f"{len(steps) - 1}, or {_NO_ERROR} for none"
         )
     name = str(value["id"])
@@ -45,11 +50,16 @@ def _read_processbench(value: dict[str, Any]) -> Item:
     return Item(name, str(subset), (text,), num_right=0, scores=(float(label),))
 
 
-def _solution(value: dict[str, Any], question: str, key: str) -> Text:
-    """The steps under ``key`` as the reply to the question of a record.
+def _read_solution(value: dict[str, Any], question: str, key: str) -> Text:
+    """Read a conversation whose reply has the steps under ``key`` as its parts.
+
+    Args:
+        value: object of the file.
+        question: key of the question.
+        key: key of the list of steps.
 
     Raises:
-        DataError: they do not make one.
+        DataError: the steps are not a list of strings, or the question is not valid.
     """
     steps = value[key]
     if not isinstance(steps, list) or not steps:
@@ -59,66 +69,75 @@ def _solution(value: dict[str, Any], question: str, key: str) -> Text:
     return read_conversation(value[question], reply, key, question)
 
 
-def _set_of(stem: str) -> dict[str, str]:
-    """Take the set from the name of a file, as ``gsm8k.json``."""
+def _read_set(stem: str) -> dict[str, str]:
+    """Read the set from the name of a file without its ending, such as ``gsm8k``."""
     return {"subset": stem} if stem in _SETS else {}
 
 
 def _judge_first_error(item: Item, rewards: np.ndarray) -> float:
-    """``rewards [S]`` are those of the steps, less the threshold."""
+    """Return 1 if the first step below the threshold is the labelled one; rewards are ``[S]``."""
     return float(first_error((rewards >= 0).tolist()) == item.scores[0])
 
 
-def _choose(items: Sequence[Item], rewards: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The threshold of the highest F1, on average over the sets, and that F1.
+def _choose_threshold(items: Sequence[Item], rewards: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Choose the threshold with the highest F1, averaged over the sets; return both.
 
-    A solution is judged right by all thresholds above the reward of its first wrong step (above
-    -inf, if it has none) up to the lowest reward before that step. Verdicts change at these
-    numbers alone, so one threshold in the middle of each two is tried; of equal ones, the middle.
+    A threshold judges a solution correctly if it is above the reward of the first wrong step (above
+    -inf if there is none), and not above the lowest reward before that step. Verdicts change only
+    at these values, so it is enough to try one threshold between each two neighbours. If several
+    thresholds are equally good, the middle one is chosen.
+
+    Raises:
+        DataError: no set has solutions with an error as well as solutions without one.
     """
     first = [int(item.scores[0]) for item in items]
-    own = [each.astype(np.float64) for each in rewards]
-    low = np.array([-np.inf if n < 0 else each[n] for n, each in zip(first, own, strict=True)])
-    before = [each if n < 0 else each[:n] for n, each in zip(first, own, strict=True)]
-    high = np.array([each.min(initial=np.inf) for each in before])
-    places = np.unique(np.concatenate([low, high]))
-    places = places[np.isfinite(places)]
-    ends = [places[:1], (places[1:] + places[:-1]) / 2, np.nextafter(places[-1:], np.inf)]
-    tried = np.concatenate(ends)
-    right = (low < tried[:, None]) & (tried[:, None] <= high)
+    step_rewards = [solution.astype(np.float64) for solution in rewards]
+    solutions = list(zip(first, step_rewards, strict=True))
+    low = np.array([-np.inf if error < 0 else steps[error] for error, steps in solutions])
+    right_steps = [steps if error < 0 else steps[:error] for error, steps in solutions]
+    high = np.array([steps.min(initial=np.inf) for steps in right_steps])
+    bounds = np.unique(np.concatenate([low, high]))
+    bounds = bounds[np.isfinite(bounds)]
+    middles = (bounds[1:] + bounds[:-1]) / 2
+    candidates = np.concatenate([bounds[:1], middles, np.nextafter(bounds[-1:], np.inf)])
+    right = (low < candidates[:, None]) & (candidates[:, None] <= high)
     sets, has_error = np.array([item.source for item in items]), np.array(first) >= 0
-    found = []
+    f1_by_set = []
     for name in np.unique(sets):
         parts = [right[:, (sets == name) & kind] for kind in (has_error, ~has_error)]
         if all(part.shape[1] for part in parts):
             shares = np.stack([part.mean(axis=1) for part in parts])
-            found.append(2 * shares.prod(axis=0) / np.maximum(shares.sum(axis=0), 1e-300))
-    if not found:
-        raise DataError("got no set with solutions of both kinds, with an error and without")
-    figures = np.mean(found, axis=0)
-    best = np.flatnonzero(figures == figures.max())
+            f1_by_set.append(2 * shares.prod(axis=0) / np.maximum(shares.sum(axis=0), 1e-300))
+    if not f1_by_set:
+        raise DataError(
+            "no set has both solutions with an error and solutions without one, which are needed "
+            "to choose a threshold"
+        )
+    mean_f1 = np.mean(f1_by_set, axis=0)
+    best = np.flatnonzero(mean_f1 == mean_f1.max())
     chosen = best[len(best) // 2]
-    return float(tried[chosen]), float(figures[chosen])
+    return float(candidates[chosen]), float(mean_f1[chosen])
 
 
 def _summarise_processbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows: list[TaskRow] = []
-    found: dict[str, TaskRow] = {}
-    for name, some in by_subset(predictions).items():
-        wrong = [each for each in some if each.item.scores[0] >= 0]
-        right = [each for each in some if each.item.scores[0] < 0]
-        shares = {
-            f"{name}, {what}": share_row(Level.subset, f"{name}, {what}", own)
-            for what, own in (("with an error", wrong), ("without", right))
-            if own
-        }
-        rows += shares.values()
+    f1_rows: dict[str, TaskRow] = {}
+    for name, members in group_by_subset(predictions).items():
+        with_error = [prediction for prediction in members if prediction.item.scores[0] >= 0]
+        without_error = [prediction for prediction in members if prediction.item.scores[0] < 0]
+        shares = [
+            build_share_row(Level.subset, f"{name}, {kind}", solutions)
+            for kind, solutions in (("with an error", with_error), ("without", without_error))
+            if solutions
+        ]
+        rows += shares
         if len(shares) == 2:
-            figure = harmonic_mean(*(row.value for row in shares.values()))
-            found[name] = TaskRow(Level.section, f"{name}, F1", figure, len(some))
-    rows += found.values()
-    if set(_SETS) <= set(found):
-        rows.append(TaskRow(Level.overall, "ProcessBench", mean_of(found[name] for name in _SETS)))
+            figure = harmonic_mean(*(row.value for row in shares))
+            f1_rows[name] = TaskRow(Level.section, f"{name}, F1", figure, len(members))
+    rows += f1_rows.values()
+    if set(_SETS) <= set(f1_rows):
+        overall = mean_of(f1_rows[name] for name in _SETS)
+        rows.append(TaskRow(Level.overall, "ProcessBench", overall))
     return rows
 
 
@@ -128,9 +147,9 @@ PROCESSBENCH = Task(
     read=_read_processbench,
     judge=_judge_first_error,
     summarise=_summarise_processbench,
-    of_name=_set_of,
+    keys_from_name=_read_set,
     reads_steps=True,
-    choose=_choose,
+    choose=_choose_threshold,
     sample={
         "id": "gsm8k-0",
         "generator": "a model",
@@ -146,142 +165,157 @@ PROCESSBENCH = Task(
 #
 # A step is judged right if its reward is above the threshold. The figures are those of the original
 # (ssmisya/PRMBench, ``mr_eval/tasks/prmtest_classified/task.py``, and for PRMScore the notebook
-# ``mr_visualize/eval_res_view/draw_tabs/form_latex_strs.ipynb``): they are over all steps of a
-# class, or of all classes, and not means over solutions or classes. Right steps are the positive
-# ones of F1, wrong ones those of negative F1. A ratio of nothing counts as -1 in either, as there.
+# ``mr_visualize/eval_res_view/draw_tabs/form_latex_strs.ipynb``). They are computed over all steps
+# of a class, or of all classes; they are not means over solutions or classes. F1 treats right steps
+# as positive, and negative F1 treats wrong steps as positive. As in the original, a ratio with a
+# denominator of 0 counts as -1.
 #
-# The solutions before the change, which come once for each question from the records of one class,
-# are in no total: an item's similarity is how far the share of its steps that are judged right is
-# from that share of the solution that it was made of. An item with an unchanged solution of which
-# no step is judged right has none. Models that also judge redundancy are not asked for it.
+# Every changed solution was made from an original one. The originals, which the file repeats for
+# every class, are read from the records of one class only, and no total includes them. They serve
+# for the similarity: the absolute difference between the share of steps judged right in a changed
+# solution and that share in its original. It is undefined if no step of the original is judged
+# right. The original benchmark also has a verdict on redundancy for models that give one; this
+# package does not request it.
 
-# Names as the benchmark has them, redundency among them.
+# Class names as the benchmark spells them, including "redundency".
 _GROUPS = {
     "simplicity": ("redundency", "circular"),
     "soundness": ("counterfactual", "step_contradiction", "domain_inconsistency", "confidence"),
     "sensitivity": ("missing_condition", "deception", "multi_solutions"),
 }
 _CLASSES = tuple(name for names in _GROUPS.values() for name in names)
-# Its records also give the solutions before the change.
-_WITH_ORIGINAL = "redundency"
+# The original solutions are read from the records of this class.
+_CLASS_WITH_ORIGINALS = "redundency"
+# Subset of the items with an original solution.
 _ORIGINAL = "correct"
-# Solutions without wrong steps, whose PRMScore is F1 alone.
-_WITHOUT_ERRORS = "multi_solutions"
+# The solutions of this class have no wrong steps, so its PRMScore is F1 only.
+_CLASS_WITHOUT_ERRORS = "multi_solutions"
 
 
 def _read_prmbench(value: dict[str, Any]) -> tuple[Item, ...]:
     kind, name, wrong = str(value["classification"]), str(value["idx"]), value["error_steps"]
-    if not isinstance(wrong, list) or not all(type(each) is int and each > 0 for each in wrong):
-        raise DataError(f"error_steps: got {shown(wrong)}, wanted numbers of steps, from 1")
-    text = _solution(value, "modified_question", "modified_process")
-    # A few records name steps that they do not have; the original passes them over.
+    if not isinstance(wrong, list) or not all(type(step) is int and step > 0 for step in wrong):
+        raise DataError(
+            f"error_steps: got {shown(wrong)}, wanted a list of step numbers, counted from 1"
+        )
+    text = _read_solution(value, "modified_question", "modified_process")
+    # A few records list step numbers that they do not have. The original code ignores these, too.
     numbers = range(1, len(value["modified_process"]) + 1)
     labels = tuple(float(number not in wrong) for number in numbers)
-    found = (Item(name, kind, (text,), num_right=0, scores=labels),)
-    if kind != _WITH_ORIGINAL:
-        return found
-    text = _solution(value, "original_question", "original_process")
+    items = (Item(name, kind, (text,), num_right=0, scores=labels),)
+    if kind != _CLASS_WITH_ORIGINALS:
+        return items
+    text = _read_solution(value, "original_question", "original_process")
     labels = (1.0,) * len(value["original_process"])
-    return *found, Item(name, _ORIGINAL, (text,), num_right=0, scores=labels)
+    return *items, Item(name, _ORIGINAL, (text,), num_right=0, scores=labels)
 
 
-def _labels(item: Item) -> np.ndarray:
+def _get_labels(item: Item) -> np.ndarray:
+    """Return ``[S]`` bool, True for each step that is labelled right."""
     return np.array(item.scores) == 1
 
 
-def _judge_all(item: Item, rewards: np.ndarray) -> float:
-    """Share of steps judged as they are labelled; ``rewards [S]`` are less the threshold."""
-    return float(((rewards > 0) == _labels(item)).mean())
+def _judge_all_steps(item: Item, rewards: np.ndarray) -> float:
+    """Compute the share of steps with a correct verdict; ``rewards [S]`` exclude the threshold."""
+    return float(((rewards > 0) == _get_labels(item)).mean())
 
 
-def _judged(prediction: Prediction) -> np.ndarray:
-    """``[S]`` bool, judged right."""
+def _get_verdicts(prediction: Prediction) -> np.ndarray:
+    """Return ``[S]`` bool, True for each step that the model judges right."""
     assert prediction.above is not None
-    judged: np.ndarray = prediction.above > 0
-    return judged
+    verdicts: np.ndarray = prediction.above > 0
+    return verdicts
 
 
 def _summarise_prmbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    # The first of records that come twice.
-    once: dict[tuple[str, str], Prediction] = {}
-    for each in predictions:
-        once.setdefault((each.item.source, each.item.id), each)
-    parts = by_subset([*once.values()])
-    originals = parts.pop(_ORIGINAL, [])
-    before = {each.item.id: float(_judged(each).mean()) for each in originals}
+    # Some records occur twice in the file; only the first one counts.
+    unique: dict[tuple[str, str], Prediction] = {}
+    for prediction in predictions:
+        unique.setdefault((prediction.item.source, prediction.item.id), prediction)
+    classes = group_by_subset([*unique.values()])
+    originals = classes.pop(_ORIGINAL, [])
+    original_shares = {
+        original.item.id: float(_get_verdicts(original).mean()) for original in originals
+    }
     rows: list[TaskRow] = []
     scores: dict[str, float] = {}
-    for name, some in parts.items():
-        figures = _figures(some, before)
-        scores[name] = _score(figures, name)
-        rows.append(TaskRow(Level.subset, f"{name}, PRMScore", scores[name], len(some)))
-        rows += [TaskRow(Level.subset, f"{name}, {what}", own) for what, own in figures.items()]
+    for name, members in classes.items():
+        figures = _compute_figures(members, original_shares)
+        scores[name] = _compute_prm_score(figures, name)
+        rows.append(TaskRow(Level.subset, f"{name}, PRMScore", scores[name], len(members)))
+        rows += [TaskRow(Level.subset, f"{name}, {key}", value) for key, value in figures.items()]
     if originals:
-        share = float(np.concatenate([*map(_judged, originals)]).mean())
+        share = float(np.concatenate([*map(_get_verdicts, originals)]).mean())
         rows.append(TaskRow(Level.subset, "unchanged, steps judged right", share, len(originals)))
     for group, names in _GROUPS.items():
         if scores.keys() >= set(names):
             mean = float(np.mean([scores[name] for name in names]))
             rows.append(TaskRow(Level.section, f"{group}, PRMScore", mean))
-    changed = [each for some in parts.values() for each in some]
+    changed = [prediction for members in classes.values() for prediction in members]
     if changed:
-        figures = _figures(changed, before)
-        rows += [TaskRow(Level.section, f"all, {what}", own) for what, own in figures.items()]
+        figures = _compute_figures(changed, original_shares)
+        rows += [TaskRow(Level.section, f"all, {key}", value) for key, value in figures.items()]
         level = Level.overall if scores.keys() >= set(_CLASSES) else Level.section
         name = "PRMBench" if level is Level.overall else "all, PRMScore"
-        rows.append(TaskRow(level, name, _score(figures), len(changed)))
+        rows.append(TaskRow(level, name, _compute_prm_score(figures), len(changed)))
     return rows
 
 
-def _score(figures: dict[str, float], name: str = "") -> float:
-    """PRMScore of a class, or of all."""
+def _compute_prm_score(figures: dict[str, float], class_name: str = "") -> float:
+    """Compute the PRMScore of a class, or of all classes, from F1 and negative F1."""
     right, wrong = figures["F1"], figures["negative F1"]
-    return max(0.0, right if name == _WITHOUT_ERRORS else 0.5 * right + 0.5 * wrong)
+    return max(0.0, right if class_name == _CLASS_WITHOUT_ERRORS else 0.5 * right + 0.5 * wrong)
 
 
-def _figures(predictions: Sequence[Prediction], before: dict[str, float]) -> dict[str, float]:
-    """Figures over all steps; those that are means of nothing are not there.
+def _compute_figures(
+    predictions: Sequence[Prediction], original_shares: dict[str, float]
+) -> dict[str, float]:
+    """Compute the figures over all steps of some items; means without values are left out.
 
-    ``before`` has the share judged right of the solutions before the change, by item.
+    Args:
+        predictions: the items with changed solutions.
+        original_shares: share of steps judged right in the original solutions, by identifier.
     """
-    judged = np.concatenate([*map(_judged, predictions)])
-    right = np.concatenate([_labels(each.item) for each in predictions])
-    firsts, shifts = [], []
-    for each in predictions:
-        own, wrong = _judged(each), np.flatnonzero(~_labels(each.item))
-        firsts += [not own[number] for number in wrong[:1]]
-        if before.get(each.item.id):
-            shifts.append(abs(float(own.mean()) - before[each.item.id]))
+    judged = np.concatenate([*map(_get_verdicts, predictions)])
+    right = np.concatenate([_get_labels(prediction.item) for prediction in predictions])
+    is_first_error_found, share_differences = [], []
+    for prediction in predictions:
+        verdicts = _get_verdicts(prediction)
+        wrong_steps = np.flatnonzero(~_get_labels(prediction.item))
+        is_first_error_found += [not verdicts[step] for step in wrong_steps[:1]]
+        if original_share := original_shares.get(prediction.item.id):
+            share_differences.append(abs(float(verdicts.mean()) - original_share))
     means = {
         "step accuracy": judged == right,
         "right steps judged right": judged[right],
         "wrong steps judged wrong": ~judged[~right],
-        "first error judged wrong": firsts,
-        "similarity": shifts,
+        "first error judged wrong": is_first_error_found,
+        "similarity": share_differences,
     }
     return {
-        "F1": _f1(judged, right),
-        "negative F1": _f1(~judged, ~right),
+        "F1": _compute_f1(judged, right),
+        "negative F1": _compute_f1(~judged, ~right),
         **{name: float(np.mean(values)) for name, values in means.items() if len(values)},
     }
 
 
-def _f1(found: np.ndarray, wanted: np.ndarray) -> float:
-    """F1 of the steps ``[S]`` bool; -1 for each ratio of nothing."""
-    hits = int((found & wanted).sum())
-    precision, recall = (_ratio(hits, int(each.sum())) for each in (found, wanted))
-    return _ratio(2 * precision * recall, precision + recall)
+def _compute_f1(predicted: np.ndarray, labelled: np.ndarray) -> float:
+    """Compute F1 from positive verdicts and labels, both ``[S]`` bool; an empty ratio counts -1."""
+    hits = int((predicted & labelled).sum())
+    precision = _divide(hits, int(predicted.sum()))
+    recall = _divide(hits, int(labelled.sum()))
+    return _divide(2 * precision * recall, precision + recall)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else -1.0
+def _divide(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else -1.0
 
 
 PRMBENCH = Task(
     name="prmbench",
     file="PRMBench, or one of the files of ssmisya/PRMBench",
     read=_read_prmbench,
-    judge=_judge_all,
+    judge=_judge_all_steps,
     summarise=_summarise_prmbench,
     reads_steps=True,
     sample={

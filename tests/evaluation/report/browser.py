@@ -1,4 +1,4 @@
-"""A headless Chromium, where there is one: pages, pictures, and what it complains of."""
+"""A headless Chromium, if one is installed: opens pages, takes pictures, reads the console."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPTIONS = (
 
 
 def why_not() -> str | None:
-    """Why no browser can be started; None if one can."""
+    """Return the reason why no browser can be started; None if one can."""
     try:
         import selenium  # noqa: F401
     except ImportError:
@@ -29,27 +29,27 @@ def why_not() -> str | None:
 
 
 class Browser:
-    """One window."""
+    """A window of the browser."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
 
     def open(self, page: Path, width: int) -> None:
-        """Load a page of this disk in a window so many pixels wide."""
+        """Load a page from this disk in a window that is ``width`` pixels wide."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self._driver.get(page.resolve().as_uri())
 
     def ask(self, script: str) -> Any:
-        """What an expression of JavaScript is."""
+        """Evaluate an expression of JavaScript."""
         return self._driver.execute_script(f"return {script}")
 
     def complaints(self) -> list[str]:
-        """All that stands in the console."""
+        """Return all messages of the console."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for since the last call."""
+        """Return the addresses that were requested since the last call."""
         entries = [json.loads(e["message"])["message"] for e in self._driver.get_log("performance")]
         return [
             entry["params"]["request"]["url"]
@@ -58,20 +58,21 @@ class Browser:
         ]
 
     def picture(self, top: int, height: int, width: int, scale: float = 1.0) -> bytes:
-        """A part of the page, as PNG."""
+        """Take a picture of a part of the page, as PNG."""
         clip = {"x": 0, "y": top, "width": width, "height": height, "scale": scale}
-        how = {"format": "png", "captureBeyondViewport": True, "clip": clip}
-        return base64.b64decode(self._driver.execute_cdp_cmd("Page.captureScreenshot", how)["data"])
+        options = {"format": "png", "captureBeyondViewport": True, "clip": clip}
+        screenshot = self._driver.execute_cdp_cmd("Page.captureScreenshot", options)
+        return base64.b64decode(screenshot["data"])
 
     def print(self) -> bytes:
-        """The page as PDF, on A4."""
+        """Print the page as PDF, on A4."""
         paper = {"paperWidth": 8.27, "paperHeight": 11.69}
         return base64.b64decode(self._driver.execute_cdp_cmd("Page.printToPDF", paper)["data"])
 
 
 @contextmanager
 def started() -> Iterator[Browser]:
-    """A browser that ends with the block."""
+    """Start a browser, and end it with the block."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service

@@ -1,4 +1,4 @@
-"""Folders of training runs as a report reads them, without a training."""
+"""Folders of training runs as a report reads them, written without training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SECTIONS = (
 
 
 def pair_rows(count: int, seed: int = 0, words: int = 8) -> list[dict[str, Any]]:
-    """Lines of ``output_rewards``; the first is the most confident mistake, and full of HTML."""
+    """Build rows of ``output_rewards``; the first is the worst mistake, and contains HTML."""
     rng = random.Random(seed)
     rows = []
     for number in range(count):
         prompt = [{"role": "user", "content": f"question {number} {EVIL if number == 0 else ''}"}]
-        said = {side: "word " * rng.randint(1, words) for side in ("chosen", "rejected")}
+        texts = {side: "word " * rng.randint(1, words) for side in ("chosen", "rejected")}
         replies = {
-            side: [*prompt, {"role": "assistant", "content": text}] for side, text in said.items()
+            side: [*prompt, {"role": "assistant", "content": text}] for side, text in texts.items()
         }
         chosen, rejected = rng.gauss(0.8, 1), rng.gauss(0, 1)
         if number == 0:
@@ -43,7 +43,7 @@ def pair_rows(count: int, seed: int = 0, words: int = 8) -> list[dict[str, Any]]
 
 
 def write_run(folder: Path, steps: int = 40, seed: int = 0, words: int = 8) -> Path:
-    """A run with a validation at every tenth step."""
+    """Write the folder of a run with a validation at every tenth step."""
     (folder / HELDOUT_NAME).mkdir(parents=True)
     rows = pair_rows(60, seed, words)
     write(folder / HELDOUT_NAME / "validation-held.jsonl", *rows)
@@ -53,14 +53,14 @@ def write_run(folder: Path, steps: int = 40, seed: int = 0, words: int = 8) -> P
         train = {"loss": 0.7 - step / 100, "accuracy": 0.6, "lr": 1e-4, "tokens_per_second": 900.0}
         lines.append({"step": step, **{f"train/{k}": v for k, v in train.items()}})
         if step % 10 == 0:
-            found = {"loss": 0.69 - step / 200, "accuracy": 0.5 + step / 200, "ece": None}
-            lines.append({"step": step, **{f"validation-held/{k}": v for k, v in found.items()}})
+            metrics = {"loss": 0.69 - step / 200, "accuracy": 0.5 + step / 200, "ece": None}
+            lines.append({"step": step, **{f"validation-held/{k}": v for k, v in metrics.items()}})
     write(folder / METRICS_NAME, *lines)
-    (folder / FACTS_NAME).write_text(json.dumps(_facts()))
+    (folder / FACTS_NAME).write_text(json.dumps(_build_facts()))
     return folder
 
 
-def _facts() -> dict[str, Any]:
+def _build_facts() -> dict[str, Any]:
     file = {"name": "train", "path": f"{EVIL}.jsonl", "format": "chat_pairs"}
     return {
         "ranks": 2,

@@ -1,6 +1,6 @@
-"""The README's picture: ``python -m tests.evaluation.report.picture PAGE docs/report.png``.
+"""Makes the README's picture: ``python -m tests.evaluation.report.picture PAGE docs/report.png``.
 
-PAGE is what ``nemo-aligner report`` wrote. It takes a Chromium with chromedriver.
+PAGE is a page that ``nemo-aligner report`` wrote. Chromium and chromedriver must be installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FROM = "curves"
 
 
 def take(page: Path, target: Path) -> None:
-    """Take the page from its learning curves on."""
+    """Take a picture of the page, from its learning curves on."""
     with browser.started() as window:
         window.open(page, WIDTH)
         top = window.ask(f'document.getElementById("{_FROM}").offsetTop')

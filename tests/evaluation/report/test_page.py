@@ -1,4 +1,4 @@
-"""The page of a report: every section is there, and what others wrote is text."""
+"""The page of a report: all sections and figures are there, and untrusted text is escaped."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_ratings
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
-from nemo_aligner.evaluation.report.page import MOST_REPORTED, render_page, seen, write_page
+from nemo_aligner.evaluation.report.page import (
+    MAX_REPORTS,
+    escape_invisible,
+    render_page,
+    write_page,
+)
 from nemo_aligner.evaluation.report.run_report import RunReport
 from nemo_aligner.evaluation.robustness import check_robustness, robustness_json
 from nemo_aligner.evaluation.run import report_evaluation
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import find_task
+from nemo_aligner.metrics.table import find_metric
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import write
 from tests.evaluation.refusals import refusal
@@ -35,7 +41,7 @@ VOID = {"meta", "link", "br", "img", "wbr"}
 
 
 class Page(HTMLParser):
-    """Tags, ids and text of a page, whose tags have to nest."""
+    """Collects the tags, ids and texts of a page, and checks that its tags are nested correctly."""
 
     def __init__(self, content: str) -> None:
         super().__init__()
@@ -103,7 +109,7 @@ def test_page_shows_what_others_wrote_as_text_and_asks_for_nothing(page: Page) -
     assert page.tags.count("style") == 1
     # The texts and the prompt of a mistake, a setting, a path, the contract, a malformed record.
     assert page.text.count(EVIL) >= 6
-    assert seen("a\u202eb\x00c\nd") == "a\\u202eb\\u0000c\nd"
+    assert escape_invisible("a\u202eb\x00c\nd") == "a\\u202eb\\u0000c\nd"
     for name, value in page.attributes:
         assert not name.startswith("on"), f"{name}={value}"
         if name in ("src", "href", "xlink:href", "action"):
@@ -116,7 +122,7 @@ def test_page_has_tables_of_what_the_numbers_say(page: Page) -> None:
     text = " ".join(page.text.split())
     assert "accuracy 0.7 at step 40 (validation-held)" in text
     assert "always the longer reply" in text
-    assert "figures are of 60 of 600 records, drawn once" in text
+    assert "60 of 600 records" in text
     assert "margin -14.000: chosen -7.000, rejected 7.000" in text
     assert "host memory" in text
     assert "2.0 GB" in text
@@ -124,7 +130,7 @@ def test_page_has_tables_of_what_the_numbers_say(page: Page) -> None:
 
 
 def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
-    """Lengths of less than a decade have plain numbers; the lower loss makes the best step."""
+    """Ticks within one decade are plain numbers; of equal validations the lower loss is best."""
     run = write_run(tmp_path / "run", steps=1, words=3)  # 5 to 15 characters
     rows = [
         {"step": step, "validation-held/accuracy": accuracy, "validation-held/loss": loss}
@@ -139,7 +145,7 @@ def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
     length = page[page.index('id="length"') : page.index('id="robustness"')]
     assert "mathdefault" not in page
     assert re.search(r">5</text>|>10</text>|>20</text>", length)
-    # A text that is no Unicode is written.
+    # A text that UTF-8 cannot encode is written with a replacement.
     assert "half ? of it" in page
 
 
@@ -155,16 +161,18 @@ def test_page_has_no_figure_of_one_step_and_no_column_without_a_name(tmp_path: P
     write(run / "metrics.jsonl", *rows)
     content = write_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
     figures = re.findall(r"<figure>\s*<h3>([^<]*)", content[: content.index('id="accuracy"')])
-    assert figures == ["loss", "loss"]  # the overview's, and the learning curve
-    assert ">0.7<" in content  # the validation is in the table
+    assert figures == ["loss", "loss"]  # in the overview, and among the learning curves
+    assert ">0.7<" in content  # The single validation is in the table.
     by_source = content[content.index('id="accuracy"') : content.index('id="rewards"')]
     headings = re.findall(r'<th scope="col">([^<]*)', by_source)
     assert headings == ["source", "pairs", "accuracy", "95% interval"]
-    # A metric is the same number wherever it stands, and has a meaning.
+    # A metric has the same value in every section, and its meaning next to it.
     assert re.search(r"length_<wbr>correlation</td><td[^>]*>0\.25</td>", content)
     of_length = content[content.index('id="length"') : content.index('id="robustness"')]
     assert re.search(r"<td[^>]*>0\.25</td>", of_length)
-    assert "mean reward of all texts" in content
+    reward_mean = find_metric("reward_mean")
+    assert reward_mean is not None
+    assert reward_mean.meaning in content
 
 
 def test_page_of_the_same_run_is_the_same(page: Page, run: Path, tmp_path: Path) -> None:
@@ -210,12 +218,12 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
 
 
 def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -> None:
-    said = [{"role": "assistant", "content": "Yes."}]
-    pair = Prediction.of_pair("x:1", "", (said, said), np.array([2.0, 1.0]))
+    reply = [{"role": "assistant", "content": "Yes."}]
+    pair = Prediction.of_pair("x:1", "", (reply, reply), np.array([2.0, 1.0]))
     pairs = Predictions([pair] * 3)
-    found = check_robustness(pairs, source_of(lambda texts: np.full((len(texts), 1), 1.5)), 2)
+    robustness = check_robustness(pairs, source_of(lambda texts: np.full((len(texts), 1), 1.5)), 2)
     folder, evaluated = write_run(tmp_path / "robust"), tmp_path / "evaluated.json"
-    content = {"metrics": {}, "data": "x.jsonl", "robustness": robustness_json(found)}
+    content = {"metrics": {}, "data": "x.jsonl", "robustness": robustness_json(robustness)}
     for path in (folder / "robustness.json", evaluated):
         path.write_text(json.dumps(content))
     made = write_page([folder, evaluated], tmp_path / "p.html")
@@ -226,7 +234,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     assert "1.000 (0.342 to 1.000)" in text
     assert "The value that training minimizes." in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
-    with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted"):
+    with pytest.raises(DataError, match=r"robustness\.json: robustness: "):
         write_page([folder], tmp_path / "p.html")
 
 
@@ -252,18 +260,18 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
     path.with_suffix(".json").write_text(json.dumps({"metrics": metrics, "counts": {"kept": 30}}))
     page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert "Calibration by the position of a step: rated" in page.text
-    cells = [each for each in page.texts if each.strip()]
+    cells = [text for text in page.texts if text.strip()]
     assert cells[cells.index("all steps") :][:3] == ["all steps", "0.750", "0.500"]
     assert cells[cells.index("0.250") - 2 :][:5] == ["2", "7", "0.250", "0.375", "0.625"]
 
 
 def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -> None:
-    asked = {"role": "user", "content": [{"type": "text", "text": "is it raining"}]}
+    question = {"role": "user", "content": [{"type": "text", "text": "is it raining"}]}
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
-    prompt = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    prompt = [question, {"role": "assistant", "content": None, "tool_calls": [call]}]
     replies = {side: f"{side} " * 40 for side in ("good", "bad")}
     texts = {
-        side: [*prompt, {"role": "assistant", "content": said}] for side, said in replies.items()
+        side: [*prompt, {"role": "assistant", "content": reply}] for side, reply in replies.items()
     }
     row = {
         "record": "r:1",
@@ -275,44 +283,44 @@ def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -
     overview = text[text.rindex("Overview") : text.rindex("Summary")]
     assert "is it raining" in overview
     in_full = text[text.rindex("The most confident mistakes") :]
-    assert all(said.strip() in in_full for said in ('"name": "look"', *replies.values()))
+    assert all(reply.strip() in in_full for reply in ('"name": "look"', *replies.values()))
 
 
 def test_page_of_as_many_runs_as_colours_stays_below_the_limit(tmp_path: Path) -> None:
     runs = [
-        write_run(tmp_path / str(n), steps=1000, seed=n, words=20_000) for n in range(MOST_REPORTED)
+        write_run(tmp_path / str(n), steps=1000, seed=n, words=20_000) for n in range(MAX_REPORTS)
     ]
     page = write_page(runs, tmp_path / "all.html")
     assert page.stat().st_size < LIMIT
-    assert "The rest of it is left out here." in page.read_text(encoding="utf-8")
-    with pytest.raises(ConfigError, match="got 9, wanted 1 to 8"):
+    assert "The text is longer; the end is not shown." in page.read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match="runs: got 9"):
         render_page([RunReport("x", "evaluation")] * 9)
 
 
 def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
     wrong = {}
     for name, content, message in (
-        ("none", None, "none: it is not there, wanted the folder of a training run"),
-        ("a.txt", "x", "a.txt: got a file .txt, wanted the folder"),
-        ("a.jsonl", "", "a.jsonl: it is empty, wanted what evaluate's output_rewards writes"),
-        ("a.jsonl", '{"prompt": 1}', "wanted one with an object 'rewards'"),
-        ("a.jsonl", "{", "a.jsonl"),
-        ("a.json", '{"x": 1}', "a.json: got keys x, wanted the folder"),
-        ("a.json", "[1]", "a.json: got list, wanted a JSON object"),
-        (".", None, "got a folder without config.yaml, wanted"),
-        ("config.yaml", "a: 1\n", "config.yaml: got a file .yaml, wanted"),
-        (".", None, "got a folder without metrics.jsonl, wanted"),
+        ("none", None, "none: "),
+        ("a.txt", "x", "a.txt: got a file .txt"),
+        ("a.jsonl", "", "a.jsonl: the file is empty"),
+        ("a.jsonl", '{"prompt": 1}', "'rewards'"),
+        ("a.jsonl", "{", "a.jsonl:1"),
+        ("a.json", '{"x": 1}', "a.json: got the keys x"),
+        ("a.json", "[1]", "a.json: got list"),
+        (".", None, "config.yaml"),
+        ("config.yaml", "a: 1\n", "config.yaml: got a file .yaml"),
+        (".", None, "metrics.jsonl"),
     ):
         if content is not None:
             (tmp_path / name).write_text(content)
-        said = refusal(DataError, write_page, [tmp_path / name], tmp_path / "p.html")
-        if message not in said:
-            wrong[name, content] = said
+        error = refusal(DataError, write_page, [tmp_path / name], tmp_path / "p.html")
+        if message not in error:
+            wrong[name, content] = error
     assert not wrong, wrong
 
 
 def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
-    """One number for the longer reply: what the run recorded, in tokens, where it did."""
+    """The accuracy of the longer reply is the logged one, in tokens, if the run logged it."""
     rows = [
         {
             "record": f"r:{n}",
@@ -328,17 +336,17 @@ def test_page_begins_with_the_result_against_length(tmp_path: Path) -> None:
         page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8")).text
         return " ".join(page[page.rindex("Overview") : page.rindex("Summary")].split())
 
-    found = overview()
-    assert "90.0%accuracy on 200 held-out pairs (95%: 85.1% to 93.4%)" in found
-    assert "25.0%always the longer reply, in characters" in found
-    assert "beats the longer reply by 65.0 points" in found
-    assert found.count("chosen “yes”, rejected “no, no” (margin -0.500") == 5
+    headline = overview()
+    assert "90.0%accuracy on 200 held-out pairs (95%: 85.1% to 93.4%)" in headline
+    assert "25.0%always the longer reply, in characters" in headline
+    assert "beats the longer reply by 65.0 points" in headline
+    assert headline.count("chosen “yes”, rejected “no, no” (margin -0.500") == 5
     for longer, verdict in ((0.88, "2.0 points above the longer reply"), (0.95, "better by 5.0")):
         line = json.dumps({"step": 50, "validation-held/longer_reply_accuracy": longer})
         (folder / "metrics.jsonl").open("a").write(f"{line}\n")
-        found = overview()
-        assert f"{longer:.1%}always the longer reply, in tokens" in found
-        assert verdict in found
+        headline = overview()
+        assert f"{longer:.1%}always the longer reply, in tokens" in headline
+        assert verdict in headline
 
 
 ABOUT = {"checkpoint": "m.nemo", "contract": "a hash", "data": "x.jsonl"}
@@ -362,13 +370,13 @@ def test_page_of_evaluations_of_pairs_ratings_and_benchmarks(
     results = {
         "pairs": measured(evaluate_comparisons, source_of(by_length), pairs),
         "r": measured(evaluate_ratings, source_of(by_length, attributes=("helpful",)), ratings),
-        **{each.task: each for each in tasks},
+        **{result.task: result for result in tasks},
     }
-    of_pairs, rated, llmbar, best = (
+    pairs_report, rated, llmbar, best = (
         report_evaluation(name, result, ABOUT, contract) for name, result in results.items()
     )
 
-    page = render_page([of_pairs, rated, llmbar])
+    page = render_page([pairs_report, rated, llmbar])
     assert contract.hash in page
     assert "margin -18.000: chosen 1.000, rejected 19.000" in page
     assert "helpful: reward 19.000, label 3.000" in page

@@ -34,18 +34,18 @@ def test_probe_passes_training_on_demo_pairs_and_on_ratings(
 ) -> None:
     done = tiny.run_verb("probe", "--records=4", *settings)
     assert "passed: training follows its labels" in done.stdout
-    assert "4 records, 20 steps each way" in done.stdout
+    assert "4 records, 20 steps" in done.stdout
     rated = tiny.write_ratings(tmp_path / "ratings.jsonl", 12, ("a", "b"))
     regression = ("model.reward_model_type=regression", "model.regression.attributes=[a,b]")
     data = (f"model.data.data_prefix.train=[{rated}]", *regression)
     assert main(["probe", "--records=6", "--steps=60", *settings, *data]) == 0
     shown = capsys.readouterr().out
     assert "passed: training follows its labels" in shown
-    assert "pearson_mean on the labels as they are" in shown
+    assert "pearson_mean on the original labels" in shown
 
 
 def blind(self: BradleyTerry, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-    """A loss that does not see which reply was chosen."""
+    """Compute a loss that does not depend on which reply was chosen."""
     chosen, rejected = records.pairs().of(rewards[:, 0])
     margins = (chosen - rejected).abs()
     return F.softplus(-margins).sum(), torch.tensor(margins.numel())
@@ -60,7 +60,7 @@ def test_probe_fails_a_trainer_that_is_blind_to_its_labels(
 
 
 class Rote:
-    """Learns at once what the labels say, if it looks at them."""
+    """A learner that fits the labels in one step if ``looks``; else it ignores them."""
 
     def __init__(self, data: TrainingData, looks: bool) -> None:
         better, _ = data.train.records.pairs().of(torch.arange(data.train.records.num_rewards))
@@ -78,11 +78,11 @@ class Rote:
 def test_probe_result() -> None:
     data = few_records(TrainingData(dataset([2, 3] * 4), [], None, BradleyTerry()), 2)  # type: ignore[arg-type]
     assert len(data.train) == len(data.validation[0]) == 2
-    result = probe(lambda each: Rote(each, looks=True), data, 3)
+    result = probe(lambda training_data: Rote(training_data, looks=True), data, 3)
     assert (result.untrained, result.learned, result.swapped) == (0.5, 1.0, 0.0)
     assert result.losses == ((1.0, pytest.approx(1 / 3)),) * 2
     assert result.passed
-    assert not probe(lambda each: Rote(each, looks=False), data, 3).passed
+    assert not probe(lambda training_data: Rote(training_data, looks=False), data, 3).passed
 
 
 def test_probe_swaps_labels_back_when_it_swaps_twice() -> None:

@@ -34,7 +34,7 @@ REJECTED = 2
 
 
 class ServerWithRewards(Misbehaving):
-    """A server of ours with the rewards of a scorer in this process; the empty text is rejected."""
+    """A server of ours that answers with the rewards of a scorer, and rejects the empty text."""
 
     def __init__(self, scorer: RewardScorer) -> None:
         scored = scorer.score_rows(SAMPLES)
@@ -54,7 +54,7 @@ class ServerWithRewards(Misbehaving):
 
 @contextmanager
 def posted(served: ServerWithRewards) -> Iterator[str]:
-    """The same rewards by the protocols of vLLM and OpenRLHF."""
+    """Serve the same rewards with the protocols of vLLM and OpenRLHF; yields the URL."""
 
     class Handler(Answering):
         def do_POST(self) -> None:
@@ -119,7 +119,7 @@ def check_rows(scorer: Scorer, expected: np.ndarray, contract_hash: str) -> None
     np.testing.assert_allclose(scored.rewards, repeated, atol=1e-5, err_msg=name)
     assert scored.exceeded.tolist() == [False] * len(SAMPLES), name
     assert scored.steps is None, name
-    # What a scorer knows of its contract, its rows say, too.
+    # The rows have the hash of the contract that the scorer knows.
     assert scorer.contract is None or scorer.contract.hash == contract_hash, name
     assert scored.contract_hash in (None, contract_hash), name
     assert scorer.score_rows([]).rewards.shape == (0, columns), name
@@ -148,11 +148,11 @@ def test_every_scorer_of_steps_has_their_rewards_and_any_rule_for_them(
         assert (len(both.rewards), len(one.rewards)) == (2, 1), name
         assert np.array_equal(one.rewards[0], both.rewards[0]), name
         assert np.array_equal(scored.rewards[0], both.rewards[-1]), name
-    source = RewardSource.of(stepped).by(Aggregate.min)
+    source = RewardSource.of(stepped).with_aggregate(Aggregate.min)
     scored = stepped.score_rows(samples)
     least = source.rewards_of(scored)
     assert np.array_equal(least[0], scored.steps[0].rewards.min(axis=0))
     assert np.isnan(least[1]).all()
-    assert RewardSource.of(stepped).by(Aggregate.last) == RewardSource.of(stepped)
-    with pytest.raises(ConfigError, match="aggregate: got min, but a scorer gives one reward"):
-        RewardSource.of(load_scorer(archive, layout)).by(Aggregate.min)
+    assert RewardSource.of(stepped).with_aggregate(Aggregate.last) == RewardSource.of(stepped)
+    with pytest.raises(ConfigError, match="aggregate: got min, but a scorer has one reward"):
+        RewardSource.of(load_scorer(archive, layout)).with_aggregate(Aggregate.min)

@@ -13,7 +13,7 @@ from tests.evaluation.report.folders import SECTIONS, write_run
 
 pytestmark = pytest.mark.skipif(browser.why_not() is not None, reason=str(browser.why_not()))
 
-# What stands out on the right, but for what scrolls in a box of its own.
+# Elements that extend beyond the right edge, except those in a box that scrolls.
 _TOO_WIDE = """[...document.querySelectorAll("body *")].filter(each =>
     !each.closest(".scroll") && each.getBoundingClientRect().right > innerWidth + 1
 ).map(each => each.outerHTML.slice(0, 80))"""
@@ -26,8 +26,8 @@ _BLACK_FIGURES = """[...document.querySelectorAll("figure > svg")].filter(each =
 
 @pytest.fixture(scope="module")
 def window() -> Iterator[browser.Browser]:
-    with browser.started() as found:
-        yield found
+    with browser.started() as browser_window:
+        yield browser_window
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,11 @@ def test_a_page_opens_whole_and_asks_for_nothing(
 ) -> None:
     window.requests()
     window.open(page, width)
-    asked = [url for url in window.requests() if not url.startswith("data:")]
-    assert asked == [page.resolve().as_uri()]
+    requested = [url for url in window.requests() if not url.startswith("data:")]
+    assert requested == [page.resolve().as_uri()]
     assert window.complaints() == []
-    found = window.ask('[...document.querySelectorAll("section")].map(each => each.id)')
-    assert found == list(SECTIONS)
+    browser_window = window.ask('[...document.querySelectorAll("section")].map(each => each.id)')
+    assert browser_window == list(SECTIONS)
     empty = '[...document.querySelectorAll("section")].filter(e => e.offsetHeight < 60).length'
     assert window.ask(empty) == 0
     assert window.ask("document.scripts.length") == 0
@@ -60,7 +60,7 @@ def test_a_page_is_readable(window: browser.Browser, page: Path, width: int) -> 
     assert window.ask(_TOO_WIDE) == []
     assert window.ask(_SMALLEST_TEXT) >= 9
     assert window.ask(_BLACK_FIGURES) == 0
-    # Side by side where there is room.
+    # Figures are side by side if there is room.
     curves = 'getComputedStyle(document.querySelector("#curves .figures"))'
     columns = f'{curves}.gridTemplateColumns.split(" ").length'
     assert window.ask(columns) == (1 if width == 400 else 3)

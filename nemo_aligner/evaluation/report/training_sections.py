@@ -1,0 +1,385 @@
+"""Report sections on training runs: learning curves, throughput and memory, and the inputs.
+
+The inputs are the data files, the settings, the scoring contract and the versions. Each public
+function builds one section of the page, from all reported runs and evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.evaluation.predictions import Predictions
+from nemo_aligner.evaluation.report.figures import (
+    Drawing,
+    Heldout,
+    LegendKey,
+    PageSection,
+    PageTable,
+    PlotLine,
+    curve,
+    select_pairs,
+)
+from nemo_aligner.evaluation.report.heldout_sections import render_longer_baseline
+from nemo_aligner.evaluation.report.run_report import RunReport, compute_shares
+from nemo_aligner.metrics.table import BY_SOURCE, Better, better_values, find_metric
+from nemo_aligner.utils.console import show_bytes, show_number
+
+VALIDATION = "validation-"
+# Metrics that a model is judged by; the first one that was logged is used.
+MAIN_METRICS = ("accuracy", "pearson_mean", "loss")
+_QUALITY_METRICS = (
+    "loss", "accuracy", "pearson_mean", "reward_margin", "ece", "spearman_mean", "step_accuracy",
+    "first_error_accuracy", "first_error_f1",
+)  # fmt: skip
+_OPTIMIZER_METRICS = ("lr", "grad_norm", "loss_scale")
+_SPEED_METRICS = ("train/tokens_per_second", "timing/train_step")
+# Metrics whose names contain one of these words are also drawn in the section on throughput.
+_MACHINE_WORDS = ("memory", "power", "mfu")
+
+
+def build_learning_curves(reports: Sequence[RunReport]) -> PageSection:
+    """Build the section of curves of training and validation, with tables of all validations."""
+    drawings = [_draw_metric(name, reports) for name in (*_QUALITY_METRICS, *_OPTIMIZER_METRICS)]
+    return PageSection(
+        "curves",
+        "Learning curves",
+        drawings=[drawing for drawing in drawings if drawing is not None],
+        tables=list(_build_validation_tables(reports)),
+        notes=["Faint lines are training batches, before each update; dots are validations."],
+        nothing="No training run here has logged two steps yet."
+        if any(run.curves for run in reports)
+        else "There is no training run here.",
+    )
+
+
+def draw_main_curve(reports: Sequence[RunReport]) -> Drawing | None:
+    """Draw the metric that a run is judged by over training steps; None if none was logged."""
+    drawings = (_draw_metric(name, reports, "main") for name in MAIN_METRICS)
+    return next((drawing for drawing in drawings if drawing is not None), None)
+
+
+def _draw_metric(
+    metric: str, reports: Sequence[RunReport], prefix: str = "curve"
+) -> Drawing | None:
+    is_one = len(reports) == 1
+    lines = [
+        line
+        for number, run in enumerate(reports)
+        for line in (_plot_one(metric, run) if is_one else _plot_several(metric, run, number))
+    ]
+    # A curve of one step would be a single dot; the tables have its value.
+    if len({step for line in lines for step in line.x}) < 2:
+        return None
+    row = find_metric(metric)
+    note = f"{row.meaning[0].upper()}{row.meaning[1:]}." if row and row.meaning else ""
+    return curve(f"{prefix}-{metric}", metric, metric, lines, note)
+
+
+def _plot_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
+    """Yield the lines of the only run: one colour for training, and one for each validation set."""
+    if f"train/{metric}" in run.curves:
+        key = LegendKey("train", 0, is_faint=metric in _QUALITY_METRICS)
+        yield PlotLine(key, *run.curves[f"train/{metric}"])
+    for colour, name in enumerate(_find_sets_with(metric, run), start=1):
+        yield PlotLine(LegendKey(name, colour), *run.curves[f"{name}/{metric}"], marked=True)
+
+
+def _plot_several(metric: str, run: RunReport, number: int) -> Iterator[PlotLine]:
+    """Yield the lines of one of several runs: it has one colour, and its sets differ in dashes."""
+    if f"train/{metric}" in run.curves:
+        key = LegendKey(f"{run.name}, train", number, is_faint=metric in _QUALITY_METRICS)
+        yield PlotLine(key, *run.curves[f"train/{metric}"])
+    for dashes, name in enumerate(_find_sets_with(metric, run)):
+        key = LegendKey(f"{run.name}, {name}", number, dashes)
+        yield PlotLine(key, *run.curves[f"{name}/{metric}"], marked=True)
+
+
+def _find_sets_with(metric: str, run: RunReport) -> list[str]:
+    return [name for name in list_validation_sets(run) if f"{name}/{metric}" in run.curves]
+
+
+def list_validation_sets(run: RunReport) -> list[str]:
+    """List the names of the sets that a run was validated on, such as ``validation-heldout``."""
+    names = [name.partition("/")[0] for name in run.curves if name.startswith(VALIDATION)]
+    return list(dict.fromkeys(names))
+
+
+def _build_validation_tables(reports: Sequence[RunReport]) -> Iterator[PageTable]:
+    for run in reports:
+        for name in list_validation_sets(run):
+            metrics = [metric for metric in _QUALITY_METRICS if f"{name}/{metric}" in run.curves]
+            curves = [run.curves[f"{name}/{metric}"] for metric in metrics]
+            steps = sorted({step for curve_steps, _ in curves for step in curve_steps})
+            columns = [dict(zip(*steps_and_values, strict=True)) for steps_and_values in curves]
+            rows = [
+                [str(step), *(_format_number(column.get(step)) for column in columns)]
+                for step in steps
+            ]
+            title = f"Validations of {run.name} on {name.removeprefix(VALIDATION)}"
+            yield PageTable(["step", *metrics], rows, title)
+
+
+def _format_number(value: float | None) -> str:
+    return "" if value is None else show_number(value)
+
+
+def build_throughput(reports: Sequence[RunReport]) -> PageSection:
+    """Build the section on speed and memory."""
+    names = list(dict.fromkeys(name for run in reports for name in run.curves))
+    machine_metrics = [
+        name for name in names if any(word in name.lower() for word in _MACHINE_WORDS)
+    ]
+    drawings = [_draw_speed(name, reports) for name in (*_SPEED_METRICS, *machine_metrics)]
+    rows = list(_build_speed_rows(reports))
+    header = ["", *(run.name for run in reports)]
+    return PageSection(
+        "throughput",
+        "Throughput and memory",
+        drawings=[drawing for drawing in drawings if drawing is not None],
+        tables=[PageTable(header, rows)] if rows else [],
+        notes=["Memory is the peak of rank 0's process."] if rows else [],
+        nothing="Only training runs measure it; there is none here.",
+    )
+
+
+def _draw_speed(name: str, reports: Sequence[RunReport]) -> Drawing | None:
+    lines = [
+        PlotLine(LegendKey(run.name, number), *run.curves[name])
+        for number, run in enumerate(reports)
+        if name in run.curves
+    ]
+    if not lines:
+        return None
+    short_name = name.rpartition("/")[2]
+    unit = "seconds" if name.startswith("timing/") else short_name
+    identifier = "".join(letter if letter.isalnum() else "-" for letter in name)
+    return curve(f"speed-{identifier}", short_name.replace("_", " "), unit, lines)
+
+
+def _build_speed_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
+    """Yield rows of medians, because a run's first step, and steps during a save, take longer."""
+    for title, name in (
+        ("tokens per second, median", "train/tokens_per_second"),
+        ("seconds per step, median", "timing/train_step"),
+        ("seconds per validation, median", "timing/validation/total_validation_time"),
+        ("seconds that a save pauses training, median", "timing/save"),
+    ):
+        columns = [run.curves.get(name, ([], []))[1] for run in reports]
+        if any(columns):
+            medians = (float(np.median(values)) if values else None for values in columns)
+            yield [title, *map(_format_number, medians)]
+    for device in ("host", "GPU"):
+        peaks = [run.facts.get("peak_memory", {}).get(device) for run in reports]
+        if any(peaks):
+            yield [f"{device} memory", *(show_bytes(peak) if peak else "" for peak in peaks)]
+
+
+# Summary, data, contract, settings, versions.
+
+
+def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
+    """Build the summary: the best validation, held-out accuracy, and the last metrics."""
+    rows = [
+        ["what it is", *(report.kind for report in reports)],
+        *_build_row("steps", [_count_steps(report) for report in reports]),
+        *_build_row("best validation", [_describe_best(report) for report in reports]),
+        *_build_row("held-out accuracy", [_describe_accuracy(report, sets) for report in reports]),
+        *_build_row(
+            "always the longer reply", [_describe_baseline(report, sets) for report in reports]
+        ),
+        *_align_columns([dict(_split_descriptions(report)) for report in reports]),
+    ]
+    notes = [line for report in reports for line in _list_drawn_sets(report, len(reports) > 1)]
+    header = ["", *(report.name for report in reports)]
+    tables = [PageTable(header, rows)]
+    metrics = _build_metrics_table(reports)
+    if metrics.rows:
+        tables.append(metrics)
+    return PageSection("summary", "Summary", tables=tables, notes=notes)
+
+
+def _build_row(name: str, values: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the row, or nothing if all values are empty."""
+    if any(values):
+        yield [name, *values]
+
+
+def _count_steps(run: RunReport) -> str:
+    steps = [steps[-1] for steps, _ in run.curves.values()]
+    return str(max(steps)) if steps else ""
+
+
+def _describe_best(run: RunReport) -> str:
+    """Describe the best validation on each set by its main metric; ties go to the lower loss."""
+    descriptions = []
+    for name in list_validation_sets(run):
+        main = next((metric for metric in MAIN_METRICS if f"{name}/{metric}" in run.curves), None)
+        if main is not None:
+            steps, values = run.curves[f"{name}/{main}"]
+            losses = dict(zip(*run.curves.get(f"{name}/loss", ((), ())), strict=True))
+            sign = 1 if better_values(main) is Better.lower else -1
+            _, _, best_step, best_value = min(
+                (sign * value, losses.get(step, 0.0), step, value)
+                for step, value in zip(steps, values, strict=True)
+            )
+            descriptions.append(f"{main} {show_number(best_value)} at step {best_step} ({name})")
+    return "; ".join(descriptions)
+
+
+def _describe_accuracy(report: RunReport, sets: Sequence[Heldout]) -> str:
+    descriptions = []
+    for heldout in select_pairs([heldout for heldout in sets if heldout.report is report]):
+        share = compute_shares(heldout.predictions)[0]
+        interval = f"{share.low:.3f} to {share.high:.3f}"
+        descriptions.append(f"{share.accuracy:.3f} ({interval}), {share.pairs} pairs")
+    return "; ".join(descriptions)
+
+
+def _describe_baseline(report: RunReport, sets: Sequence[Heldout]) -> str:
+    baselines = (render_longer_baseline(heldout) for heldout in sets if heldout.report is report)
+    return "; ".join(filter(None, baselines))
+
+
+def _split_descriptions(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Split the lines that a run printed at its start, such as ``model: 143.4M parameters``."""
+    for line in report.facts.get("described", []):
+        subject, _, description = line.partition(": ")
+        yield (subject, description) if description else ("note", subject)
+
+
+def _list_drawn_sets(report: RunReport, is_one_of_many: bool) -> list[str]:
+    """List the held-out sets of which the run kept only a sample of the records."""
+    prefix, lines = f"{report.name}: " * is_one_of_many, []
+    totals = report.facts.get("validation_records", {})
+    for name, predictions in report.predictions.items():
+        total, count = totals.get(name, 0), _count_records(predictions)
+        if total > count:
+            lines.append(
+                f"{prefix}{name}: figures are over a random sample of {count} of {total} records"
+            )
+    return lines
+
+
+def _count_records(predictions: Predictions) -> int:
+    """Count the records; a record with ranked completions has several rows, one for each pair."""
+    records = [row.record for row in predictions.rows]
+    return len(records if predictions.is_rated else set(records))
+
+
+def _build_metrics_table(reports: Sequence[RunReport]) -> PageTable:
+    columns: dict[str, dict[str, str]] = {}
+    for report in reports:
+        for name in list_validation_sets(report):
+            title = f"{report.name}, {name.removeprefix('validation-')}"
+            columns[title] = {
+                key.removeprefix(f"{name}/"): show_number(values[-1])
+                for key, (_, values) in report.curves.items()
+                if key.startswith(f"{name}/")
+            }
+        if report.metrics:
+            columns[report.name] = {
+                key: _format_number(value) for key, value in report.metrics.items()
+            }
+    names = [
+        name
+        for name in dict.fromkeys(name for column in columns.values() for name in column)
+        if not name.startswith(BY_SOURCE)
+    ]
+    rows = [
+        [name, *(column.get(name, "") for column in columns.values()), _find_meaning(name)]
+        for name in names
+    ]
+    header = ["", *columns, "meaning"]
+    return PageTable(header, rows, "Metrics of the last validation, or of the evaluation")
+
+
+def _find_meaning(name: str) -> str:
+    row = find_metric(name)
+    return row.meaning if row else ""
+
+
+def _format_cell(value: Any) -> str:
+    if isinstance(value, float):
+        return show_number(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def build_data(reports: Sequence[RunReport]) -> PageSection:
+    """Build the section on the data files: their formats, and how many records were used."""
+    tables = []
+    for report in reports:
+        # A run has a list of described files here, and an evaluation the name of its file.
+        files = report.facts.get("data", [])
+        for file in files if isinstance(files, list) else []:
+            rows = [*file["rows"], *(["malformed", line] for line in file["malformed"])]
+            title = f"{report.name}, {file['name']}: {file['path']} ({file['format']})"
+            tables.append(PageTable(["", ""], rows, title))
+        if isinstance(files, str):
+            counts = [[key, str(value)] for key, value in report.facts.get("counts", {}).items()]
+            tables.append(PageTable(["", ""], counts, f"{report.name}: {files}"))
+    return PageSection("data", "Data", tables=tables, nothing="The data are not known here.")
+
+
+def build_contract(reports: Sequence[RunReport]) -> PageSection:
+    """Build the section on the scoring contracts."""
+    hashes = [_get_contract_hash(report) for report in reports]
+    tables = []
+    if any(hashes):
+        header = ["", *(report.name for report in reports)]
+        fields = [_as_mapping(report.facts.get("contract")) for report in reports]
+        tables = [PageTable(header, [["hash", *hashes], *_align_columns(fields)])]
+    notes = []
+    if len({contract_hash for contract_hash in hashes if contract_hash}) > 1:
+        notes = [
+            "The contracts differ, so these rewards cannot be compared: the models score different "
+            "token sequences, or scale rewards differently."
+        ]
+    nothing = "The scoring contract is not known here."
+    return PageSection("contract", "Scoring contract", (), tables, (), notes, nothing)
+
+
+def _get_contract_hash(report: RunReport) -> str:
+    contract_hash = report.facts.get("contract_hash", report.facts.get("contract", ""))
+    return contract_hash if isinstance(contract_hash, str) else ""
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def build_settings(reports: Sequence[RunReport]) -> PageSection:
+    """Build the section of settings; with several runs, settings that differ come first."""
+    with_settings = [report for report in reports if report.settings]
+    tables = []
+    header = ["", *(report.name for report in with_settings)]
+    rows = list(_align_columns([report.settings for report in with_settings]))
+    if len(with_settings) > 1:
+        differing = [row for row in rows if len(set(row[1:])) > 1]
+        tables.append(PageTable(header, differing, f"{len(differing)} settings differ"))
+    if with_settings:
+        tables.append(PageTable(header, rows, "All settings"))
+    nothing = "The settings are not known here."
+    return PageSection("settings", "Settings", tables=tables, nothing=nothing)
+
+
+def build_versions(reports: Sequence[RunReport]) -> PageSection:
+    """Build the section of the versions of packages, and the number of ranks."""
+    with_versions = [report for report in reports if report.facts.get("versions")]
+    rows = list(_align_columns([report.facts["versions"] for report in with_versions]))
+    ranks = [str(report.facts.get("ranks", "")) for report in with_versions]
+    if any(ranks):
+        rows.append(["ranks", *ranks])
+    header = ["", *(report.name for report in with_versions)]
+    tables = [PageTable(header, rows)] if rows else []
+    nothing = "The versions are not known here."
+    return PageSection("versions", "Versions", tables=tables, nothing=nothing)
+
+
+def _align_columns(columns: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield one row for each key of any column; a column without the key gets an empty cell."""
+    for key in dict.fromkeys(key for column in columns for key in column):
+        yield [key, *(_format_cell(column[key]) if key in column else "" for column in columns)]

@@ -1,0 +1,191 @@
+"""``nemo-aligner check``: does a checkpoint give the same rewards in every batch and layout?
+
+The command scores the same samples in different batches, at every parallel layout that fits, in a
+training forward pass, and over HTTP. It compares the rewards with those of a reference, and prints
+a table. Under torchrun the ranks of this job score; otherwise the command starts new processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_aligner.checkpoint.nemo.reward_model import CheckpointDescription
+from nemo_aligner.config.common import Precision, RecordKind
+from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.demo import build_demo_pairs
+from nemo_aligner.data.readers import ReaderConfig, parse_file
+from nemo_aligner.serving.run import served
+from nemo_aligner.tools.invariance import (
+    SERVER,
+    Row,
+    Scored,
+    choose_limits,
+    compare_all,
+    render_rows,
+    score_alone,
+    summarise,
+)
+from nemo_aligner.tools.layouts_worker import run_world, score_everywhere
+from nemo_aligner.utils.errors import CheckpointError, DataError
+from nemo_aligner.utils.processes import is_launched
+
+
+@dataclass(frozen=True)
+class Check:
+    """Options of the command.
+
+    Attributes:
+        checkpoint: path of the reward model.
+        data: file of pairs; None for the demo set.
+        pairs: number of pairs to score.
+        processes: largest number of processes to start at once; None for one for each GPU, or 2.
+        min_model_parallel: under torchrun, skip layouts with fewer ranks for each model replica.
+        precision: precision to score in; None for that of the model.
+        serve: True to also score over HTTP.
+    """
+
+    checkpoint: str
+    data: str | None = None
+    pairs: int = 32
+    processes: int | None = None
+    min_model_parallel: int = 1
+    precision: str | None = None
+    serve: bool = False
+
+
+def run_check(check: Check, output: Path | None) -> bool:
+    """Score, compare, print the table and write it to ``output``; True if every row passes.
+
+    Raises:
+        AlignerError: the checkpoint is not a reward model, or none of the pairs can be scored.
+    """
+    base = CheckpointDescription.read(check.checkpoint)
+    contract = base.contract
+    if contract is None:
+        raise CheckpointError(
+            f"{check.checkpoint}: it has no scoring contract, so it is not a reward model. Pass "
+            "the .nemo file of a reward model."
+        )
+    texts = choose_samples(check, base.tokenizer, contract)
+    precision = check.precision or contract.dtype
+    if is_launched():
+        scored = score_everywhere(
+            check.checkpoint, texts, Precision(precision), check.min_model_parallel
+        )
+    else:
+        scored = _score_in_new_processes(check, texts, precision)
+    for reason in dict.fromkeys(scored.reasons):
+        print(f"skipped a layout that does not fit the model: {reason}")
+    limits = choose_limits(precision, base.shape.num_layers, scored.reference)
+    rows = compare_all(scored, contract.attribute_weights, limits)
+    summary = summarise(rows, limits)
+    print(f"\n{render_rows(rows)}\n\n{precision}: {summary}", flush=True)
+    if output is not None:
+        content = {
+            "precision": precision,
+            "summary": summary,
+            "rows": [_row_to_dict(row) for row in rows],
+        }
+        output.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return all(row.ok for row in rows)
+
+
+def _row_to_dict(row: Row) -> dict[str, Any]:
+    """Convert a row to plain values; a difference that is not finite becomes null."""
+    difference = row.difference if math.isfinite(row.difference) else None
+    return {**asdict(row), "compared": row.compared.value, "difference": difference}
+
+
+def choose_samples(check: Check, tokenizer: Tokenizer, contract: ScoringContract) -> list[Any]:
+    """Choose the samples of the first pairs that the model can score: chosen, rejected, ...
+
+    Raises:
+        DataError: no pair can be scored.
+    """
+    samples: list[Any] = []
+    left_out: Counter[str] = Counter()
+    for pair in _read_pairs(check.data, left_out):
+        if len(samples) == 2 * check.pairs:
+            break
+        try:
+            for sample in pair:
+                contract.encode(tokenizer, sample)
+        except OverlongError:
+            left_out["too long"] += 1
+            continue
+        except NoTemplateError:
+            raise
+        except DataError:
+            left_out["malformed"] += 1
+            continue
+        samples += pair
+    if not samples:
+        raise DataError(
+            f"{check.data or 'demo set'}: no pair can be scored; left out: {dict(left_out)}"
+        )
+    left_out_note = "".join(f", {count} left out as {reason}" for reason, count in left_out.items())
+    print(f"{len(samples) // 2} pairs{left_out_note}; scoring contract {contract.hash}")
+    return samples
+
+
+def _read_pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield (chosen, rejected) samples of a file, or of the demo set if ``path`` is None."""
+    if path is not None:
+        file = parse_file(path, ReaderConfig(RecordKind.comparison))
+        # Malformed lines are only counted: nothing is learned from the pairs, so any pairs will do.
+        if file.malformed:
+            left_out["malformed"] += len(file.malformed)
+        # A ranking counts as the pair of its best and its worst completion.
+        yield from ((record.texts[0], record.texts[-1]) for record in file.records)
+        return
+    for pair in build_demo_pairs(2400, 0.1, 1)[1]:
+        prompt = {"role": "user", "content": pair.prompt}
+        yield tuple(
+            [prompt, {"role": "assistant", "content": reply}]
+            for reply in (pair.chosen, pair.rejected)
+        )
+
+
+def _score_in_new_processes(check: Check, texts: list[Any], precision: str) -> Scored:
+    """Score in jobs of 1, 2, 4, ... processes and over HTTP; one process is the reference."""
+    job = {"checkpoint": check.checkpoint, "texts": texts, "precision": precision}
+    max_processes = check.processes or torch.cuda.device_count() or 2
+    worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= max_processes]
+    rewards = {layout: variants for world in worlds for layout, variants in world.rewards.items()}
+    if check.serve:
+        rewards[SERVER] = score_over_http(check.checkpoint, precision, texts)
+    reasons = [reason for world in worlds for reason in world.reasons]
+    return Scored(rewards, worlds[0].reference, reasons)
+
+
+def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[str, np.ndarray]:
+    """Start a server and score over HTTP, in batches of one and all together.
+
+    Returns:
+        Rewards ``[N, A]`` by variant.
+
+    Raises:
+        ServingError: the server does not start, or does not answer.
+    """
+    # Imported here, because a check without a server does not need the client's dependencies.
+    from nemo_aligner.serving.client.reward import RewardClient
+
+    print(f"scoring in {precision} over HTTP", flush=True)
+    settings = [f"rm_model_file={checkpoint}", f"precision={precision}"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(settings, Path(folder, "log")) as url,
+        RewardClient(url) as client,
+    ):
+        return {"alone": score_alone(client.score, texts), "all together": client.score(texts)}

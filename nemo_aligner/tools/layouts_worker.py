@@ -1,0 +1,256 @@
+"""Scores the same samples at every parallel layout of a process group, in different batches.
+
+``score_everywhere`` does this on the ranks of the current job. ``run_world`` starts new processes
+that do it: ``python -m nemo_aligner.tools.layouts_worker JOB RESULT`` reads the job from one JSON
+file and writes the rewards to another one. ``nemo-aligner check`` uses both.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import get_world_size
+
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    CheckpointDescription,
+    load_pretrained,
+    load_reward_model,
+)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
+from nemo_aligner.contract.scorer import score_all
+from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.distributed.launch import launch, run_ranks
+from nemo_aligner.distributed.layout import (
+    LayoutSizes,
+    ParallelLayout,
+    destroy_layout,
+    initialize_layout,
+)
+from nemo_aligner.models.batch_invariance import make_batch_invariant
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.step import forward_backward, gather_rewards
+from nemo_aligner.models.training_wrap import wrap_for_training
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.tools.invariance import Score, Scored, score_alone, score_calls
+from nemo_aligner.utils.errors import ConfigError, PeerError
+from nemo_aligner.utils.processes import environment, is_first_rank, report
+
+
+def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSizes], list[str]]:
+    """List the layouts of ``world_size`` ranks that split the model evenly.
+
+    Layouts that split the model into the most pieces come first, because the first one also
+    computes the fp32 reference, which takes the most memory.
+
+    Returns:
+        The layouts, and for each other layout the reason why it does not fit.
+    """
+    fitting: list[LayoutSizes] = []
+    reasons = []
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    for tp in divisors:
+        for pp in (size for size in divisors if world_size % (tp * size) == 0):
+            sizes = LayoutSizes(tp=tp, pp=pp, dp=world_size // (tp * pp))
+            try:
+                shape.check_fits(tp, pp)
+            except ConfigError as error:
+                reasons.append(f"{sizes}: {error}")
+                continue
+            fitting.append(sizes)
+            # Sequence parallelism splits along the tensor-parallel ranks, so it needs several.
+            if tp > 1:
+                fitting.append(replace(sizes, sequence_parallel=True))
+    for sizes in [sizes for sizes in fitting if sizes.dp > 1 and shape.experts is not None]:
+        expert_parallel = replace(sizes, ep=sizes.dp)
+        try:
+            shape.check_fits(sizes.tp, sizes.pp, sizes.dp)
+            fitting.append(expert_parallel)
+        except ConfigError as error:
+            reasons.append(f"{expert_parallel}: {error}")
+    if world_size > 1:
+        # Context parallelism splits the sequence, not the model, so it fits any model.
+        fitting.append(LayoutSizes(cp=world_size))
+    return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
+
+
+def score_everywhere(
+    checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
+) -> Scored:
+    """Score at every layout of this process group; every rank calls this once.
+
+    The reference is scored in fp32 at the first layout.
+
+    Raises:
+        ConfigError: no layout of this many processes fits the model.
+    """
+    with launch(), open_nemo(checkpoint) as folder:
+        layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
+        layouts = [
+            sizes for sizes in layouts if sizes.tp * sizes.pp * sizes.ep >= min_model_parallel
+        ]
+        if not layouts:
+            raise ConfigError(
+                f"no layout of {get_world_size()} processes fits the model: " + "; ".join(reasons)
+            )
+        rewards = {
+            str(sizes): _score_at_layout(folder.root, texts, precision, sizes) for sizes in layouts
+        }
+        if precision is Precision.fp32:
+            reference = rewards[str(layouts[0])]["alone"]
+        else:
+            reference = _score_reference(folder.root, texts, layouts[0])
+    return Scored(rewards, reference, reasons)
+
+
+def _score_at_layout(
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
+) -> dict[str, np.ndarray]:
+    """Compute the rewards ``[N, A]`` of all variants at one layout, by the variant's name."""
+    layout = initialize_layout(**sizes.given)
+    rewards = _score_in_batches(checkpoint, texts, precision, layout)
+    for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
+        _free_memory()
+        rewards[name] = _score_in_training(checkpoint, texts, precision, layout, recompute)
+    destroy_layout()
+    _free_memory()
+    return rewards
+
+
+def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> np.ndarray:
+    """Compute the rewards ``[N, A]`` in fp32, each in a batch of one."""
+    layout = initialize_layout(**sizes.given)
+    scorer = load_scorer(checkpoint, layout, precision=Precision.fp32, micro_batch_tokens=2**30)
+    rewards = score_alone(partial(score_all, scorer), texts)
+    destroy_layout()
+    return rewards
+
+
+def _score_in_batches(
+    checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
+) -> dict[str, np.ndarray]:
+    """Score in batches of one, in one batch, in small packs, and from a prefix cache."""
+    model = load_reward_model(checkpoint, layout, precision)
+    make_batch_invariant(model.model, ROWS_BY_DEVICE)
+    small_budget = model.contract.seq_length
+
+    def build_score(token_budget: int, cache_tokens: int = 0) -> Score:
+        scorer = RewardScorer(
+            model.model,
+            model.contract,
+            model.tokenizer,
+            layout,
+            token_budget,
+            prefix_cache_tokens=cache_tokens,
+        )
+        return partial(score_all, scorer)
+
+    score = build_score(small_budget)
+    rewards = {
+        "alone": score_alone(score, texts),
+        "all together": build_score(max(8192, 4 * small_budget))(texts),
+    }
+    for seed in (1, 2):
+        order = np.random.RandomState(seed).permutation(len(texts))
+        rewards[f"small packs, order {seed}"] = score_calls(score, texts, [order])
+    # Score twice, in opposite orders: the second call takes prefixes from the cache.
+    score_with_cache = build_score(small_budget, cache_tokens=4 * small_budget)
+    score_with_cache(texts[::-1])
+    return {**rewards, "from a prefix cache": score_with_cache(texts)}
+
+
+def _score_in_training(
+    checkpoint: Path,
+    texts: list[Any],
+    precision: Precision,
+    layout: ParallelLayout,
+    recompute: Recompute,
+) -> np.ndarray:
+    """Compute the rewards ``[N, A]`` in the forward pass of a training step."""
+    base = CheckpointDescription.read(checkpoint)
+    contract = base.contract
+    assert contract is not None, "scoring before has read it"
+    indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
+    sequences = [contract.encode(base.tokenizer, texts[index]).token_ids for index in indices]
+    pretrained = load_pretrained(
+        checkpoint,
+        layout,
+        num_attributes=len(contract.attributes),
+        outputs_per_attribute=contract.outputs_per_attribute,
+        precision=precision,
+        recompute=recompute,
+        lora=base.shape.lora,
+        reply_marker=contract.reply_marker,
+    )
+    by_length = pretrained.model.rotation_by_length
+    packs = [
+        replace(pack, rows=indices[pack.rows])
+        for pack in pack_sequences(sequences, contract.seq_length, None, by_length)
+    ]
+    ddp = wrap_for_training(pretrained.model)
+    ddp.train()
+    rewards = forward_backward(ddp, packs, layout, _sum_and_count)
+    shape = (len(texts), contract.num_outputs)
+    outputs = gather_rewards(rewards, packs, shape, layout).numpy()
+    return contract.rewards_of(outputs)
+
+
+def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
+    """Stand in for a loss, because only the rewards of the forward pass are needed."""
+    return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# Starting new processes that do this.
+
+
+def run_world(job: Mapping[str, Any], size: int) -> Scored:
+    """Run ``score_everywhere`` in ``size`` new processes.
+
+    Args:
+        job: ``checkpoint``, ``texts`` and ``precision``, as plain JSON values.
+        size: number of processes.
+
+    Raises:
+        PeerError: a process failed; it has printed its error.
+    """
+    print(f"scoring in {job['precision']} at {size} process{'es' * (size > 1)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
+        job_path.write_text(json.dumps(job))
+        arguments = ["-m", "nemo_aligner.tools.layouts_worker", str(job_path), str(result_path)]
+        if run_ranks(arguments, size, environment()):
+            raise PeerError(f"the run of {size} processes failed; see its error above")
+        return Scored.from_dict(json.loads(result_path.read_text()))
+
+
+def main(job_path: str, result_path: str) -> int:
+    """Run one rank of ``run_world``; return its exit code."""
+    job = json.loads(Path(job_path).read_text())
+    try:
+        scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
+    except Exception as error:
+        return report(error)
+    if is_first_rank():
+        Path(result_path).write_text(json.dumps(scored.to_dict()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Best of n, and the correctness sets of PPE."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.evaluation.run_task import run_task
+from nemo_aligner.evaluation.tasks import TASKS
+from nemo_aligner.evaluation.tasks.best_of_n import best_of
+from tests.evaluation.tasks.scorers import by_number, write
+from tests.harness.scorers import source_of
+
+
+def ppe(number: int, right: set[int], pairs: list[list[int]], **more: Any) -> dict[str, Any]:
+    """Build a record as PPE publishes it, with 32 replies; reply n is the number n."""
+    replies = {f"response_{reply}": str(reply) for reply in range(1, 33)}
+    scores = [index in right for index in range(32)]
+    record = {"question_id": number, "prompt": "?", "model_name": "m", "scores": scores}
+    return {**record, **replies, "sampled_conflict_pairs": pairs, **more}
+
+
+def test_ppe_counts_its_pairs_and_the_best_of_k(tmp_path: Path) -> None:
+    """The reward is the number of the reply, so the last one of any k is the best."""
+    records = [
+        ppe(1, {31}, [[31, 0], [0, 31]], category="law"),
+        ppe(2, {0, 1}, [[0, 31], [1, 2], [30, 1], [1, 3]], category="math"),
+    ]
+    report = run_task(
+        TASKS["ppe_correctness"], write(tmp_path / "p.jsonl", records), source_of(by_number)
+    )
+    metrics = report.metrics
+    assert (metrics["law"], metrics["math"], metrics["pairs"]) == (1, 0, 2 / 6)
+    assert [row.count for row in report.rows if row.name in ("law", "pairs")] == [2, 6]
+    # For the first prompt a share k / 32 of the choices has the last, right reply. For the second
+    # prompt a choice is right only if it consists of the first two replies.
+    shares = {
+        k: [k / 32, math.comb(2, k) / math.comb(32, k) if k > 1 else 2 / 32] for k in range(1, 33)
+    }
+    for k in (1, 2, 4, 8, 16, 32):
+        assert metrics[f"best of {k}"] == pytest.approx(sum(shares[k]) / 2)
+    area = sum(map(sum, shares.values())) / 64
+    assert metrics["area under best of k"] == pytest.approx(area)
+    best = [[k / 32, 1 - math.comb(30, k) / math.comb(32, k)] for k in range(1, 33)]
+    assert metrics["loss of best of k"] == pytest.approx(sum(map(sum, best)) / 64 - area)
+    assert [prediction.right for prediction in report.predictions.rows] == [1, 0]
+
+
+def test_best_of_n_is_the_mean_over_every_choice_and_over_equal_rewards() -> None:
+    rng = np.random.RandomState(0)
+    rewards, scores = rng.randn(7), rng.randn(7)
+    for n in (1, 2, 4, 7):
+        every = [max(choice, key=rewards.__getitem__) for choice in combinations(range(7), n)]
+        assert best_of(n, rewards, scores) == pytest.approx(scores[every].mean())
+    rewards, scores = np.array([1.0, 1.0, 0.0]), np.array([4.0, 2.0, 0.0])
+    expected_scores = [best_of(n, rewards, scores) for n in (1, 2, 3)]
+    assert expected_scores == pytest.approx([2, (3 + 4 + 2) / 3, 3])
+    # With thousands of replies. The mean of the larger of two of 0 ... K - 1 is (2 K - 1) / 3.
+    many = np.arange(3000.0)
+    assert best_of(1, many, many) == pytest.approx(1499.5)
+    assert best_of(2, many, many) == pytest.approx((2 * 3000 - 1) / 3)
+    assert best_of(1500, many, many) > 2997
+
+
+def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "?", "responses": ["3", "2", "1", "0"], "scores": [first, 1, 1, 1]}
+        for first in (5, 1)
+    ]
+    report = run_task(
+        TASKS["best_of_n"], write(tmp_path / "b.jsonl", records), source_of(by_number)
+    )
+    metrics = report.metrics
+    # Among the six pairs of the rewards 3, 2, 1, 0, the best is 3 in three, 2 in two, 1 in one.
+    rewards = [metrics.pop(f"best of {n}, its reward") for n in (1, 2, 4)]
+    assert rewards == pytest.approx([1.5, (3 * 3 + 2 * 2 + 1) / 6, 3])
+    characters = [metrics.pop(f"best of {n}, its characters") for n in (1, 2, 4)]
+    assert characters == pytest.approx([1, 1, 1])
+    assert metrics == {
+        "best of 1": 1.5,
+        "best of 2": 2,
+        "best of 4": 3,
+        "the highest score of every prompt": 3,
+    }
+    last = report.rows[2]
+    assert (last.low, last.high) == (1, 5)

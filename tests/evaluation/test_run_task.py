@@ -1,0 +1,121 @@
+"""Running benchmarks: which items are read, dropped and scored, for every benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_aligner.contract.contract import OverlongError
+from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.evaluation.run_task import run_task
+from nemo_aligner.evaluation.tasks import TASKS, find_task
+from nemo_aligner.utils.errors import ConfigError, DataError
+from tests.data.files import published
+from tests.evaluation.refusals import refusal
+from tests.evaluation.tasks.scorers import by_last_letter, by_length, write
+from tests.harness.scorers import source_of
+
+
+def test_every_task_reads_and_scores_its_sample(tmp_path: Path) -> None:
+    """It has a table, a report and verdicts; a record that it cannot read is an error by line."""
+    for name in TASKS:
+        task = find_task(name)
+        path = write(tmp_path / "sample.jsonl", [task.sample])
+        report = run_task(
+            task, path, source_of(by_length, by_last_letter if task.reads_steps else None)
+        )
+        (judged,) = report.predictions.rows
+        of_steps = len(judged.item.texts[0][-1]["content"]) if task.reads_steps else None
+        assert (of_steps or len(judged.item.texts)) == len(judged.rewards) >= 2, name
+        assert report.rows, name
+        assert f"task          {name}" in report.render({"data": str(path)})
+        report.write(tmp_path / "report.json", {})
+        assert json.loads((tmp_path / "report.json").read_text())["task"] == name
+        report.predictions.write(tmp_path / "verdicts.jsonl")
+        (line,) = (tmp_path / "verdicts.jsonl").read_text().splitlines()
+        verdict = json.loads(line)
+        assert sum(map(len, verdict["rewards"].values())) == len(judged.rewards), name
+        write(path, [task.sample, {"text": "x"}])
+        error = refusal(DataError, run_task, task, path, source_of(by_length))
+        assert "sample.jsonl:2: " in error
+        assert "'text'" in error, error
+
+
+def test_task_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean rewardbench"):
+        find_task("reward_bench")
+
+
+# By task and key: values that the benchmark does not have, and what the error says of them.
+NO_VALUES: tuple[tuple[str, str, Any, str], ...] = (
+    ("llmbar", "label", 3, "got 3, wanted 1 or 2"),
+    ("llmbar", "label", [1], "got [1], wanted 1 or 2"),
+    ("autoj", "label", 4, "got 4, wanted 0, 1 or 2"),
+    ("judgebench", "label", "A=B", "got 'A=B', wanted A>B or B>A"),
+    ("rewardbench2", "rejected", [], "got [], wanted a list of replies"),
+    ("rm_bench", "chosen", ["4"], "got ['4'], wanted a list of 3 replies"),
+    ("rewardbench", "chosen", None, "got None"),
+    ("humanevalpack", "prompt", 1, "got 1, wanted a string"),
+    ("ppe_correctness", "scores", ["True"], "got ['True'], wanted a list of true"),
+    ("ppe_correctness", "scores", [2], "got [2], wanted a list of true and false"),
+    ("ppe_correctness", "sampled_conflict_pairs", [[0, 1.0]], "got [0, 1.0]"),
+    ("ppe_correctness", "sampled_conflict_pairs", [[0, 3]], "got [0, 3]"),
+    ("ppe_correctness", "sampled_conflict_pairs", [[0, 9]], "from 0 to 3"),
+    ("ppe_correctness", "sampled_conflict_pairs", [], "got [], wanted a list of pairs"),
+    ("prmbench", "error_steps", [0], "got [0]"),
+    ("prmbench", "error_steps", None, "got None"),
+    ("prmbench", "modified_process", [], "got [], wanted a list of steps"),
+    ("hhh", "input", None, "got None, wanted a string"),
+    ("hhh", "targets", ["4"], "got ['4'], wanted two choices"),
+    ("hhh", "targets", {"choices": ["4", "5"], "labels": [1, 1]}, "wanted two"),
+    ("hhh", "targets", {"choices": ["4"], "labels": [1, 0]}, "wanted two"),
+)
+
+
+def test_value_that_is_none_of_the_benchmarks_is_named(tmp_path: Path) -> None:
+    wrong = {}
+    for name, key, value, message in NO_VALUES:
+        path = write(tmp_path / "other.jsonl", [{**find_task(name).sample, key: value}])
+        error = refusal(DataError, run_task, find_task(name), path, source_of(by_length))
+        if not (f"other.jsonl:1: {key}: " in error and message in error):
+            wrong[name, key, str(value)] = error
+    assert not wrong, wrong
+
+
+def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
+    def encode(text: Text) -> None:
+        if len(reply_of(text)) > 3:
+            raise OverlongError("too long", 4)
+
+    task = find_task("autoj")
+    records = [
+        task.sample,
+        {**task.sample, "response 1": "four"},
+        {**task.sample, "label": 2},
+    ]
+    report = run_task(
+        task, write(tmp_path / "b.jsonl", records), source_of(by_length, encoding=encode)
+    )
+    assert report.left_out == {"too long": 1, "without a verdict": 1}
+    assert "1 scored, 1 too long: left out, 1 without a verdict: left out" in report.render({})
+
+
+# Files of the published benchmarks: how many items are scored, and how many are left out.
+REAL = (
+    ("llmbar", "llmbar/Natural.json", 100, 0),
+    ("llmbar", "llmbar/Adversarial-GPTOut.json", 47, 0),
+    *(("humanevalpack", f"humanevalpack/{n}.jsonl.gz", 164, 0) for n in ("python", "cpp", "rust")),
+    ("autoj", "autoj_pairwise.jsonl.gz", 1392 - 373, 373),
+    ("rewardbench", "hhh/hhh_pairs.jsonl", 221, 0),
+)
+
+
+def test_real_files_are_read_whole() -> None:
+    for name, file, count, left_out in REAL:
+        report = run_task(find_task(name), published(f"eval/{file}"), source_of(by_length))
+        counts = len(report.predictions.rows), sum(report.left_out.values())
+        assert counts == (count, left_out), file
+        assert 0 < report.rows[-1].value < 1, file

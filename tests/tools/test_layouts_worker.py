@@ -1,0 +1,48 @@
+"""Layouts that fit a model, and new processes that score at each of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_aligner.distributed.layout import LayoutSizes
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.tools.layouts_worker import fitting_layouts, run_world
+from nemo_aligner.utils.errors import PeerError
+
+SHAPE = ModelShape.from_config(
+    {
+        "num_layers": 6,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 320,
+        "encoder_seq_length": 256,
+    }
+)
+
+
+def test_fitting_layouts_and_why_others_do_not_fit() -> None:
+    assert fitting_layouts(1, SHAPE) == ([LayoutSizes(tp=1, pp=1, dp=1)], [])
+    fitting, reasons = fitting_layouts(4, SHAPE)
+    assert list(map(str, fitting)) == [
+        "TP=2 PP=2 DP=1",
+        "TP=2+SP PP=2 DP=1",
+        "TP=1 PP=2 DP=2",
+        "TP=2 PP=1 DP=2",
+        "TP=2+SP PP=1 DP=2",
+        "TP=1 PP=1 DP=4",
+        "TP=1 CP=4 PP=1 DP=1",
+    ]
+    assert [reason.partition(":")[0] for reason in reasons] == ["TP=1 PP=4 DP=1", "TP=4 PP=1 DP=1"]
+    assert "got 4, wanted a divisor of the model's 6 layers" in reasons[0]
+    assert "got 4, wanted a divisor of the model's 2 query groups" in reasons[1]
+
+
+def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[str]) -> None:
+    job = {"checkpoint": "nowhere.nemo", "texts": ["a"], "precision": "fp32"}
+    with pytest.raises(PeerError, match="the run of 2 processes failed"):
+        run_world(job, 2)
+    assert capfd.readouterr().err == (
+        "CheckpointError: nowhere.nemo: no such .nemo archive or folder\n"
+    )
