@@ -129,7 +129,7 @@ class Front:
         if scope["type"] != "http":
             return
         # Before the token is compared: the paths that need none are known without the prefix.
-        path = gym.OF_ROLLOUT.sub("", scope["path"])
+        path = gym.ROLLOUT_PREFIX.sub("", scope["path"])
         # uvicorn leaves the body out where it was asked for the head alone.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if path != scope["path"] or method != scope["method"]:
