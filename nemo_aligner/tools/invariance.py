@@ -49,7 +49,7 @@ from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_trai
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.serving.run import served
+from nemo_aligner.serving.run import running_server
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, PeerError
 from nemo_aligner.utils.processes import environment, is_first_rank, is_launched, report
 
@@ -584,7 +584,7 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
     settings = [f"rm_model_file={checkpoint}", f"precision={precision}"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(settings, Path(folder, "log")) as url,
+        running_server(settings, Path(folder, "log")) as url,
         RewardClient(url) as client,
     ):
         return {"alone": score_alone(client.score, texts), "all together": client.score(texts)}
