@@ -18,12 +18,12 @@ from nemo_aligner.serving.client.critic import RewardCriticClient
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import ScoredRows
-from nemo_aligner.serving.protocols.critic import Valued
+from nemo_aligner.serving.protocols.critic import CriticValues
 
 __all__ = [
+    "CriticValues",
     "RefusedError",
     "RewardClient",
     "RewardCriticClient",
     "ScoredRows",
-    "Valued",
 ]

@@ -25,7 +25,7 @@ from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.critic import Valued
+from nemo_aligner.serving.protocols.critic import CriticValues
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import ServingError, shown
 
@@ -103,7 +103,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         )
         super().__init__(f"{critic}, critic", timeout_s, connect)
 
-    def infer(self, token_lists: TokenLists) -> Valued:
+    def infer(self, token_lists: TokenLists) -> CriticValues:
         """Compute values, and rewards if there is a reward model, of N token sequences.
 
         Raises:
@@ -113,7 +113,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         """
         return self._wait(self.infer_future(token_lists))
 
-    def infer_future(self, token_lists: TokenLists) -> Future[Valued]:
+    def infer_future(self, token_lists: TokenLists) -> Future[CriticValues]:
         """Like ``infer``, in the background."""
         return self._submit(_infer, token_rows(token_lists))
 
@@ -154,9 +154,9 @@ class RewardCriticClient(ServerClient[_Connections]):
         return self._submit(_save_critic)
 
 
-async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) -> Valued:
+async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) -> CriticValues:
     if not token_lists:
-        return Valued([], np.zeros(0, dtype=np.float32))
+        return CriticValues([], np.zeros(0, dtype=np.float32))
     values = asyncio.ensure_future(_fetch_values(connections.infer, token_lists))
     if connections.rewards is None:
         return await values
@@ -165,10 +165,10 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
         await asyncio.gather(values, rewards)
     finally:  # if one has failed, the other is not needed
         values.cancel(), rewards.cancel()
-    return Valued(values.result().values, rewards.result())
+    return CriticValues(values.result().values, rewards.result())
 
 
-async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> Valued:
+async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> CriticValues:
     limit, _ = await pool.limit()
     call = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
     replies = await _request_all_values(pool, call.split(limit))
@@ -176,15 +176,15 @@ async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> V
     # A server pads all rows of a request to its longest sequence.
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
     rewards = [reply.rewards for reply in replies if reply.rewards is not None]
-    return Valued(values, np.concatenate(rewards) if rewards else None)
+    return CriticValues(values, np.concatenate(rewards) if rewards else None)
 
 
-async def _request_all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[Valued]:
+async def _request_all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[CriticValues]:
     answers = await asyncio.gather(*(_request_values(pool, part) for part in parts))
     return [reply for replies in answers for reply in replies]
 
 
-async def _request_values(pool: ServerPool, part: PartialRequest) -> list[Valued]:
+async def _request_values(pool: ServerPool, part: PartialRequest) -> list[CriticValues]:
     """Send a request; if it has too many bytes, send its halves."""
     try:
         return [await pool.send_request(encode_request(part), len(part.rows), _read_values)]
@@ -196,7 +196,7 @@ async def _request_values(pool: ServerPool, part: PartialRequest) -> list[Valued
         raise refusal.of_row(part.rows[refusal.row]) from refusal
 
 
-def _read_values(outputs: Tensors, server: str) -> Valued:
+def _read_values(outputs: Tensors, server: str) -> CriticValues:
     try:
         return wire.decode_values(outputs)
     except KeyError:

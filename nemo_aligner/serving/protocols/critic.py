@@ -51,7 +51,7 @@ SAVE_OUTPUTS = (TensorSpec("status", np.int64, (1,)),)
 
 
 @dataclass(frozen=True)
-class Valued:
+class CriticValues:
     """Values of N sequences, and their rewards.
 
     Attributes:
@@ -84,14 +84,14 @@ def encode_values(
     return {**answer, "rewards": np.ascontiguousarray(rewards)} if has_rewards else answer
 
 
-def decode_values(outputs: Mapping[str, np.ndarray]) -> Valued:
+def decode_values(outputs: Mapping[str, np.ndarray]) -> CriticValues:
     """Decode an answer of ``critic_infer``; all rows are padded to the longest sequence.
 
     Raises:
         KeyError: the answer has no values.
     """
     rewards = outputs.get("rewards")
-    return Valued(
+    return CriticValues(
         [*np.asarray(outputs["values"], dtype=np.float32)],
         None if rewards is None else np.asarray(rewards, dtype=np.float32).reshape(-1),
     )
