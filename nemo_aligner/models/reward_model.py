@@ -31,7 +31,7 @@ from nemo_aligner.cpu.products import (
     try_all_sizes,
 )
 from nemo_aligner.distributed import gpu_products
-from nemo_aligner.distributed.collectives import most_of_model
+from nemo_aligner.distributed.collectives import max_over_model_ranks
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.backends import slow_attention, why_gathered
 from nemo_aligner.models.attention.packed import PackedAttention
@@ -515,7 +515,7 @@ def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
     smallest = [min(gpu_products.chunk_sizes(each.weight, each.bias, rows)) for each in layers]
     # TransformerEngine's layers, which are not among these, have chunks of one size. All ranks of
     # the model have to make the same packs.
-    return most_of_model(max(smallest, default=rows))
+    return max_over_model_ranks(max(smallest, default=rows))
 
 
 def _products(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -450,7 +450,7 @@ def score_everywhere(
 def _at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    layout = initialize_layout(**sizes.given)
+    layout = initialize_layout(**sizes.arguments)
     found = _scored(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
         _free()
@@ -463,7 +463,7 @@ def _at_layout(
 def _alone(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> np.ndarray:
-    layout = initialize_layout(**sizes.given)
+    layout = initialize_layout(**sizes.arguments)
     scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=2**30)
     rewards = score_alone(partial(score_all, scorer), texts)
     destroy_layout()

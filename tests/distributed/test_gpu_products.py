@@ -10,9 +10,9 @@ from torch import Tensor
 from nemo_aligner.distributed import gpu_products
 from nemo_aligner.distributed.gpu_products import (
     chunk_sizes,
-    cut,
     invariant_linear_on_gpu,
     row_multiple,
+    split_rows,
 )
 
 
@@ -20,12 +20,12 @@ def test_rows_are_cut_into_few_chunks() -> None:
     sizes = gpu_products._SIZES
     for count in (1, 40, 100, 1000, 2000, 5000, 7000, 7900, 20_000):
         padded = count + -count % row_multiple(count, 64)
-        assert sum(cut(padded, sizes)) == padded <= max(64 + count, 1.07 * count)
-        assert len(cut(padded, sizes)) <= 2 + padded // 8192
+        assert sum(split_rows(padded, sizes)) == padded <= max(64 + count, 1.07 * count)
+        assert len(split_rows(padded, sizes)) <= 2 + padded // 8192
     # Few rows cost as much as 256, and padding costs what it multiplies.
-    assert cut(100, (64, 1024)) == (64, 64)
-    assert cut(700, (64, 1024)) == (1024,)
-    assert cut(3100, (64, 1024)) == (1024, 1024, 1024, 64)
+    assert split_rows(100, (64, 1024)) == (64, 64)
+    assert split_rows(700, (64, 1024)) == (1024,)
+    assert split_rows(3100, (64, 1024)) == (1024, 1024, 1024, 64)
     assert row_multiple(5000, 1024) == 1024
 
 
