@@ -85,7 +85,7 @@ class LocalService(ScoringService):
         self.contract = self._own_contract
         self._contract_hash = self._own_contract.hash
         self.fingerprint = scorer.fingerprint
-        takes_steps = shaper is None or shaper.takes_steps
+        takes_steps = shaper is None or shaper.keeps_steps
         # Whether answers tell the rewards of turns or steps; and the rule by which one reward is
         # made of them, None where it is that of the last.
         self._tells_steps = scorer.contract.has_steps and takes_steps

@@ -40,22 +40,22 @@ def put_under(calls: list[list[list[int]]], capacity: int) -> None:
     for call in calls:
         keys = [key(text) for text in call]
         before = [index.find(each) for each in keys]
-        uses = index.use(keys)
-        assert [use.found for use in uses] == before
+        uses = index.allocate(keys)
+        assert [use.cached for use in uses] == before
         written: set[int] = set()
         for text, use in zip(call, uses, strict=True):
-            assert len(use.found) <= (len(text) - 1) // BLOCK_TOKENS
-            for number, block in enumerate(use.found):
+            assert len(use.cached) <= (len(text) - 1) // BLOCK_TOKENS
+            for number, block in enumerate(use.cached):
                 assert blocks_of[block] == text[: (number + 1) * BLOCK_TOKENS]
-            assert not use.new or use.first >= len(use.found)
-            for number, block in enumerate(use.new, use.first):
+            assert not use.new or use.first_new >= len(use.cached)
+            for number, block in enumerate(use.new, use.first_new):
                 assert (number + 1) * BLOCK_TOKENS <= len(text)
                 assert block not in written  # by another one of this call
                 written.add(block)
         # Nothing of what this call reads is written over by it.
-        assert not written & {block for use in uses for block in use.found}
+        assert not written & {block for use in uses for block in use.cached}
         for text, use in zip(call, uses, strict=True):
-            for number, block in enumerate(use.new, use.first):
+            for number, block in enumerate(use.new, use.first_new):
                 blocks_of[block] = text[: (number + 1) * BLOCK_TOKENS]
         check(index, capacity, blocks_of)
 
@@ -79,28 +79,28 @@ def check(index: BlockManager, capacity: int, blocks_of: dict[int, list[int]]) -
 def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:
     index = BlockManager(10)
     text = list(range(48))
-    (use,) = index.use([key(text)])
-    assert (use.found, len(use.new)) == ((), 3)
+    (use,) = index.allocate([key(text)])
+    assert (use.cached, len(use.new)) == ((), 3)
     assert [len(index.find(key(text[:n]))) for n in (1, 16, 17, 32, 33, 48)] == [0, 0, 1, 1, 2, 2]
     assert len(index.find(key([*text, 5]))) == 3
     index.clear()
     assert (index.find(key(text)), len(index)) == ((), 0)
-    assert len(index.use([key([2] * 160)])[0].new) == 10
+    assert len(index.allocate([key([2] * 160)])[0].new) == 10
 
 
 def test_prefix_index_that_is_full() -> None:
     """The least recently used goes first; of a call that is too large beginnings are kept."""
     index, texts = BlockManager(3), [[n] * 17 for n in range(4)]
     for text in (*texts[:3], texts[0], texts[3]):
-        index.use([key(text)])
+        index.allocate([key(text)])
     assert [bool(index.find(key(text))) for text in texts] == [True, False, True, True]
     index = BlockManager(5)
     texts = [[n] * 160 for n in range(4)]
-    uses = index.use([key(text) for text in texts])
-    assert [(use.first, len(use.new)) for use in uses] == [(0, 2), (0, 1), (0, 1), (0, 1)]
+    uses = index.allocate([key(text) for text in texts])
+    assert [(use.first_new, len(use.new)) for use in uses] == [(0, 2), (0, 1), (0, 1), (0, 1)]
     # All of it is in use by a call that comes back to it: nothing new has place.
-    again = index.use([key([*text, 1]) for text in texts] + [key([9] * 20)])
-    assert [len(use.found) for use in again] == [2, 1, 1, 1, 0]
+    again = index.allocate([key([*text, 1]) for text in texts] + [key([9] * 20)])
+    assert [len(use.cached) for use in again] == [2, 1, 1, 1, 0]
     assert not any(use.new for use in again)
 
 
@@ -128,7 +128,7 @@ def test_prefix_cache_packs_stay_within_their_budget_of_tokens_and_of_keys() -> 
     prompt = draw(rng, 400)
     cache.plan([np.array(prompt)])
     plan = cache.plan([np.array([*prompt, *draw(rng, rng.randint(1, 3))]) for _ in range(200)])
-    assert plan.cached == 200 * 400
+    assert plan.num_cached == 200 * 400
     for pack in plan.packs:
         assert pack.num_tokens <= BUDGET
         keys = pack.position_ids[pack.scored_tokens].sum() + pack.scored_tokens.numel()
@@ -142,9 +142,9 @@ def test_prefix_cache_replicas_agree_on_who_does_what() -> None:
     calls = traffic(random.Random(0), 90)
     for call in calls:
         plans = [cache.plan([np.array(text) for text in call]) for cache in caches]
-        assert plans[0].computed == plans[1].computed
+        assert plans[0].num_computed == plans[1].computed
         assert plans[0].cached == plans[1].cached
-        assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].computed
+        assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].num_computed
         rows = [row for plan in plans for pack in plan.packs for row in pack.rows.tolist()]
         assert sorted(rows) == list(range(len(call)))
     # The traffic has dialogues and repeats, or this would show little.

@@ -94,7 +94,7 @@ def test_calls_that_are_begun_ahead_have_the_rewards_of_those_one_by_one(
         wanted = np.concatenate(plain.compute([Row.of(ids) for ids in call]))
         np.testing.assert_allclose(ahead, wanted, atol=1e-5)
     assert cached.counts.cached > 0
-    assert cached.counts.asked == plain.counts.asked
+    assert cached.counts.requested == plain.counts.requested
 
 
 def test_cached_texts_of_any_length(archives: dict[str, Path], layout: ParallelLayout) -> None:

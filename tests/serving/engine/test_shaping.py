@@ -13,7 +13,7 @@ import pytest
 from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
-from nemo_aligner.serving.engine.scorer import check_alike
+from nemo_aligner.serving.engine.scorer import check_same_encoding
 from nemo_aligner.serving.engine.shaping import RewardShaper, build_shaper
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, SettingsError
@@ -165,7 +165,7 @@ def test_shaping_makes_several_models_one_reward_and_a_deviation() -> None:
 
 
 def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
-    check_alike([TWO, TWO.with_label_means([1.0, 2.0])])
+    check_same_encoding([TWO, TWO.with_label_means([1.0, 2.0])])
     for other in (
         dataclasses.replace(ONE, template="x"),
         dataclasses.replace(ONE, tokenizer_fingerprint="y"),
@@ -175,7 +175,7 @@ def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
         with pytest.raises(
             ConfigError, match=r"ensemble.files: model 1 does not score as rm_model_file"
         ):
-            check_alike([ONE, other])
+            check_same_encoding([ONE, other])
 
 
 def test_shaping_applies_its_rules_in_their_order() -> None:

@@ -59,15 +59,15 @@ def test_rewards_of_turns_at_any_layout(base: Path, alone: dict[str, Any]) -> No
 def test_outputs_go_with_their_blocks() -> None:
     manager = BlockManager(2)
     key = as_key(np.arange(40))
-    (use,) = manager.use([key], [[3, 17, 39]])
-    assert (use.found, len(use.path)) == ((), 2)
+    (use,) = manager.allocate([key], [[3, 17, 39]])
+    assert (use.cached, len(use.path)) == ((), 2)
     manager.keep_outputs(use.path, [3, 17, 39], np.array([[1.0], [2.0], [3.0]]))
     assert manager.find(key, [3, 17, 39]) == use.path
     assert manager.find(key, [3, 18]) == use.path[:1]  # nobody has read the 18th yet
     assert manager.find(key, [4]) == ()
     assert [float(own[0]) for own in manager.outputs_of(use.path, [3, 17, 39])] == [1.0, 2.0]
-    manager.use([as_key(np.arange(100, 140))])  # takes the place of both
-    (use,) = manager.use([key])
+    manager.allocate([as_key(np.arange(100, 140))])  # takes the place of both
+    (use,) = manager.allocate([key])
     assert manager.find(key, [3]) == ()
     manager.clear()
     assert manager.find(key) == ()
