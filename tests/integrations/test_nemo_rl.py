@@ -239,7 +239,7 @@ class TestInProcess:
         ]
         weights = local._rewarder._weights
         assert (weights is not None and not weights.is_on_device) == cpu_offload
-        with local._rewarder._weights_here():
+        with local._rewarder._weights_on_device():
             wanted = score_all(local._rewarder._scorer, bare)[:, 1]
         assert step.rewards[:2].tolist() == wanted.tolist()
         assert step.rewards[2] == 0.0

@@ -22,7 +22,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import KeyValuePool
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer
-from tests.serving.engine.company import print_at_layouts, traffic
+from tests.serving.engine.batch_invariance import print_at_layouts, traffic
 
 LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2", "CP=2")
 BUDGET = 256

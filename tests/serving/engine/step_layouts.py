@@ -33,7 +33,7 @@ from nemo_aligner.losses.regression import BinaryCrossEntropy
 from nemo_aligner.models.reward_model import make_batch_invariant
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests.harness import tiny
-from tests.serving.engine.company import print_at_layouts
+from tests.serving.engine.batch_invariance import print_at_layouts
 from tests.training import poisoned
 
 LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2", "CP=2")

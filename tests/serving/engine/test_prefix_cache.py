@@ -16,7 +16,7 @@ from nemo_aligner.config.serving import CriticServerConfig, ServerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.prefix_cache import BLOCK_TOKENS, BlockManager, PrefixCache, as_key
 from nemo_aligner.utils.errors import SettingsError
-from tests.serving.engine.company import draw, traffic
+from tests.serving.engine.batch_invariance import draw, traffic
 
 BUDGET = 512
 

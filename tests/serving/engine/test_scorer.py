@@ -16,8 +16,8 @@ from nemo_aligner.serving.engine.rows import Row
 from tests.harness import families, tiny
 from tests.harness.once import Once
 from tests.serving.engine import cached_layouts
+from tests.serving.engine.batch_invariance import traffic
 from tests.serving.engine.cached_layouts import CACHES, score_ahead, scorers
-from tests.serving.engine.company import traffic
 
 # All keys at once, windows, and windows in every other layer with capped scores.
 CASES = ("llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3")

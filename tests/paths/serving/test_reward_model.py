@@ -25,7 +25,7 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.serving.run import run_server, served
+from nemo_aligner.serving.run import run_server, running_server
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from tests.harness import tiny
 from tests.harness.scorers import score_tokens
@@ -149,7 +149,7 @@ def check_score_example(server: Server, rewards: np.ndarray) -> None:
 
 def test_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    with pytest.raises(ServingError) as caught, served(["rm_model_file=nowhere.nemo"], log):
+    with pytest.raises(ServingError) as caught, running_server(["rm_model_file=nowhere.nemo"], log):
         pytest.fail("the server started without a model")
     said = str(caught.value)
     assert said.startswith(f"the server did not start; the end of {log}:\n")

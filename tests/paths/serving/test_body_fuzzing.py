@@ -43,7 +43,7 @@ from tests.harness.contracts import Contracts
 from tests.harness.fuzzing import Faults, damaged, fuzz_settings
 from tests.serving.fake_server import FakeScorer
 from tests.serving.gateway_calls import call_async, gateway_front
-from tests.serving.services.test_reward import Immediate
+from tests.serving.test_reward import Immediate
 
 BODIES, IN_A_BATCH = 10_000, 20
 USER, REPLY = (

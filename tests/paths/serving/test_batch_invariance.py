@@ -23,7 +23,7 @@ from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests.harness import families, tiny
 from tests.harness.once import Once
 from tests.harness.scorers import score_tokens
-from tests.serving.engine.company import (
+from tests.serving.engine.batch_invariance import (
     BUDGET,
     LONGEST,
     VERY_LONG,
@@ -38,6 +38,7 @@ from tests.serving.engine.company import (
 )
 from tests.serving.servers import SERVE, running
 
+SCRIPT = "tests/serving/engine/batch_invariance.py"
 NOTHING = {"fp32": 0, "bf16": 0}
 
 
@@ -110,7 +111,7 @@ def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     }
     layouts = ("TP=2", "PP=2", "TP=2+SP", "CP=2")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
-    done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)
+    done = tiny.run_script(SCRIPT, *arguments, processes=2, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
 
@@ -132,7 +133,7 @@ def test_rewards_of_shared_texts_have_the_bits_of_one_process(
         "gemma2": of_family(tmp_path, "gemma2"),
     }
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), "--alone", "CP=2", "PP=2")
-    done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)
+    done = tiny.run_script(SCRIPT, *arguments, processes=2, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     wanted = {name: alone(case, layout) for name, case in cases.items()}
     assert found == {"CP=2": wanted, "PP=2": wanted}
@@ -145,7 +146,7 @@ def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
     cases = {"qwen3_moe": of_family(tmp_path, "qwen3_moe")}
     layouts = ("EP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
-    done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2)
+    done = tiny.run_script(SCRIPT, *arguments, processes=2)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
 
@@ -174,7 +175,7 @@ def test_rewards_on_a_cpu_without_avx512(short: Case, tmp_path: Path) -> None:
     few = replace(short, texts=short.texts[:30], orders=2)
     cases = str(write_cases(tmp_path / "cases.json", {"few": few}))
     least = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    done = tiny.run_script("tests/serving/engine/company.py", cases, "one", env=least, fresh=True)
+    done = tiny.run_script(SCRIPT, cases, "one", env=least, fresh=True)
     assert json.loads(done.stdout.splitlines()[-1]) == {"one": {"few": NOTHING}}
 
 

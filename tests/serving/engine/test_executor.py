@@ -15,7 +15,7 @@ from nemo_aligner.serving.engine.executor import Launch, ModelRanks, RanksLostEr
 from nemo_aligner.utils.errors import ServingError
 from nemo_aligner.utils.host_transfer import Arriving
 from tests.harness import tiny
-from tests.serving.forked_ranks import led
+from tests.serving.engine.forked_ranks import led
 
 
 def total(token_lists: list[list[int]]) -> np.ndarray:
@@ -117,7 +117,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     # The ranks find each other on this machine, whatever its name resolves to.
     env = {"GLOO_SOCKET_IFNAME": "lo"}
-    done = tiny.run_script("tests/serving/forked_ranks.py", str(folder), timeout=120, env=env)
+    script = "tests/serving/engine/forked_ranks.py"
+    done = tiny.run_script(script, str(folder), timeout=120, env=env)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

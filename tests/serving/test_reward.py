@@ -26,8 +26,8 @@ from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
+from tests.serving.answers import Failure, answered
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer
-from tests.serving.services.answers import Failure, answered
 
 GOOD = kserve.encode_sentences(["ab", "c"])
 
