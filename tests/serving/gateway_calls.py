@@ -142,3 +142,41 @@ class FakeClient:
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:
         return self.counted
+
+
+# One valid body for each route.
+GOOD = {
+    "/v1/rewards": {"texts": ["ab"]},
+    "/get_reward": {"query": ["ab"]},
+    "/remote_rm": {"prompt": "a", "response": "b", "label": None},
+    "/classify": {"input": "ab"},
+    "/pooling": {"input": "ab"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/predict": {"inputs": "ab"},
+    "/rerank": {"query": "a", "texts": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"], "top_n": 1},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/verify": {
+        "responses_create_params": {"input": "a"},
+        "response": {"output": [{"role": "assistant", "content": "b"}]},
+    },
+    "/compare": {
+        "conversation_history": [{"role": "user", "content": "a"}],
+        "response_objs": [{"output": [{"role": "assistant", "content": "b"}]}],
+    },
+}
+
+
+def make(client: FakeClient | None = None, token: str | None = None, **settings: Any) -> Any:
+    """Create a gateway's front; ``settings`` are those of ``gateway``."""
+    return gateway_front(client or FakeClient(), token, **settings)
+
+
+def message(answer: Any) -> str:
+    """Return the error message of an answer, whatever the form of its protocol."""
+    error = answer.json
+    error = error["detail"] if "detail" in error else error["error"]
+    error = error["message"] if isinstance(error, dict) else error
+    assert isinstance(error, str)
+    return error
