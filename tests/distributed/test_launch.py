@@ -1,4 +1,4 @@
-"""A process group of one, with a launcher and without; which layouts fit a world."""
+"""A process group of one, with and without a launcher, and which layouts fit a world size."""
 
 from __future__ import annotations
 

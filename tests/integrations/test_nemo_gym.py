@@ -1,4 +1,4 @@
-"""NeMo Gym runs the resources server, and gets the rewards of the scorer."""
+"""NeMo Gym runs the resources server, and gets the same rewards as from the scorer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def body(reply: str, **more: Any) -> dict[str, Any]:
 def test_environment_answers_in_gym_and_the_simple_agent_ends_its_rollouts_at_a_gateway(
     python: Path, folder: Path, gateway: str
 ) -> None:
-    # Out of reach of our conftest.py.
+    # In a folder that our conftest.py does not reach.
     tests = [shutil.copy(CLIENTS / name, folder) for name in ("gym_app.py", "simple_agent.py")]
     done = gym.run(python, folder, "-m", "pytest", "-q", *tests, GATEWAY=gateway)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -65,10 +65,10 @@ CLIP = "shaping.clip=[1.4, 1.6]"
 
 
 def servers_that_clip() -> list[int]:
-    """Those that were started with the setting of the test."""
+    """Find the servers that were started with this test's setting."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if CLIP.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found

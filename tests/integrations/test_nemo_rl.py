@@ -1,4 +1,4 @@
-"""NeMo RL's environment: its interface, in process and by servers."""
+"""NeMo RL's environment: its interface, in process and on servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
 
 
 def said(question: str, answer: str) -> list[dict[str, Any]]:
-    """A log as NeMo RL has it: tokens stand beside each text."""
+    """Build a message log like NeMo RL: messages also have token ids."""
     return [
         {"role": "user", "content": question, "token_ids": torch.tensor([1, 2])},
         {"role": "assistant", "content": answer, "token_ids": torch.tensor([3])},
@@ -36,7 +36,7 @@ def said(question: str, answer: str) -> list[dict[str, Any]]:
 
 
 class Sums:
-    """Scores as the fake server does, in this process."""
+    """Scores like the fake server, in this process."""
 
     closed = 0
 
@@ -72,7 +72,7 @@ def test_a_step_gives_what_nemo_rl_reads() -> None:
 
 
 def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
-    """As of nemo_rl/environments/interfaces.py: a rollout unpacks all six."""
+    """A rollout unpacks all six fields; see nemo_rl/environments/interfaces.py."""
     assert EnvironmentReturn._fields == (
         "observations",
         "metadata",
@@ -85,7 +85,7 @@ def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
 
 def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
     step = environment(attribute=None).step([said("a", "b")], [None])
-    assert step.rewards.tolist() == [97.5]  # the sum, and half of what is minus that
+    assert step.rewards.tolist() == [97.5]  # the sum, plus half of its negative
 
 
 def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
@@ -306,7 +306,7 @@ def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Pat
 
 
 def test_it_is_registered_where_nemo_rl_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The four names of NeMo RL that are used, as its sources have them."""
+    """With stand-ins for the four names of NeMo RL that are used."""
     environments: dict[str, str] = {}
     processors: dict[str, Any] = {}
     pythons: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What docs/rl_trainers.md shows, run against a server and a gateway in front of it."""
+"""The examples of docs/rl_trainers.md, run against a server and a gateway in front of it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_reward_function_of_verl(
 
 
 def curl(words: list[str], url: str) -> Any:
-    """The answer to a command of the page."""
+    """Run a command of the page, and return the answer."""
     program, address, option, header, data, body = words
     assert (program, option, data) == ("curl", "-H", "-d")
     name, value = header.split(": ")

@@ -1,4 +1,4 @@
-"""Answers of services as a request's sender has them: what was asked for, or why there is none."""
+"""Answers of services as a client sees them: the result, or the failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """What a sender is told of a failure."""
+    """What a client is told about a failure."""
 
     message: str
     kind: FailureKind

@@ -1,4 +1,4 @@
-"""Calls of the gateway's application in this process, and a client that scores by itself."""
+"""Calls of the gateway's application in this process, and a fake client that computes rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 
 
 def gateway_front(client: Any, token: str | None = None, **settings: Any) -> Front:
-    """The front of a gateway with this client, as ``nemo-aligner gateway`` makes it."""
+    """Create a gateway's front with this client, like ``nemo-aligner gateway``."""
     config = GatewayConfig(**settings)
     service = UpstreamService(client, config)
     endpoints = reward_endpoints(service, 16, kserve.OPTIONAL_NAMES)
@@ -42,7 +42,7 @@ class Answer:
 
 
 def call(app: Any, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-    """POST where there is a body (as JSON, or bytes as they are), else GET."""
+    """POST if there is a body (JSON, or bytes unchanged), otherwise GET."""
     return asyncio.run(call_async(app, path, body, headers))
 
 
@@ -80,7 +80,7 @@ async def call_async(
 
 
 class FakeClient:
-    """Rewards of fake_server.py, without a server; empty texts are refused."""
+    """A client without a server: rewards like fake_server.py; empty texts are rejected."""
 
     def __init__(self, contract: ScoringContract | None = CONTRACT, columns: int = 2) -> None:
         self.contract, self.columns = contract, columns

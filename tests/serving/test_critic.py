@@ -1,4 +1,4 @@
-"""The critic's requests share a lock, and each has its own answer, without a server or a model."""
+"""The critic's service without a server or a model: requests share a lock and get own answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STEPS = [ValueStep(1, 0.5, 3, 1.0, 0.1, 0.0), ValueStep(2, 1.0, 1, None, 0.1, 0.
 
 
 class Ranks:
-    """Notes what all ranks are asked for; the test answers it, when it likes."""
+    """Records the operations for all ranks; the test answers them explicitly."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -59,11 +59,11 @@ class Ranks:
         return [operation for operation, _ in self.calls]
 
     def begin(self, number: int) -> None:
-        """Work on call ``number`` from now on, so that nobody can cancel it."""
+        """Start call ``number``, so that it cannot be cancelled any more."""
         assert self._answers[number].set_running_or_notify_cancel()
 
     def finish(self, number: int, found: Any = None) -> None:
-        """Values of a token are the number of the call, and eighths for its position."""
+        """Answer a call: a token's value is the call's number plus an eighth per position."""
         operation, arguments = self.calls[number]
         if operation == VALUES:
             found = [number + np.arange(len(row.ids)) / 8 for row in arguments[0]]
@@ -74,7 +74,7 @@ class Ranks:
 
 
 class Asked:
-    """A service, and an event loop in which its requests wait."""
+    """A service, and an event loop in which requests wait."""
 
     def __init__(self, *settings: str, tokens_per_call: int = 100) -> None:
         run: Any = SimpleNamespace(
@@ -115,7 +115,7 @@ def test_critic_answers_a_request_whole_before_it_learns_and_what_comes_then_wai
     later = asked.ask("critic_infer", inputs)
     asked.ranks.finish(0)
     asked.ranks.finish(1)
-    # Its last row is asked for, and only then the training that came after it.
+    # Training that came after it begins only after its last row.
     assert asked.ranks.wait_for(3) == [VALUES] * 3
     asked.ranks.finish(2)
     assert values(first) == [[0.0, 0.125], [1.0, 1.125], [2.0, 0.0]]
@@ -128,7 +128,7 @@ def test_critic_answers_a_request_whole_before_it_learns_and_what_comes_then_wai
     assert save.result(WAIT_S)["status"].tolist() == [0]
     assert asked.ranks.wait_for(6)[5:] == [VALUES]
     asked.ranks.finish(5)
-    # Filled up to the width of its request.
+    # Padded to the width of its request.
     assert values(later) == [[5.0, 5.125, 0.0, 0.0]]
     assert later.result()["values"].dtype == np.float32
 
@@ -199,7 +199,7 @@ def test_values_that_nobody_waits_for_are_not_computed_and_training_goes_on() ->
     for cancelled in (gone, save, train):
         assert cancelled.cancel()
     wait_until(lambda: len(lock._waiting) == 1)
-    # What has begun is not given up, and values wait for its end.
+    # Started work is not abandoned, and values wait for its end.
     assert lock.is_exclusive
     asked.ranks.finish(0, STEPS)
     assert asked.ranks.wait_for(2) == [TRAIN, VALUES]
@@ -211,7 +211,7 @@ def test_values_that_nobody_waits_for_are_not_computed_and_training_goes_on() ->
     save = asked.ask("critic_save", {})
     wait_until(lambda: lock.is_exclusive)
     assert gone.cancel()
-    # Values that were cancelled let go of the critic, though a call of theirs still runs.
+    # Cancelled values release the critic, even while their call still runs.
     assert asked.ranks.wait_for(5)[2:] == [VALUES, VALUES, SAVE]
     asked.ranks.finish(2)
     asked.ranks.finish(4, "critic.nemo")
@@ -234,7 +234,7 @@ def test_training_and_saving_are_noted_though_their_senders_have_left(
     asked.ranks.wait_for(2)
     asked.ranks.begin(1)
     assert save.cancel()
-    # The server stops while the save goes on.
+    # The server stops while saving goes on.
     stopping = threading.Thread(target=asked.service.stop)
     stopping.start()
     time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Requests to the reward model's service, without a server: each gets its own answer."""
+"""The reward model's service without a server: each request gets its own answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Immediate:
         self.rows: list[Row] = []
 
     def execute(self, operation: str, rows: list[Row]) -> None:
-        """The first call, which shows that the model can run."""
+        """Run the first call, which shows that the model works."""
 
     def submit(self, operation: str, rows: list[Row]) -> Future[list[np.ndarray]]:
         self.rows += rows
@@ -53,7 +53,7 @@ class Immediate:
 
 
 class Service:
-    """A service of a scorer without a model, and what it has its ranks compute."""
+    """A service with a scorer without a model, which records what the ranks compute."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ def test_service_sets_rows_aside_and_scores_the_others(service: Service) -> None
     assert rewards(scored)[::3] == [195, SEQ_LENGTH * ord("x"), 99]
     assert isinstance(scored, ScoredRows)
     empty = "the text is empty"
-    # Samples are numbered in the whole request, among those that were refused before.
+    # Samples are numbered in the whole request, including earlier rejected ones.
     assert scored.errors == {1: "not a text", 2: empty, 4: "nor this", 5: empty}
     assert np.isnan(scored.rewards[[*scored.errors]]).all()
     assert scored.exceeded.tolist() == [False] * 3 + [True] + [False] * 3
@@ -218,7 +218,7 @@ def test_sample_that_code_in_c_holds_is_an_error_of_its_row_alone() -> None:
     class Hanging(FakeScorer):
         def encode(self, text: Any) -> EncodedText:
             if text[0]["content"] == "hang":
-                release.wait()  # until then no exception reaches the thread
+                release.wait()  # no exception can interrupt the thread meanwhile
             return super().encode(text)
 
     service = Service(Hanging(0, 1), encode_timeout_secs=0.3)
@@ -291,7 +291,7 @@ def test_service_counts_what_was_answered_and_refused(service: Service) -> None:
 
 
 def test_probes_are_not_counted(service: Service) -> None:
-    """Neither scored nor refused; the model's calls are, as it has computed them."""
+    """They count neither as scored nor as rejected; only the model's calls are counted."""
 
     async def probe_all() -> list[ScoredRows | Failure]:
         requests = [ScoreRequest(texts=["ab", "c"]), ScoreRequest(texts=[""])]
@@ -325,7 +325,7 @@ def test_tensors_that_are_too_large_or_no_request_are_refused_and_counted() -> N
 
 
 def test_rewards_of_a_probe_are_not_in_the_running_statistics() -> None:
-    """A route asks for them to tell who is at fault; no trainer learns from them."""
+    """A route sends probes to find out who is at fault; no trainer uses their rewards."""
 
     def score(*probes: bool) -> list[list[float]]:
         shaping, fake = ShapingConfig(standardize=Standardize.running), FakeScorer(0, 1)
@@ -341,7 +341,7 @@ def test_rewards_of_a_probe_are_not_in_the_running_statistics() -> None:
 
     (first,) = score(False)
     assert np.mean(first) == pytest.approx(0, abs=1e-6)
-    # Before any rewards there are no statistics, so a probe's are as the model has them.
+    # There are no statistics before the first reward, so a probe's rewards are raw.
     assert score(True, False, True) == [[97, 98, 122], first, first]
 
 

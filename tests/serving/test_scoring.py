@@ -23,7 +23,7 @@ from tests.serving.gateway_calls import GOOD, FakeClient, call, call_async, make
 
 
 def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> None:
-    """By the doors of trainers and other servers, and counted; not by ours, nor where it is off."""
+    """On routes of trainers and other servers, where it is counted; not on ours, or if disabled."""
     turn = TurnEnd("<|im_end|>", "\n", (7,), (8,))
     ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -71,7 +71,7 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
 
 FRAME = SampleFrame(("<s>user: ",), ((1, 2),), "|bot:", "</s>\n")
 OURS, OTHER = "<s>user: a|bot: b", "[INST] a [/INST] b"
-# Bodies of a text in the model's template and one in another, where the protocol takes two.
+# For each route a sample in the model's template and one in another, if it takes two.
 IN_TWO_TEMPLATES: dict[str, Any] = {
     "/v1/rewards": {"texts": [OURS, OTHER]},
     "/get_reward": {"query": [OURS, OTHER]},
@@ -91,7 +91,7 @@ def rows_counted(app: Any, path: str, outcome: str) -> float:
 def test_text_in_another_template_is_counted_logged_and_marked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By every door of raw texts and ids; messages get the model's template, and are no fault."""
+    """On every route for raw texts and ids; messages are written in the model's template."""
     client = FakeClient()
     client.sample_frame_async = AsyncMock(side_effect=[ServingError("nobody"), FRAME])
     app = make(client)
@@ -102,7 +102,7 @@ def test_text_in_another_template_is_counted_logged_and_marked(
             answer = call(app, path, body)
             assert (answer.status, answer.headers["x-foreign-template-rows"]) == (200, row), path
         assert rows_counted(app, path, "foreign_template") == 2, path
-    # Once for each kind of fault: a run has millions.
+    # One warning per kind of fault, because a run has millions of samples.
     unended = "<s>user: a|no reply"
     for _ in range(2):
         assert call(app, "/v1/rewards", {"texts": [unended]}).status == 200
@@ -139,7 +139,7 @@ def test_text_in_another_template_is_rejected_if_asked_for() -> None:
     assert call(app, "/classify", {"input": OURS}).status == 200
 
 
-LONG_TEXT = "z" * 50  # which the client of these tests cuts
+LONG_TEXT = "z" * 50  # the fake client truncates it
 CUT: dict[str, Any] = {
     "/v1/rewards": {"texts": ["a", LONG_TEXT]},
     "/get_reward": {"query": ["a", LONG_TEXT]},
@@ -166,7 +166,7 @@ CUT: dict[str, Any] = {
 
 
 def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
-    """A header everywhere, and a field where the protocol has room for one."""
+    """Every route has a header, and a field if its protocol has room for one."""
     app, answers = make(), {}
     assert set(CUT) == set(GOOD)
     for path, body in CUT.items():
@@ -186,7 +186,7 @@ def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
     assert item["meta_info"]["truncated"] is True
     assert answers["/verify"]["truncated"] is True
     assert answers["/compare"]["metrics"]["truncated_rate"] == 0.5
-    # TEI refuses a long text unless it may cut it, and so does an explicit false here.
+    # TEI rejects a long text unless truncation is allowed; here only an explicit false rejects.
     for path in ("/predict", "/rerank"):
         refused = call(app, path, {**CUT[path], "truncate": False})
         assert (refused.status, refused.json["error_type"]) == (400, "Validation"), path
@@ -202,7 +202,7 @@ def test_header_of_rows_stays_short() -> None:
 
 
 def test_answers_say_whether_rewards_are_probabilities_or_log_odds() -> None:
-    """And TEI's numbers from 0 to 1 are the probabilities themselves, where rewards are."""
+    """If rewards are probabilities, TEI's scores from 0 to 1 are the rewards themselves."""
     odds = replace(CONTRACT, scored_position="turns", attributes=("right", "other"))
     probability = odds.with_readout(Readout("sigmoid", ((1.0,), (1.0,))))
     body = {"query": "a", "texts": ["b"], "raw_scores": False}

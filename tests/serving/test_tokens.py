@@ -1,4 +1,4 @@
-"""A server with a bearer token: who has it is answered, and nobody else."""
+"""A server with a bearer token answers only requests that have it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_refused_token_is_no_fault_of_a_text(servers: list[Misbehaving]) -> None:
-    """Neither a NaN, nor a server that is waited for."""
+    """It is an error: no NaN, and no waiting for the server."""
     lone, other = servers[0].come(), servers[1].come()
     lone.answer = lambda texts: (400, {"error": NO_TOKEN})
     with RewardClient(lone.url, retry_s=60) as client:
@@ -85,7 +85,7 @@ def test_refused_token_is_no_fault_of_a_text(servers: list[Misbehaving]) -> None
                 work(["a"])
             assert caught.value.status == 401
     assert len(lone.asked) == 2
-    # Of several, one that refuses the token already at its contract is left out.
+    # Of several servers, one that rejects the token for its contract is left out.
     lone._post = lambda *given: (400, {"error": NO_TOKEN})  # type: ignore[method-assign]
     with RewardClient([lone.url, other.url], timeout_s=20) as client:
         assert client.score(["a"])[0, 0] == total("a")
@@ -105,7 +105,7 @@ def ask(server: Server, path: str, headers: dict[str, str], body: Any = None) ->
 
 
 def test_server_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's port, our client, and a gateway between them with a token of its own."""
+    """The server's port, our client, and a gateway between them with another token."""
     file = tmp_path / "token"
     file.write_text(TOKEN)
     monkeypatch.setenv("OWN", "another")

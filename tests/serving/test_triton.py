@@ -1,4 +1,4 @@
-"""What stands around Triton: ports, log, processes, thread stacks, and changes inside PyTriton."""
+"""The code around Triton: ports, log, processes, thread stacks, and patches of PyTriton."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKEN = "s3cret"
 
 @pytest.fixture
 def pytriton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the extra were installed."""
+    """Pretend that the extra is installed."""
     plain = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "pytriton" or plain(name))
     monkeypatch.setattr(np, "__version__", "1.26.4")
@@ -41,7 +41,7 @@ def pytriton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pytriton")
 def test_ports_of_triton_are_free_or_an_error(tmp_path: Path) -> None:
-    # Below the ports that the system gives to others, who would take one beside it.
+    # Below the ports of outgoing connections, one of which could take a neighbouring port.
     first = triton._free_ports(ServerConfig(triton_port=0))
     assert 20_000 <= first < 32_000
     taken = first + 2
@@ -90,7 +90,7 @@ def test_programs_are_started_with_large_thread_stacks() -> None:
 
 
 class Request(dict[str, Any]):
-    """A request as PyTriton passes it on."""
+    """A request in the form that PyTriton passes on."""
 
     def __init__(self, parameters: Mapping[str, Any] | None) -> None:
         super().__init__(dummy_var=np.zeros(1))

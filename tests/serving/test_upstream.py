@@ -1,4 +1,4 @@
-"""Requests that another server scores, and how far its rewards of late are from the contract's."""
+"""The gateway's service: upstream servers score, and recent rewards drift from the contract's."""
 
 from __future__ import annotations
 

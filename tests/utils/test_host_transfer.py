@@ -1,4 +1,4 @@
-"""Page-locked memory, with a stand-in for CUDA's runtime; copies to it, in their time on a GPU."""
+"""Page-locked memory with a fake CUDA runtime, and copies to it at the time of a GPU."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_host_copy_is_there_when_it_was_waited_for(monkeypatch: pytest.MonkeyPat
     arrived = copy_beside([(hosts[1], source)])
     assert stream.num_left == 2
     arrived()
-    # What began before is there, too.
+    # Copies that began earlier have arrived, too.
     assert [host.tolist() for host in hosts] == [[1, 1, 1]] * 2
 
 
@@ -114,6 +114,6 @@ def test_host_copy_has_nothing_that_is_written_afterwards(monkeypatch: pytest.Mo
     arrived()
     assert hosts[0].tolist() == [1, 1, 1]
     arrived = copy_beside([(hosts[1], source)])
-    source.fill_(3)  # who does not ask spoils it
+    source.fill_(3)  # writing without waiting spoils the copy
     arrived()
     assert hosts[1].tolist() == [3, 3, 3]

@@ -1,4 +1,4 @@
-"""``nemo-aligner check`` on a tiny model: one reward at every layout, in any batch."""
+"""``nemo-aligner check`` on a tiny model: equal rewards at every layout and in any batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness import tiny
 def check(
     plain: Path, inputs: Path, folder: Path, *arguments: str, **how: Any
 ) -> tuple[str, list[dict]]:
-    """What the script prints, and the rows of its table."""
+    """Run the check; return its output and the rows of its table."""
     output = folder / "table.json"
     done = tiny.run_verb(
         "check",

@@ -1,4 +1,4 @@
-"""A run of a mixture of experts at several layouts, one after the other."""
+"""A run of an MoE model that is resumed at several layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.data.files import rows_of
 from tests.distributed.layouts import archive
 from tests.harness import families, tiny
 
-# The rate depends on the step alone, wherever a run is to end.
+# The learning rate depends only on the step, wherever a run ends.
 SETTINGS = (
     "model.optim.sched.name=constant",
     "model.train_router=true",
@@ -27,7 +27,7 @@ LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize("lora", [0, 4])
 def test_mixture_goes_on_at_other_layouts_as_in_one_process(lora: int, tmp_path: Path) -> None:
-    """With experts shared out, then split, then shared by the ranks of a context group."""
+    """With experts sharded, then split by TP, then sharded over a context parallel group."""
     base = families.write_base_nemo(tmp_path / "base.nemo", "qwen2_moe")
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
     settings = SETTINGS[:1] + SETTINGS[2:] if lora else SETTINGS

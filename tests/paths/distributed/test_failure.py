@@ -1,4 +1,4 @@
-"""Several ranks fail, and one error is shown, once: the first."""
+"""If several ranks fail, only the first error is shown, and only once."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ SCRIPT = "tests/distributed/failing.py"
         ("01", "early", 1, r"ConfigError: model\.x: got 3\n"),
         ("1", "early", 1, r"rank 1: ConfigError: model\.x: got 3\n"),
         ("01", "different", 1, r"rank ([01]): DataError: \1\.jsonl:3: got 3\n"),
-        # One screen of a bug: what happened, and where its traceback is.
+        # A bug takes one screen: what happened, and where the traceback is.
         ("1", "bug", 1, r"rank 1: unexpected ZeroDivisionError: a bug\n  in .*\n"),
         ("1", "exit", 3, ""),
     ],
     ids=lambda value: "" if isinstance(value, int) or ":" in value else None,
 )
 def test_failing_ranks_say_one_error_once(who: str, what: str, code: int, said: str) -> None:
-    """That rank 0 alone does so, too, is tried without a launcher, below."""
+    """A failure of only rank 0 is tested below, without a launcher."""
     done = run_local_ranks([SCRIPT, who, what], tiny.environment())
     assert (done.returncode, done.stdout) == (code, "")
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
 def fail_unattended(who: str, what: str) -> list[tuple[int, str]]:
-    """What each of two ranks ends with, and says, where rank 0 keeps the store, as under srun.
+    """How two ranks end and what they print if rank 0 hosts the store, like under srun.
 
-    Nobody ends the other one.
+    No launcher ends the other rank.
     """
     port = free_port()
     ranks = [
@@ -63,7 +63,7 @@ def test_failing_rank_says_one_line_without_a_launcher_that_ends_the_others(who:
 
 
 def test_lost_rank_is_an_error_where_nobody_else_says_so() -> None:
-    """What started it would say that, see test_local."""
+    """A launcher would report it, too; see test_local_ranks.py."""
     (code, said), (killed, _) = fail_unattended("1", "killed")
     wanted = "rank 0: LostRankError: another rank died without an error, as if killed: Conn"
     assert said.startswith(wanted)
@@ -76,4 +76,4 @@ def test_failing_rank_is_in_the_last_lines_of_torchrun() -> None:
     assert done.stderr.splitlines()[0] == line
     assert line in "\n".join(done.stderr.splitlines()[-2:])
     assert done.stderr.count(line) == 2
-    assert done.stderr.count("Traceback") == 1  # torchrun's own
+    assert done.stderr.count("Traceback") == 1  # the one of torchrun

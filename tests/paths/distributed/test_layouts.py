@@ -1,8 +1,8 @@
-"""Five steps at every layout: the losses, norms, metrics and rewards of one process.
+"""Five steps at every layout give the losses, norms, metrics and rewards of one process.
 
-This stands for what any folder would say of layouts: each kind of objective and head, LoRA, frozen
-layers, fp16, recomputing, products by oneDNN, gradients that are clipped, runs that go on from
-their own checkpoint. ``layouts.py`` has which is trained where; a launch trains all of a layout.
+The cases cover every kind of objective and head, LoRA, frozen layers, fp16, recomputation, matmuls
+by oneDNN, gradient clipping, and resuming from the layout's own checkpoint. ``layouts.py`` lists
+what is trained at which layout; one launch trains all cases of a layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXACT = 1e-5
 def check_same(
     got: Path, wanted: Path, case: layouts.Case, inputs: Path, layout: ParallelLayout
 ) -> None:
-    """Two runs had the same losses and gradient norms, and made the same reward model."""
+    """Check that two runs have equal losses and gradient norms, and give the same reward model."""
     for name in ("train/loss", "train/grad_norm"):
         expected = curve(wanted, name)
         assert len(expected) == STEPS
@@ -50,7 +50,7 @@ def check_same(
 def check_cases(
     got: Path, wanted: Path, names: Sequence[str], inputs: Path, layout: ParallelLayout
 ) -> None:
-    """All that differ are told, by their names."""
+    """Check all cases, and report all that differ by their names."""
     wrong = {}
     for name in names:
         folders = got / name, wanted / (CASES[name].like or name)
@@ -80,7 +80,7 @@ def test_layout_of_two_ranks_trains_like_one_process(
 def test_layout_trains_all_kinds_of_models_like_one_process(
     inputs: Path, one_process: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
+    """One launch trains all cases that a layout has code for; in fp16, pp2's stage 0 is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
         "tp2_sp": ("onednn", "offload", "trajectories", "least_step"),
@@ -125,7 +125,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
 def test_layout_of_four_ranks_trains_like_one_process(
     inputs: Path, one_process: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    """Of two stages by two replicas, that of the frozen layers has nothing to train."""
+    """With two stages and two replicas, the stage of the frozen layers has nothing to train."""
     at = {
         "tp2_pp2": ("ranking",),
         "pp2_dp2": ("frozen",),
@@ -144,7 +144,7 @@ def test_layout_of_four_ranks_trains_like_one_process(
 def test_run_on_shared_texts_goes_on_in_one_process(
     inputs: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    """And its model is exported, which scores texts by transformers, too."""
+    """The model is also exported, and transformers scores samples with it."""
     case, folder, whole = CASES["frozen"], tmp_path / "frozen", tmp_path / "whole"
 
     def job(path: Path, name: str, steps: int) -> jobs.Job:
@@ -164,7 +164,7 @@ def test_recomputing_trains_alike(inputs: Path, one_process: Path, layout: Paral
 
 
 def test_training_on_each_kind_of_data_learns_and_says_what_it_read(one_process: Path) -> None:
-    """By one process: what the layouts are compared with."""
+    """In one process, with which the layouts are compared."""
     for name in ("plackett_luce", "learned_ties"):
         losses = curve(one_process / name, "train/loss")
         assert losses[-1] < losses[0], name
@@ -241,7 +241,7 @@ def test_several_outputs_are_refused_where_one_is_read(
     dry_runs = []
     for kind in NUMBERS:
         model = archive(one_process / kind)
-        exported = export(model, tmp_path / kind, layout)  # tests/checkpoint/hf has its rewards
+        exported = export(model, tmp_path / kind, layout)  # tests/checkpoint/hf checks its rewards
         assert (exported.contract.readout is None) == (kind == "quantiles")
         outputs = f"its head has . outputs for each attribute .{kind}."
         message = f"{outputs}, wanted one that is the reward: a critic"
@@ -277,8 +277,8 @@ def test_tie_parameter_that_is_learned_goes_on_where_a_run_was_left(
     # Before every step of the run so far.
     whole, again = (layouts.curve(tmp_path / name, "train/tie_parameter") for name in "ab")
     assert again[-2:] == whole[-2:]
-    # Past the warm-up its rate is a hundred times that of the weights, and a step of Adam's nearly
-    # as long.
+    # After the warm-up, the learning rate of the scalar is a hundred times that of the weights,
+    # and a step of Adam is nearly as large.
     assert whole[0] == 1.0
     assert 0.05 < abs(math.log(whole[3] / whole[2])) < 0.11
     with open_nemo(layouts.archive(tmp_path / "a")) as folder:

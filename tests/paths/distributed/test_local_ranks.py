@@ -1,4 +1,4 @@
-"""Ranks of this machine: what they say is all that is said, and they end together."""
+"""Ranks that are launched on this machine: their output is all output, and they end together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.harness import tiny
 from tests.harness.launching import run_code, run_local_ranks, start_local_ranks
 
-# Ends with a program for each rank, which prints that it has begun.
+# A signal file: it ends with a program for each rank, which prints that it has begun.
 RANKS = """
 import os, pathlib, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -70,7 +70,7 @@ def test_local_rank_that_ends_first_gives_the_exit_code_and_ends_the_others(
 
 
 def test_local_ranks_are_asked_to_stop_once_and_waited_for(tmp_path: Path) -> None:
-    """Though one that was asked ends at once, and not with 0."""
+    """Even if one of them exits at once, with a code other than 0."""
     program = """
 asked = []
 for order in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -1,6 +1,6 @@
-"""LoRA learns, and scores the same wherever it goes.
+"""LoRA learns, and gives the same rewards wherever it is loaded.
 
-Others train it at layouts (test_layouts.py), and go on with it (../training/test_interruptions.py).
+test_layouts.py trains it at layouts, and training/test_interruptions.py resumes it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def test_lora_learns_keeps_what_is_trained_alone_and_is_evaluated_to_the_bit(
     with open_nemo(inputs / "base.nemo") as before, open_nemo(archive) as after:
         assert read_lora(after.config) == LoraShape(4, 8.0, read_lora(after.config).targets)
         trained = {name for name in after.tensors if is_of_adapter(name)}
-        assert len(trained) == 8  # of all layers at once
+        assert len(trained) == 8  # one tensor for all layers
         for name in before.tensors:
             wanted = before.store.read(before.prefix + name)
-            found = after.store.read(after.prefix + name)  # the embedding has rows of padding
+            found = after.store.read(after.prefix + name)  # the embedding has padding rows
             assert (found[: len(wanted)] == wanted).all(), name
         sizes = [np.prod(after.tensors[name][0]) for name in (*trained, "rm_head.weight")]
         frozen = sum(np.prod(size) for size, _ in before.tensors.values())
-    # What is trained and three fp32 numbers of the optimizer; not even the weights beside it.
+    # Trained weights and three fp32 values each of the optimizer, but not the base weights.
     assert 16 * sum(sizes) < stored < 4 * frozen
 
 
@@ -86,7 +86,7 @@ def test_lora_is_folded_into_the_weights_of_merged_archives(
 
 @pytest.fixture(scope="module")
 def peft_python() -> Path:
-    """A python with peft."""
+    """A Python with peft."""
     peft = "peft==0.21.2"
     folder = kept_environment("peft", (peft,), lambda folder: make_environment(folder, peft))
     return folder / "bin" / "python"

@@ -1,4 +1,4 @@
-"""NeMo-Aligner 0.7.0's own RemoteGPTRMClient gets the scorer's rewards in any batch."""
+"""NeMo-Aligner 0.7.0's own RemoteGPTRMClient gets the same rewards as the scorer, in any batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST = 48
 
 
 def fetch(folder: Path) -> None:
-    """The client's source, unpacked; it is there as a source distribution only."""
+    """Download the client's source and unpack it; it exists only as a source distribution."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     options = ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder)]
     done = subprocess.run([*command, *options, REQUIREMENT], capture_output=True, text=True)
@@ -41,7 +41,7 @@ def fetch(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Token lists as a batch of NeMo-Aligner: filled up with ``fill``, and with more by it."""
+    """Token lists as NeMo-Aligner batches them: padded with ``fill``, beyond the longest one."""
 
     token_lists: list[list[int]]
     fill: int = 0
@@ -55,7 +55,7 @@ class Batch:
 
 
 def run_client(once: Once, folder: Path, server: Server, **asked: Any) -> Any:
-    """What comes of a job for the client, which has the last line."""
+    """Run a job by their client in another process, and return the last line that it prints."""
     (source,) = once("nemo_aligner_client", fetch).glob("*/nemo_aligner")
     job = {"port": urlsplit(server.url).port, **asked}
     done = subprocess.run(
@@ -64,7 +64,7 @@ def run_client(once: Once, folder: Path, server: Server, **asked: Any) -> Any:
         capture_output=True,
         text=True,
         timeout=120,
-        # Whose client theirs is built on; the package needs another numpy, its client does not.
+        # Their client is built on pytriton, whose client also works with our version of numpy.
         env=tiny.environment(PYTHONPATH=str(package("nvidia-pytriton==0.7.0"))),
         cwd=folder,
     )
@@ -88,7 +88,7 @@ def test_aligner_client_gets_the_rewards_of_the_scorer(
         *(Batch([text], pad_to_length=64) for text in texts),
     ]
     bad = Batch([texts[0], [5] * (seq_length + 1)])
-    # All are sent before the first is waited for.
+    # All requests are sent before the first answer is awaited.
     batches = [batch.job() for batch in (*good, bad)]
     *found, refused = run_client(once, tmp_path, model_server, batches=batches)
     for batch, answer in zip(good, found, strict=True):

@@ -1,8 +1,8 @@
-"""What a stranger may send: the server answers the next good request with the same bits.
+"""Malicious requests: afterwards, the server gives the next good request bit-identical rewards.
 
-Its memory stays bounded, too. ``front/test_connection.py`` has the limits one by one; here a whole
-server with a model is sent what has ended servers of others, and ``test_critic.py`` sends it to a
-critic's.
+Its memory stays bounded, too. ``serving/front/test_connection.py`` tests each limit. Here a whole
+server with a model gets requests that have crashed other servers, and ``test_critic_server.py``
+sends them to a critic.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tests.serving.servers import FAKE, QUICK, SERVE, Server, running
 
 INFER = "/v2/models/reward_model/infer"
 TEXTS = ["a river", "the stone"]
-CHUNKS = 600_000  # of one byte: CVE-2025-23310
-# Of the server's own memory beside what it had before all attacks; a body may have 16 MiB, and is
-# in memory as bytes, as JSON and as tensors at once.
+CHUNKS = 600_000  # chunks of one byte: CVE-2025-23310
+# Memory that the server may have gained after all attacks. A body may have 16 MiB, and is in memory
+# as bytes, as JSON and as tensors at once.
 MOST_GROWTH = 400 * 2**20
 
 
 def exchange(url: str, content: bytes, timeout: float = 60.0) -> bytes:
-    """Send bytes over one connection; the beginning of what comes back."""
+    """Send bytes over one connection, and return the beginning of the answer."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     with socket.create_connection((parts.hostname, parts.port), timeout=timeout) as connection:
-        # It may be refused before all is sent.
+        # The server may reject the request before all of it is sent.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(content)
         try:
@@ -56,7 +56,7 @@ def chunked(path: str, chunk: bytes, count: int) -> bytes:
 
 
 def lying_tensor(path: str, shape: list[int], size: int) -> bytes:
-    """Eight bytes of token ids that are said to be of this shape and size."""
+    """Eight bytes of token ids with a false shape and size."""
     parameters = {"binary_data_size": size}
     tensor = {"name": "tokens", "shape": shape, "datatype": "INT64", "parameters": parameters}
     text = json.dumps({"inputs": [tensor]}).encode()
@@ -68,7 +68,7 @@ def rewards(texts: str) -> bytes:
 
 
 DEEP = b"[" * 100_000
-# What is sent to a path of inference, and the status that answers it.
+# (what is sent to an inference path, HTTP status of the answer)
 TENSOR_ATTACKS: dict[str, tuple[Callable[[str], bytes], int]] = {
     "one-byte chunks": (lambda path: chunked(path, b"a", CHUNKS), 413),
     "300 MB in chunks": (lambda path: chunked(path, b"a" * 65536, 4600), 413),
@@ -113,7 +113,7 @@ def status_of(answer: bytes) -> int:
 
 
 def memory(server: Server) -> int:
-    """Resident bytes of rank 0."""
+    """Return the resident bytes of rank 0."""
     (line,) = [
         line
         for line in Path(f"/proc/{server.ranks[0].pid}/status").read_text().splitlines()
@@ -133,7 +133,7 @@ def attacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def check_survives(
     server: Server, attacks: Iterable[tuple[str, bytes, tuple[int, ...]]], good: Callable[[], bytes]
 ) -> None:
-    """After every attack ``good``, a request, has the answer that it had before."""
+    """After every attack, the request ``good`` must get the same answer as before."""
     expected, grown_from, wrong = good(), memory(server), {}
     for name, content, statuses in attacks:
         answer = exchange(server.url, content)
@@ -168,7 +168,7 @@ def test_server_with_a_token_refuses_chunks_before_it_reads_them(tmp_path: Path)
 
 
 def test_client_that_leaves_withdraws_its_rows(attacked: Server) -> None:
-    """Rows that nobody waits for are not computed: the model is free for others."""
+    """Rows of a client that has left are not computed, so the model is free for others."""
     rows = [[5] * 60] * 512
     body = json.dumps({"tokens": rows}).encode()
     with RewardClient(attacked.url) as client:

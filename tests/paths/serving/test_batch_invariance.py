@@ -1,4 +1,4 @@
-"""A reward has the same bits alone and in any company: in process, over HTTP, at any layout."""
+"""Rewards are bit-identical in any batch: in process, over HTTP, and at any layout."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ NOTHING = {"fp32": 0, "bf16": 0}
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(once: Once) -> Path:
-    """Of one tiny reward model, for short texts and for long ones.
+    """Archives of a tiny reward model for short and for long samples.
 
-    Before ``layout``, whichever test comes first: its writer has a process group of its own.
+    The fixture runs before ``layout``, because writing an archive needs its own process group.
     """
 
     def write(folder: Path) -> None:
@@ -71,7 +71,7 @@ def test_rewards_have_the_same_bits_in_any_company(
     short: Case, very_long: Case, layout: ParallelLayout
 ) -> None:
     before = torch.get_num_threads()
-    torch.set_num_threads(3)  # share rows out less evenly than one or two
+    torch.set_num_threads(3)  # three threads split rows less evenly than one or two
     assert compare(short, layout) == NOTHING
     assert compare(very_long, layout) == NOTHING
     torch.set_num_threads(before)
@@ -87,9 +87,9 @@ def test_rewards_have_the_same_bits_in_any_company(
 def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """With norms, windows, rotations, factors and experts that a Llama does not have.
+    """Decoders with norms, windows, RoPE scalings, factors and experts that Llama does not have.
 
-    The last two rotate most of the texts otherwise than the short ones that begin alike.
+    The last two use another RoPE for most samples than for short ones with the same prefix.
     """
     assert compare(replace(of_family(tmp_path, case), orders=4), layout) == NOTHING
 
@@ -103,7 +103,7 @@ def of_family(folder: Path, case: str) -> Case:
 def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     short: Case, very_long: Case, tmp_path: Path
 ) -> None:
-    """Each rank with one thread. The statistics of OLMo 2's norms span both ranks."""
+    """With one thread per rank. The statistics of OLMo 2's norms span both ranks."""
     cases = {
         "short": replace(short, texts=short.texts[:60], orders=4),
         "very long": very_long,
@@ -119,9 +119,9 @@ def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
 def test_rewards_of_shared_texts_have_the_bits_of_one_process(
     short: Case, very_long: Case, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """Attention by spans, in windows, with capped scores, and of texts shorter than a rank's rows.
+    """Attention by spans, in windows, with softcaps, and of samples shorter than a rank's rows.
 
-    What is shared out to two ranks by stages, or by chunks of each text; and means of replies.
+    Two ranks split the work by pipeline stages, or by chunks of each sample; also means of replies.
     """
     loaded, means = load_reward_model(Path(short.archive), layout), tmp_path / "means.nemo"
     contract = replace(loaded.contract, scored_position="reply_mean", reply_marker=(5,))
@@ -142,7 +142,7 @@ def test_rewards_of_shared_texts_have_the_bits_of_one_process(
 def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
     tmp_path: Path,
 ) -> None:
-    """Where ranks share experts, their products have rows of both ranks' texts."""
+    """With expert parallelism, matmuls have rows from the samples of both ranks."""
     cases = {"qwen3_moe": of_family(tmp_path, "qwen3_moe")}
     layouts = ("EP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
@@ -171,7 +171,7 @@ def test_rewards_have_the_same_bits_in_any_company_over_http(
 
 
 def test_rewards_on_a_cpu_without_avx512(short: Case, tmp_path: Path) -> None:
-    """There oneDNN does not multiply in bf16."""
+    """On such a CPU, oneDNN does not run bf16 matmuls."""
     few = replace(short, texts=short.texts[:30], orders=2)
     cases = str(write_cases(tmp_path / "cases.json", {"few": few}))
     least = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -187,7 +187,7 @@ def few_changed(short: Case, layout: ParallelLayout, rows: int | None = 256) -> 
 def test_rewards_by_products_that_depend_on_their_rows(
     short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on processors not at hand; and that this test would tell them."""
+    """Simulate matmuls of other processors, and show that this test would notice them."""
     product = products._any_product
 
     def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

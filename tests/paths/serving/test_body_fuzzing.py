@@ -1,4 +1,4 @@
-"""Damaged bodies at every path of the gateway: each gets rewards or the reason, never a 500."""
+"""Damaged bodies at every path of the gateway: the answer is rewards or a reason, never a 500."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ SAMPLES: dict[str, list[Any]] = {
     ],
 }
 MOST_BYTES = 100_000
-FEW_ROWS = 3  # of a request to a server, so that a body becomes several
+FEW_ROWS = 3  # most rows of a request to the server, so that a body becomes several requests
 
 
 class LastIdScorer(FakeScorer):
-    """A scorer without a model: the last id of a row, or of each of its steps, is its reward."""
+    """A scorer without a model: the reward is the last token id of a sample, or of each step."""
 
     def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
         super().__init__(0, 1)
@@ -153,9 +153,9 @@ class LastIdScorer(FakeScorer):
 
 
 class Engine:
-    """A client with a server behind it in this process, in all but the model and the sockets.
+    """A client and its server in this process, complete except for the model and the sockets.
 
-    ``front`` is that server's own, without the client.
+    ``front`` is the front of that server, without the client.
     """
 
     def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
@@ -184,7 +184,7 @@ class Engine:
             failure = failure_of(error)
             if failure.kind is FailureKind.internal:
                 self.faults.append(failure.message)
-            said = failure.message.encode().decode()  # which a socket would have to take
+            said = failure.message.encode().decode()  # a message must be valid UTF-8
             raise RefusedError("engine", failure.kind.status, said) from error
         return kserve.decode_rewards(outputs)
 
@@ -219,7 +219,7 @@ class Engine:
 
 
 def as_bytes(body: Any, number: int) -> tuple[bytes, dict[str, str]]:
-    """A body and its headers: some are packed, or begin with a mark, and some of these cut off."""
+    """Draw a body and its headers: compressed, with a byte order mark, or truncated."""
     content, headers = json.dumps(body).encode(), {}
     if number % 10 == 3:
         content, headers = gzip.compress(content, 1), {"Content-Encoding": "gzip"}

@@ -1,4 +1,4 @@
-"""A critic over HTTP: beside a reward model or alone, learning, killed, and started again."""
+"""A critic over HTTP: with and without a reward model, training, killed, and restarted."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def settings(model: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Both on the same two stages of a pipeline; each leaves the device while the other works."""
+    """A server of critic and reward model on two pipeline stages, which offloads the idle one."""
     folder = tmp_path_factory.mktemp("both")
     more = [
         "trainer.ppo.combine_rm_and_critic_server=true",
         "trainer.ppo.offload_idle_model=true",
         "model.offload_adam_states=true",
         "model.pipeline_model_parallel_size=2",
-        f"server.max_request_bytes={ServerConfig().max_request_bytes}",  # a critic's is larger
+        f"server.max_request_bytes={ServerConfig().max_request_bytes}",  # not the critic's
     ]
     with running(folder, SERVE_CRITIC, *settings(model, folder, *more), ranks=2) as server:
         yield server
@@ -72,7 +72,7 @@ def arrays(rollout: Rollout) -> list[np.ndarray]:
 
 
 def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarray]:
-    """``[N]``, and ``[N, WIDTH]`` with zeros after the end of each sequence."""
+    """Return rewards ``[N]`` and values ``[N, WIDTH]``, 0 after the end of each sequence."""
     found = client.infer(TEXTS)
     assert found.rewards is not None
     assert [len(row) for row in found.values] == LENGTHS
@@ -80,7 +80,7 @@ def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarr
 
 
 def test_critic_survives_what_ends_others_and_says_how_it_is(both: Server) -> None:
-    """What a critic has learned since its last save would be lost."""
+    """A crash would lose what a critic has learned since its last save."""
     with RewardCriticClient(both.url) as client:
         for path in ("/v2/models/critic_infer/infer", "/v2/models/critic_train/infer"):
             check_survives(
@@ -106,7 +106,7 @@ def test_one_server_for_both_has_the_numbers_of_two_also_after_training(
         RewardCriticClient(critic.url, reward_url=rewards.url) as two,
         RewardCriticClient(both.url) as one,
     ):
-        # What does nothing is said first.
+        # A setting without effect is reported first.
         assert "note: ensemble.k does nothing\n  with ensemble.files=[]" in rewards.output()
         assert "note: model.optim.sched.min_lr does nothing" in critic.output()
         of_two = rewards_and_values(two)
@@ -130,13 +130,13 @@ def test_one_server_for_both_has_the_numbers_of_two_also_after_training(
         got = by_aligner[name]
         assert got["dtype"] == "torch.float32"
         np.testing.assert_allclose(got["rewards"], of_two[0], rtol=0, atol=1e-5)
-        # Its client leaves out the last value.
+        # NeMo-Aligner's client drops the last value.
         np.testing.assert_allclose(got["values"], wanted[1][:, :-1], rtol=0, atol=1e-5)
     check_memory(both)
 
 
 def check_memory(server: Server) -> None:
-    """What the start shows: bytes on the device go down by what leaves it, and come back."""
+    """Check the memory table at the start: offloading frees bytes on the device, and undoes it."""
     lines = server.output().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("Memory of rank 0"))
     rows = [line.rsplit(maxsplit=2) for line in lines[start + 1 : start + 6]]
@@ -144,7 +144,7 @@ def check_memory(server: Server) -> None:
     assert list(device) == ["before", "scoring", "values", "training", "values again"]
     assert device["before"] > device["training"] > device["values"] == device["values again"]
     assert device["scoring"] == device["values"]
-    # Weights, gradients and two moments in fp32, and the reward model's weights.
+    # Weights, gradients and two moments in fp32, and the weights of the reward model.
     np.testing.assert_allclose(device["before"] / device["values"], 5, rtol=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Decoders of bodies, fed what no client sends: each takes it, or says in a line why not."""
+"""Decoders of bodies get random input: they accept it, or reject it with a one-line message."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ITEM_SIZES = {"BOOL": 1, "INT8": 1, "UINT16": 2, "INT32": 4, "FP32": 4, "INT64":
 
 
 class AnyBody(Body):
-    """A form that every object has."""
+    """A model that every JSON object fits."""
 
 
 def outcome(decode: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
-    """What a decoder makes of its input, and None; or None, and its one line of why it refuses."""
+    """Return (result, None) of a decoder, or (None, its one-line message)."""
     try:
         return decode(*args), None
     except (ServingError, RequestError) as error:
@@ -41,7 +41,7 @@ def outcome(decode: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
     assert refusal
     assert len(refusal) < 1000
     assert "\n" not in refusal
-    refusal.encode()  # as an answer has to be
+    refusal.encode()  # an answer must be able to carry it
     return None, refusal
 
 
@@ -57,7 +57,7 @@ values = st.recursive(
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """Whether two values of JSON are equal, NaN included, and of the same types."""
+    """Compare two JSON values, with NaN equal to NaN, and including their types."""
     return repr(left) == repr(right)
 
 
@@ -69,7 +69,7 @@ def test_object_of_json_is_read_as_the_standard_library_reads_it(value: dict[str
     assert is_same(parse_body(AnyBody, text.encode()).model_extra, json.loads(text))
 
 
-# Objects as their pairs, so that keys may come twice: in JSON, by any of its escapes.
+# Objects as lists of pairs, so that keys may be duplicate, also by different JSON escapes.
 keys = st.sampled_from(["a", "b", "\\u0061", "", "é", "\\u00e9"])
 pairs = st.recursive(
     st.just("1"),
@@ -122,7 +122,7 @@ def test_packed_body_that_was_changed_is_refused_or_within_the_limit(
     assert refusal or len(unpacked) <= 100
 
 
-# Tensors, most of which lie about a size.
+# Tensors, most of which have a false size.
 hostile = st.sampled_from([None, True, -1, 0, 1, 2, 3, 2**31, 2**63, 10**30, 1.5, "1", [], {}])
 datatypes = st.sampled_from([*ITEM_SIZES, "BYTES"])
 tensors = st.fixed_dictionaries(
@@ -155,7 +155,7 @@ def test_tensors_that_lie_are_refused_in_a_line_or_have_their_shape(
 
 
 def as_sent(datatype: str, shape: list[int], content: bytes) -> tuple[np.ndarray, bytes]:
-    """An array made of bytes, and the same in the binary form."""
+    """Build an array, and the same in binary form."""
     count = int(np.prod(shape))
     if datatype == "BYTES":
         items = [content[row : row + row % 5] for row in range(count)]

@@ -1,4 +1,4 @@
-"""Every kind of head: the rewards that a server answers with are those that are evaluated."""
+"""For every kind of head, a server's rewards equal those of an evaluation."""
 
 from __future__ import annotations
 

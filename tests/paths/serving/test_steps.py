@@ -1,4 +1,4 @@
-"""Rewards of turns over HTTP: those of the scorer in this process, to the bit."""
+"""Rewards of turns over HTTP are bit-identical with those of the scorer in process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEXTS: list[Any] = [CHAT, "a raw text", CHAT[:2]]
 def stepped(
     archive: Path, layout: ParallelLayout, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The tiny reward model, read at every turn."""
+    """The tiny reward model, with a reward at every turn."""
     path = tmp_path_factory.mktemp("stepped") / "steps.nemo"
     return rewritten(archive, path, layout, scored_position="turns")
 
@@ -83,7 +83,7 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
         "server.prefix_cache_tokens=4096",
     ]
     with running(tmp_path, SERVE, *settings) as server, RewardClient(server.url) as client:
-        for _ in range(2):  # and from its cache
+        for _ in range(2):  # the second time from the cache
             scored = client.score_rows([*TEXTS, ""])
             assert [*scored.errors] == [3]
             assert scored.steps is not None
@@ -118,7 +118,7 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
 def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
     stepped: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """As shaping them by hand; a rule of whole replies leaves the last one alone."""
+    """Shaping equals the same arithmetic by hand; rules for whole replies keep only the last."""
     second = tmp_path / "second.nemo"
     made = load_reward_model(stepped, layout)
     made.model.rm_head.weight.data.mul_(-3)
@@ -166,7 +166,7 @@ def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
 def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
     how: str, stepped: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """The scorer's, to the bit; shaping takes it as it takes any other reward of a text."""
+    """It is bit-identical with the scorer's, and shaped like any other reward of a sample."""
     merged = rewritten(stepped, tmp_path / "merged.nemo", layout, aggregate=how)
     scorer = load_scorer(merged, layout, micro_batch_tokens=512, prefix_cache_tokens=4096)
     chats = [CHAT, CHAT[:2], [*CHAT, QUESTION, ANSWER]]
@@ -187,7 +187,7 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
             shaper = RewardShaper(rules, EnsembleConfig(), [scorer.contract])
         backend = RewardBackend(scorer, ServerConfig(), shaper)
         started = backend.start(OneRank(backend))
-        for _ in range(2):  # and from its cache
+        for _ in range(2):  # the second time from the cache
             rows = asyncio.run(asked(started, chats))
             np.testing.assert_allclose(rows["rewards"], expected, rtol=2e-6, atol=1e-6)
             assert rows["rewards"].tobytes() == expected.tobytes() or rules is not None
@@ -208,7 +208,7 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
 
 
 def rewritten(path: Path, other: Path, layout: ParallelLayout, **fields: Any) -> Path:
-    """The same model, read by other fields of its contract."""
+    """Write the same model with other fields of its contract."""
     made = load_reward_model(path, layout)
     contract = dataclasses.replace(made.contract, **fields)
     save_reward_model(other, made.model, made.config, made.tokenizer, contract)
@@ -216,7 +216,7 @@ def rewritten(path: Path, other: Path, layout: ParallelLayout, **fields: Any) ->
 
 
 async def asked(model: Any, texts: list[Any]) -> dict[str, np.ndarray]:
-    """The server's answer to texts, without its sockets."""
+    """Return the answer of a server's service, without its sockets."""
     given = [[json.dumps(text).encode()] for text in texts]
     answer = await model.endpoints[1].answer({"conversations": np.array(given, dtype=object)})
     return dict(answer)

@@ -1,4 +1,4 @@
-"""A conversation with tools has the same token ids by whichever door it comes."""
+"""A conversation with tools gets the same token ids through every protocol and integration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REPLY = {"role": "assistant", "content": "no", "tool_calls": None}
 OTHER = {"role": "assistant", "content": "yes"}
 CHAT = [*PROMPT, CALLING, RESULT, REPLY]
 WHOLE = {"messages": CHAT, "tools": [TOOL]}
-# The same by the Responses API.
+# The same conversation in the form of the Responses API.
 ITEMS = [
     {"type": "function_call", "call_id": "1", "name": "weather", "arguments": ARGUMENTS},
     {"type": "function_call_output", "call_id": "1", "output": "dry"},
@@ -50,7 +50,7 @@ ASKED = {"input": PROMPT, "tools": [{"type": "function", **TOOL["function"]}]}  
 
 
 class Asked:
-    """A client that keeps what it is asked."""
+    """A fake client that keeps the samples that it gets."""
 
     def __init__(self, contract: ScoringContract) -> None:
         self.contract = contract
@@ -66,7 +66,7 @@ class Asked:
 
 
 class AskedClient:
-    """The same as a client, whose contract is asked for."""
+    """A fake ``RewardClient``, which also has a contract."""
 
     def __init__(self, asked: Asked) -> None:
         self.contract = lambda: asked.contract
@@ -130,7 +130,7 @@ def test_conversation_with_tools_has_the_same_ids_by_every_door(
     assert '{"city": "Köln", "days": [1, 2.5, null]}' in said
     wrong = {}
     for door, text in texts.items():
-        # As a client of ours sends it on.
+        # As our client sends it to a server.
         inputs = kserve.encode_conversations([text])  # type: ignore[list-item]
         (sent,) = kserve.decode_request(inputs).texts or ()
         for how, each in {"as it is": text, "sent on": sent}.items():

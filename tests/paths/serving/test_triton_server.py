@@ -1,4 +1,4 @@
-"""A server with NVIDIA Triton beside its HTTP front: what Triton answers, and how both end."""
+"""A server with NVIDIA Triton next to its HTTP front: what Triton answers, and how both end."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def with_triton(folder: Path, *settings: str, **how: Any) -> Iterator[Door]:
     with running(
         folder, FAKE, *QUICK, "triton_port=0", *settings, python=triton_python(), **how
     ) as server:
-        # The lines after this one are printed once the server is ready.
+        # The following lines are printed after the server is ready.
         assert eventually(lambda: bool(_ADDRESSES.search(server.output())))
         found = _ADDRESSES.search(server.output())
         assert found is not None
@@ -116,7 +116,7 @@ def test_triton_answers_what_the_front_answers(door: Door) -> None:
     assert 'nv_inference_request_success{model="reward_model",version="1"} 3' in metrics
 
 
-# Refused by the endpoint, and by Triton before it.
+# Some are rejected by the endpoint, others by Triton itself.
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     (tokens_request([[1, 2]], 3), "row 0: got 3, wanted 1 to 2"),
     ([json_request("add_EOS", "BOOL", [[True]])], "wanted exactly one of sentences"),
@@ -140,7 +140,7 @@ def test_triton_answers_a_bad_request_in_one_line(door: Door) -> None:
 
 
 def send_in_chunks(url: str, number: int) -> bytes:
-    """POST that many chunks of one byte; the beginning of the answer."""
+    """POST this many chunks of one byte, and return the beginning of the answer."""
     host, port = url.removeprefix("http://").split(":")
     head = f"POST /{INFER} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=30) as connection:
@@ -154,7 +154,7 @@ def send_in_chunks(url: str, number: int) -> bytes:
 def test_triton_survives_600000_chunks_needs_the_token_and_ends_with_its_server(
     tmp_path: Path,
 ) -> None:
-    """Chunks that end Triton with its usual stacks, from somebody without the token."""
+    """Without larger stacks, these chunks from a client without the token would crash Triton."""
     file = tmp_path / "token"
     file.write_text(TOKEN)
     body = {"inputs": [json_request("sentences", "BYTES", [["a"]])]}
@@ -176,7 +176,7 @@ def test_triton_survives_600000_chunks_needs_the_token_and_ends_with_its_server(
             assert (status, answer["outputs"][0]["data"][0]) == (200, total("a"))
             named = {name.lower(): value for name, value in headers.items()}
             assert door.score_over_grpc(["a"], **named)[0, 0] == total("a")
-        # Nobody loads models, maps memory or changes the log, not even with the server's token.
+        # Not even the server's token allows loading models, mapping memory or changing the log.
         for path in ("repository/index", "systemsharedmemory/status", "logging"):
             status, _ = door.post({}, f"v2/{path}", triton_access_token=TOKEN)
             assert status == 403, path
@@ -190,7 +190,7 @@ def test_triton_survives_600000_chunks_needs_the_token_and_ends_with_its_server(
 
 @contextmanager
 def scoring(folder: Path, *settings: str, **how: Any) -> Iterator[tuple[Door, Future[Any]]]:
-    """A server in the middle of a call of three seconds, and Triton's answer that is to come."""
+    """A server that is computing a call of three seconds, and the future of Triton's answer."""
     with with_triton(folder, *settings, **how) as door, ThreadPoolExecutor(1) as pool:
         before = len(batches(door.server))
         slow = pool.submit(door.post, {"inputs": tokens_request([[700]])})
@@ -233,7 +233,7 @@ def test_server_whose_triton_does_not_start_is_an_error_at_once() -> None:
         cwd=tiny.ROOT,
     )
     assert done.returncode == 1
-    assert time.monotonic() - begun < 40  # PyTriton itself waits for two minutes
+    assert time.monotonic() - begun < 40  # PyTriton alone would wait for two minutes
     _, _, ending = done.stderr.partition("Triton did not start; the end of Triton's log:\n")
     lines = ending.splitlines()
     assert 1 < len(lines) <= 20, done.stderr

@@ -1,4 +1,4 @@
-"""Requests of every kind at once: each gets its own answer, and the good ones go on."""
+"""Concurrent requests of every kind: each gets its own answer, and bad ones harm no good ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MALFORMED = [
 
 
 class Traffic:
-    """Requests drawn from texts whose rewards are known."""
+    """Draws requests from samples whose rewards are known."""
 
     def __init__(self, scorer: Any) -> None:
         rng = random.Random(11)
@@ -94,7 +94,7 @@ class Traffic:
         return request(column("sentences", [self._large[row]]), found=self._of_large[[row]])
 
     def mixed(self, count: int) -> list[Request]:
-        """A third malformed, 2% of 2 MB, the others good."""
+        """A third of the requests are malformed, 2% have 2 MB, and the others are good."""
         makers = self._rng.choices(
             [lambda: self._rng.choice(MALFORMED), self.large, self.good],
             [1 / 3, 0.02, 2 / 3 - 0.02],
@@ -119,7 +119,7 @@ def test_server_under_fire_gives_every_request_its_own_answer_and_good_ones_go_o
     probe = traffic.good()
     asyncio.run(send_all(model_server.url, [probe] * 3))
     alone, among = [], []
-    for _ in range(4):  # in turns, of which the fastest count: the machine has other work at times
+    for _ in range(4):  # alternately; the fastest counts, as the machine is sometimes busy
         good = [traffic.good() for _ in range(REQUESTS // 4)]
         alone.append(rows_per_second(model_server.url, good))
         among.append(rows_per_second(model_server.url, traffic.mixed(REQUESTS // 4)))
@@ -170,7 +170,7 @@ BAD = [
 
 
 class GatewayTraffic:
-    """Requests whose answers are known: a reward is the sum of a text's last letters."""
+    """Draws requests with known answers: a reward is the sum of a text's last characters."""
 
     def __init__(self) -> None:
         self._rng = random.Random(5)
@@ -200,7 +200,7 @@ class GatewayTraffic:
         return asked(path, body, found)
 
     def mixed(self, count: int) -> list[Request]:
-        """A third of them malformed."""
+        """A third of the requests are malformed."""
         return [
             self._rng.choice(BAD) if number % 3 == 2 else self.good() for number in range(count)
         ]
@@ -258,7 +258,7 @@ def test_a_backend_that_is_killed_among_requests_costs_a_503_each_and_soon(
             asking = [asyncio.ensure_future(ask(session)) for _ in range(8)]
             while statuses.count(200) < 20:
                 await asyncio.sleep(0.05)
-            for pid in backend.processes():  # all of it at once, as where its machine fails
+            for pid in backend.processes():  # all at once, like a failing machine
                 os.kill(pid, signal.SIGKILL)
             await asyncio.wait_for(asyncio.gather(*asking), 20)
         return statuses

@@ -1,4 +1,4 @@
-"""A client that nobody closes: programs end, forks go on, what is forgotten leaves no thread."""
+"""A client that is not closed: programs end, forks work, and a collected client ends its thread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ workers = [multiprocessing.get_context("fork").Process(target=child) for _ in ra
 print([worker.exitcode for worker in workers])
 {SCORE}"""
 FUTURES = 'futures = [client.score_future(["a"]) for _ in range(100)]\n'
-# What is run, whether the server answers, and the exit code and output.
+# (program, whether the server answers, exit code, output)
 PROGRAMS: dict[str, tuple[str, bool, int, str]] = {
     "alone": (SCORE, True, 0, "97.0\n"),
     "asyncio": (TWICE, True, 0, "97.0 98.0\n" * 2),
@@ -65,7 +65,7 @@ PROGRAMS: dict[str, tuple[str, bool, int, str]] = {
 
 @pytest.fixture
 def stuck(lone: Misbehaving) -> Iterator[threading.Event]:
-    """``lone`` is ready, and answers no request for rewards until the event is set."""
+    """The server is ready, but answers no request for rewards until the event is set."""
     held = threading.Event()
     lone.answer = lambda texts: held.wait(60) and None
     yield held
@@ -187,7 +187,7 @@ assert megatron.core.tensor_parallel.random._get_cuda_rng_state.__defaults__[0] 
 
 
 def test_client_and_contract_change_nothing_for_others_when_imported() -> None:
-    """Neither the finders of modules, nor filters of warnings, nor megatron-core and torch."""
+    """Imports change neither module finders nor warning filters, and load no megatron or torch."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS + THEN_MEGATRON],
         capture_output=True,

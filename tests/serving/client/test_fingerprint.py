@@ -1,4 +1,4 @@
-"""Clients that are told, or notice, that rewards come from another model of the same contract."""
+"""Clients notice that rewards come from another model with the same scoring contract."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_client_refuses_another_model_than_the_expected_one(
     lone: Misbehaving, fingerprint: str | None
 ) -> None:
-    """Before it sends a text; None: a server that tells none."""
+    """It rejects the model before it sends a sample; None is a server without a fingerprint."""
     lone.fingerprint = fingerprint
     took, error = failure(lone.url, expect_fingerprint=ONE)
     assert took < 2
@@ -38,7 +38,7 @@ def test_client_refuses_another_model_than_the_expected_one(
     with RewardClient(lone.url, expect_fingerprint=ONE, retry_s=0.2) as client:
         scored = client.score_rows(["a"])
         assert (scored.rewards[0, 0], scored.model_fingerprint) == (97, ONE)
-        lone.fingerprint = TWO  # another model takes its place
+        lone.fingerprint = TWO  # the server's model is replaced
         with pytest.raises(ServingError, match=f"got the model fingerprint {TWO}, wanted {ONE}"):
             client.score(["b"])
     with pytest.raises(ConfigError, match="expect_fingerprint: got 'ABC', wanted 32 hexadecimal"):
@@ -46,7 +46,7 @@ def test_client_refuses_another_model_than_the_expected_one(
 
 
 def test_server_of_nemo_aligner_is_not_of_the_expected_model(lone: Misbehaving) -> None:
-    """It publishes nothing, as a server of ours that is still loading what it publishes."""
+    """It publishes nothing, like one of our servers that is still loading the endpoint."""
     lone.is_old = True
     _, error = failure(lone.url, expect_fingerprint=ONE)
     assert f"got the model fingerprint (none), wanted {ONE}: Request for unknown model" in error
@@ -55,7 +55,7 @@ def test_server_of_nemo_aligner_is_not_of_the_expected_model(lone: Misbehaving) 
 def test_servers_of_other_models_are_left_out(
     servers: list[Misbehaving], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one of the expected model gets all texts, whichever was asked first."""
+    """All samples go to the server of the expected model, whichever is queried first."""
     for server, fingerprint in zip(servers, (TWO, ONE, None), strict=True):
         server.come().fingerprint = fingerprint
     with RewardClient([server.url for server in servers], expect_fingerprint=ONE) as client:
@@ -74,7 +74,7 @@ def test_servers_of_other_models_are_left_out(
 def test_client_warns_once_of_another_model_and_goes_on(
     lone: Misbehaving, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says nothing of a server that tells no fingerprint, or of a model that comes back."""
+    """No warning for a server without a fingerprint, or for a model that comes back."""
     with RewardClient(lone.url) as client:
         for fingerprint in (None, ONE, ONE, None, TWO, TWO, ONE):
             lone.fingerprint = fingerprint
@@ -95,7 +95,7 @@ def test_client_warns_once_of_another_model_and_goes_on(
 def test_client_warns_of_two_models_behind_one_pool(
     servers: list[Misbehaving], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows of several models have no fingerprint."""
+    """Rows of several models have no common fingerprint."""
     for server, fingerprint in zip(servers[:2], (ONE, TWO), strict=True):
         server.come().fingerprint = fingerprint
     with RewardClient([server.url for server in servers[:2]]) as client:

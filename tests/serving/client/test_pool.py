@@ -1,4 +1,4 @@
-"""Servers that are not there, go, come back, have no room, or talk nonsense."""
+"""Servers that are missing, leave, come back, are full, or answer nonsense."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_client_that_is_asked_for_nothing_asks_nobody() -> None:
 def test_client_comes_again_after_trouble_until_it_has_its_reward(
     lone: Misbehaving, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To a server without room when that says, and at once where an answer breaks off."""
+    """It waits for a full server as long as that asks, and retries at once after a lost answer."""
     full, fuller = ((503, {"error": f"full; retry after {after} s"}) for after in (0.3, 0.4))
     begun = Die(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
     cases: list[tuple[list[Any], dict[str, float], float]] = [
@@ -206,7 +206,7 @@ NONSENSE: list[Any] = [
     {"outputs": [output("rewards", "FP32", [2, 1], [1.0])]},
     {"outputs": [output("rewards", "FP32", [2, 1], [1.0, 2.0])]},
 ]
-# What a server always answers, what a client has set, how long that tries, and what it says.
+# (what a server always answers, settings of the client, how long it tries, its error)
 GIVEN_UP: list[tuple[Any, dict[str, float], float, str]] = [
     ((503, {"error": "no room"}), {"retry_s": 0.3}, 0.3, r"HTTP 503: no room; .* within 0\.3 s"),
     (
@@ -237,7 +237,7 @@ def test_client_gives_up_on_what_a_server_always_answers(lone: Misbehaving) -> N
 
 
 def test_client_says_that_no_answer_came(lone: Misbehaving) -> None:
-    """Of what nothing is heard, and of a server that is ready but has no rewards."""
+    """For a server that does not answer, and for one that is ready but gives no rewards."""
     hold = threading.Event()
     lone.answer = lambda texts: hold.wait(20) and None
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -257,7 +257,7 @@ def test_client_says_that_the_model_fails_with_its_status(lone: Misbehaving) -> 
         assert caught.value.status == 500
         assert str(caught.value).endswith("reward_model: the model failed: out of memory")
     assert len(lone.asked) == 2
-    # What Triton says of a body that it cannot parse is not about the model.
+    # Triton's message about an unreadable body is not about the model.
     for said in (
         "failed to parse the request JSON buffer: Invalid value. at 1",
         "Unable to parse 'inputs': no",
@@ -361,7 +361,7 @@ def test_client_of_several_leaves_out_one_that_dies_and_uses_it_again(
 def test_other_contract_is_refused_until_both_servers_have_one(
     servers: list[Misbehaving],
 ) -> None:
-    """Of several servers, and of one that comes back with another."""
+    """With several servers, and with one that comes back with another contract."""
     two = [each.come() for each in servers[:2]]
     contracts = [CONTRACT, OTHER]
     for mended in (0, 1):
@@ -383,7 +383,7 @@ def test_other_contract_is_refused_until_both_servers_have_one(
 
 
 def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:
-    """A server takes the place of another, with its connections cut or behind a proxy."""
+    """Replace a server by another one, with closed connections or behind a proxy."""
     if is_killed:
         server.go()
     server.contract = contract
@@ -396,7 +396,7 @@ def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:
 def test_other_contract_of_one_server_under_load_harms_no_request(
     servers: list[Misbehaving], expect: str | None, is_killed: bool
 ) -> None:
-    """One of two is swapped for another model and back, as a rolling update does it."""
+    """One of two servers gets another model and the old one back, as in a rolling update."""
     right, updated = (each.come() for each in servers[:2])
     right.answer = updated.answer = lambda texts: time.sleep(0.002)
     wrong: list[Any] = []
@@ -433,7 +433,7 @@ def test_other_contract_of_one_server_under_load_harms_no_request(
 def test_other_contract_everywhere_fails_at_once_and_is_over_with_it(
     servers: list[Misbehaving],
 ) -> None:
-    """All requests at a time of many fail in words, and the next one is answered."""
+    """All concurrent requests fail with a message, and the next one is answered."""
     two = [each.come() for each in servers[:2]]
     with RewardClient([each.url for each in two], expect=CONTRACT, retry_s=60) as client:
         client.score(["a"])
@@ -450,7 +450,7 @@ def test_other_contract_everywhere_fails_at_once_and_is_over_with_it(
 
 
 def test_other_contract_is_said_by_a_probe(servers: list[Misbehaving]) -> None:
-    """What answers and whose rewards are refused is not ready, before and after a first reward."""
+    """A server whose rewards are rejected is not ready, before and after the first reward."""
     two = [each.come() for each in servers[:2]]
     urls = [each.url for each in two]
 

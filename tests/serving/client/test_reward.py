@@ -1,4 +1,4 @@
-"""The requests that a call is split into, and rows that a server refuses: an error, or NaN."""
+"""How a call is split into requests, and what happens to rows that a server rejects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError
 from tests.serving.client.misbehaving import Misbehaving, refuse, seconds
 
-# As a server has it: Triton knows no 413.
+# A server's message when Triton answers, which has no status 413.
 TOO_LARGE = (
     400,
     {"error": "got a request of 9 bytes, wanted at most 8 (server.max_request_bytes)"},

@@ -1,7 +1,8 @@
-"""Rewards of texts alone and in any company, also under torchrun: ``company.py CASES LAYOUT...``.
+"""Compare rewards in batches of one and of many: ``batch_invariance.py CASES LAYOUT...``.
 
-It prints, by layout, case and precision, how many rewards had other bits than those of the text
-alone; with ``--alone`` these rewards themselves. CASES is a file that ``write_cases`` wrote.
+It also runs under torchrun. It prints, by layout, case and precision, how many rewards are not
+bit-identical with those in a batch of one; with ``--alone``, these rewards themselves. CASES is a
+file of ``write_cases``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 ORDERS = 20
 LONGEST, BUDGET = 160, 512
-# Of few texts, so that attention sees what is far behind by spans.
+# Spans are short, so that attention of few samples has distant keys, too.
 VERY_LONG = 1100
 CACHED = 1024
 PRECISIONS = (Precision.fp32, Precision.bf16)
@@ -46,7 +47,7 @@ PRECISIONS = (Precision.fp32, Precision.bf16)
 
 @dataclass(frozen=True)
 class Case:
-    """A reward model's file, and texts that it scores in so many orders and packings."""
+    """A reward model's file, and samples that are scored in ``orders`` random orders and packs."""
 
     archive: str
     texts: list[list[int]]
@@ -69,7 +70,7 @@ def draw(rng: random.Random, count: int) -> list[int]:
 
 
 def traffic(rng: random.Random, calls: int) -> list[list[list[int]]]:
-    """Groups, dialogues that go on, texts again, and beginnings of texts."""
+    """Draw groups with shared prefixes, growing dialogues, repeats, and prefixes of samples."""
     known = [draw(rng, 70) for _ in range(4)]
     made = []
     for _ in range(calls):
@@ -85,7 +86,7 @@ def traffic(rng: random.Random, calls: int) -> list[list[list[int]]]:
 
 
 def draw_texts(count: int, longest: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
-    """Of 1 to ``longest`` tokens, in groups of 1 to 6 that share beginnings of all lengths."""
+    """Draw samples of 1 to ``longest`` tokens, in groups of 1 to 6 with prefixes of all lengths."""
     rng = random.Random(seed)
 
     def draw(most: int) -> list[int]:
@@ -100,7 +101,7 @@ def draw_texts(count: int, longest: int, vocabulary: int, seed: int = 0) -> list
 
 
 def calls(count: int, seed: int) -> Iterator[list[int]]:
-    """Every number below ``count`` once, in a random order, cut at random."""
+    """Split a random order of the numbers below ``count`` at random positions."""
     rng = random.Random(seed)
     order = rng.sample(range(count), count)
     while order:
@@ -110,7 +111,7 @@ def calls(count: int, seed: int) -> Iterator[list[int]]:
 
 
 def count_changed(scorers: list[RewardScorer], texts: list[list[int]], orders: int) -> int:
-    """Rewards in ``orders`` random orders and packings that are not those of the text alone."""
+    """Count rewards in random orders and packs that differ from those in a batch of one."""
     alone = invariance.score_alone(partial(score_tokens, scorers[0]), texts)
     assert np.ptp(alone) > 1e-3
     changed = 0
@@ -124,7 +125,7 @@ def count_changed(scorers: list[RewardScorer], texts: list[list[int]], orders: i
 def scorers_of(
     case: Case, layout: ParallelLayout, precision: Precision, rows: int | None
 ) -> list[RewardScorer]:
-    """Two of one model: without a prefix cache, and with one that is too small for all."""
+    """Load two scorers of a model: without a prefix cache, and with one that is too small."""
     plain = load_scorer(
         case.archive,
         layout,
@@ -139,7 +140,7 @@ def scorers_of(
 def compare(
     case: Case, layout: ParallelLayout, rows: int | None = ROWS_BY_DEVICE
 ) -> dict[str, int]:
-    """By precision, the rewards of ``case`` that have other bits than those of the text alone."""
+    """Count by precision the rewards of ``case`` that differ from those in a batch of one."""
     return {
         precision.value: count_changed(
             scorers_of(case, layout, precision, rows), case.texts, case.orders
@@ -149,7 +150,7 @@ def compare(
 
 
 def alone(case: Case, layout: ParallelLayout) -> dict[str, list[list[float]]]:
-    """By precision, the rewards of the texts of ``case``, each by itself."""
+    """Compute by precision the rewards of the samples of ``case``, each in a batch of one."""
     return {
         precision.value: invariance.score_alone(
             partial(score_tokens, scorers_of(case, layout, precision, ROWS_BY_DEVICE)[0]),
@@ -160,7 +161,7 @@ def alone(case: Case, layout: ParallelLayout) -> dict[str, list[list[float]]]:
 
 
 def print_at_layouts(names: Iterable[str], find: Callable[[ParallelLayout], object]) -> None:
-    """What ``find`` finds at each layout, by the layout's name."""
+    """Print the results of ``find`` by the layouts' names."""
     with launch(120.0) as world:
         found = {}
         for name in names:
@@ -172,7 +173,7 @@ def print_at_layouts(names: Iterable[str], find: Callable[[ParallelLayout], obje
 
 def main(path: str, *names: str) -> None:
     cases = read_cases(path)
-    # Three share rows out less evenly than one or two.
+    # Three threads split rows less evenly than one or two.
     torch.set_num_threads(3 if names == ("one",) else 1)
     find = alone if "--alone" in names else compare
     print_at_layouts(

@@ -1,7 +1,7 @@
-"""Pairs of ranks without a server: ``forked_ranks.py FOLDER`` prints what became of them.
+"""Pairs of ranks without a server: ``forked_ranks.py FOLDER`` prints the outcome of scenarios.
 
-The reward of a token list is its sum, of which every rank has a part. Some ids mean trouble: 666
-fails on both ranks, 667 ends the second, 668 fails on the second alone, 669 on the first alone.
+The reward of a token list is its sum, of which every rank computes a part. Special ids: 666 fails
+on both ranks, 667 kills the second, 668 fails only on the second, 669 only on the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nemo_aligner.utils.host_transfer import Arriving
 HEARTBEAT_SECS, TIMEOUT_SECS, LAUNCHED_SECS = 0.1, 2.0, 0.2
 
 
-# What a rank notes where it is told to forget.
+# What a rank records when its cache is reset.
 FORGOT: list[list[int]] = []
 
 
@@ -67,7 +67,7 @@ def make_launch(rank: int, heard: list[list[list[int]]]) -> Callable[[list[list[
 
 @contextmanager
 def led(ranks: ModelRanks) -> Iterator[None]:
-    """Calls are computed in a thread, which may hang in one that fails."""
+    """Run the leader's calls in a thread, which may hang in a failing one."""
     done = threading.Event()
     threading.Thread(target=ranks.run_leader, args=[done.wait], daemon=True).start()
     try:
@@ -85,7 +85,7 @@ def attempt(ranks: ModelRanks, token_lists: list[list[int]]) -> Any:
 
 def work_together(ranks: ModelRanks) -> dict[str, Any]:
     found = {"first": attempt(ranks, [[1, 2, 3], [4], [5, 6]]), "error": attempt(ranks, [[666]])}
-    time.sleep(1.5 * TIMEOUT_SECS)  # nobody asks for longer than a rank may be silent
+    time.sleep(1.5 * TIMEOUT_SECS)  # no calls for longer than a rank may be silent
     found["second"] = attempt(ranks, [[7]])
     found["failure"] = ranks.failure
     ranks.stop()
@@ -99,14 +99,14 @@ def meet(mark: int) -> Callable[[ModelRanks], dict[str, Any]]:
         found["seconds"] = time.monotonic() - start
         found["second"], found["failure"] = attempt(ranks, [[7]]), ranks.failure
         if mark == 667:
-            ranks.stop()  # waits for nobody who is gone
+            ranks.stop()  # does not wait for a dead rank
         return found
 
     return run
 
 
 def launch(*marks: int) -> Callable[[ModelRanks], dict[str, Any]]:
-    """Calls that are there before the device is done with the first."""
+    """Start calls before the device has finished the first one."""
 
     def run(ranks: ModelRanks) -> dict[str, Any]:
         answers = [ranks.submit("launch", [[mark]]) for mark in marks]
@@ -122,7 +122,7 @@ def launch(*marks: int) -> Callable[[ModelRanks], dict[str, Any]]:
 
 
 def notice_in_idleness(ranks: ModelRanks) -> dict[str, Any]:
-    """The second rank is gone although nobody asks."""
+    """The second rank dies while there are no calls."""
     end = time.monotonic() + 15
     while ranks.failure is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -130,7 +130,7 @@ def notice_in_idleness(ranks: ModelRanks) -> dict[str, Any]:
 
 
 def leave(ranks: ModelRanks) -> dict[str, Any]:
-    """The first rank is gone without a word to the second."""
+    """The first rank dies without notifying the second."""
     return {"first": attempt(ranks, [[1]])}
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching, in front of a model that the test lets go on when it likes."""
+"""Continuous batching with a fake model, whose calls the test finishes explicitly."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Model:
             assert self._came.wait_for(lambda: len(self.calls) >= count, WAIT_S), self.calls
 
     def begin(self, number: int) -> None:
-        """Compute call ``number`` from now on, so that nobody can cancel it."""
+        """Start to compute call ``number``, so that it cannot be cancelled any more."""
         self.wait_for_calls(number + 1)
         assert self._answers[number].set_running_or_notify_cancel()
 
     def finish(self, number: int) -> None:
-        """Answer call ``number``; a token 666 in it fails it."""
+        """Finish call ``number``; it fails if it has the token 666."""
         self.wait_for_calls(number + 1)
         token_lists = self.calls[number]
         if any(666 in ids for ids in token_lists):
@@ -74,7 +74,7 @@ def test_what_calls_took_and_rows_waited_is_counted(model):
     batcher = Batcher(model, tokens_per_call=2, meter=meter)
     first = batcher.submit(rows_of([[1, 2]]))
     model.wait_for_calls(1)
-    # Made ready beside the first, and begins as that ends.
+    # Prepared during the first call, and started when that one ends.
     second = batcher.submit(rows_of([[3], [4]]))
     model.wait_for_calls(2)
     time.sleep(0.05)
@@ -84,21 +84,21 @@ def test_what_calls_took_and_rows_waited_is_counted(model):
     counted = meter.statistics()
     assert counted["calls"] == 2
     assert counted["forward_seconds"] >= 0.05
-    assert counted["queue_seconds"] >= 0.1  # both rows of the second waited for the first
+    assert counted["queue_seconds"] >= 0.1  # both rows of the second call waited for the first
 
 
 def test_percentiles_are_of_requests_that_have_rewards() -> None:
     meter = Meter()
     meter.answered(1.0, rows=2, tokens=10)
     for _ in range(9):
-        meter.answered(0.001, rows=0, tokens=0)  # all its rows were refused
+        meter.answered(0.001, rows=0, tokens=0)  # all of its rows were rejected
         meter.refused()
     line = meter.take_line(0)
     assert line is not None
     assert line.endswith("0 in the queue | p50 1,000 ms, p99 1,000 ms | 9 refused")
 
 
-# Tokens of a call, what is asked for first and while that is scored, and the calls of it.
+# (tokens per call, first request, requests that come during its call, the calls they make)
 CALLS: dict[str, tuple[int, list[list[int]], list[list[list[int]]], list[list[list[int]]]]] = {
     "one call of what came meanwhile": (
         10,
@@ -123,7 +123,7 @@ def test_calls_are_made_of_what_waits_and_every_request_has_its_own_rewards():
         answers = [batcher.submit(rows_of(first))]
         model.wait_for_calls(1)
         answers += [batcher.submit(rows_of(rows)) for rows in later[:1]]
-        time.sleep(0.02)  # for a call that must not begin yet
+        time.sleep(0.02)  # time for a call that must not begin yet
         answers += [batcher.submit(rows_of(rows)) for rows in later[1:]]
         for call in range(len(wanted)):
             model.finish(call)
@@ -150,13 +150,13 @@ def test_a_full_call_is_ready_before_the_running_one_ends_and_a_third_is_not(mod
 def test_requests_that_have_to_wait_do_not_wake_the_thread(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would cost a change of threads; only the one that makes a call full wakes it."""
+    """A wake-up costs a change of threads; only the request that fills a call wakes it."""
     woken: list[None] = []
     batcher = Batcher(model, tokens_per_call=10)
     notify = batcher._changed.notify
     monkeypatch.setattr(batcher._changed, "notify", lambda: (woken.append(None), notify()))
     futures = [batcher.submit(rows_of([[1]]))]
-    while not batcher._calls:  # a moment later than the model has it
+    while not batcher._calls:  # set a moment after the model has the call
         time.sleep(0.001)
     num_woken = len(woken)
     futures += [batcher.submit(rows_of([[2]])) for _ in range(9)]
@@ -234,7 +234,7 @@ def test_the_rest_of_a_request_that_failed_is_not_scored(model):
         model.finish(number)
         number += 1
     assert rewards(good) == [5]
-    # One more row of it was in the call that stood ready.
+    # One more row of it was in the prepared call.
     assert model.calls == [[[666]], [[1]], [[5]]]
     batcher.close()
 
@@ -296,7 +296,7 @@ def test_rows_that_nobody_waits_for_do_not_delay_a_live_request(model):
     live = batcher.submit(rows_of([[100]]))
     assert batcher.waiting_rows == 61
     assert gone.cancel()
-    # Neither the rows that wait are computed, nor those of the call that stood ready.
+    # Neither waiting rows nor those of the prepared call are computed.
     assert batcher.waiting_rows <= 1
     model.finish(0)
     model.finish(2)
@@ -324,7 +324,7 @@ def test_request_that_is_cancelled_while_its_call_runs_is_not_tried_again(model)
 
 
 def test_many_threads_get_their_own_rewards_while_others_cancel():
-    """A model in a thread of its own, and requests of every size."""
+    """The model runs in another thread, and requests have all sizes."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(8) as askers:
@@ -337,7 +337,7 @@ def test_many_threads_get_their_own_rewards_while_others_cancel():
 
         def ask(seed: int) -> bool:
             draw = random.Random(seed)
-            # No two begin alike.
+            # No two of them share a prefix.
             lists = [
                 [9 * seed + row] + [1] * draw.randint(0, 29) for row in range(draw.randint(1, 9))
             ]

@@ -1,4 +1,4 @@
-"""Ranks that score together, without a server: they stay in step, or all of them learn of it."""
+"""Ranks that score together, without a server: they stay in step, or all notice a failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_one_rank_alone_outlives_an_error() -> None:
 
 
 def test_a_device_that_is_lost_is_a_rank_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some errors of CUDA stay: whatever is asked of the device afterwards raises them again."""
+    """After some CUDA errors, every later call on the device raises the same error."""
 
     def raise_again() -> None:
         raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
@@ -113,9 +113,9 @@ def test_what_is_lost_is_told_to_whoever_waits_and_whoever_comes() -> None:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of pairs of ranks, for each scenario of ``forked_ranks.py``."""
+    """The outcome of each scenario of ``forked_ranks.py``."""
     folder = tmp_path_factory.mktemp("ranks")
-    # The ranks find each other on this machine, whatever its name resolves to.
+    # The ranks connect on this machine, whatever its host name resolves to.
     env = {"GLOO_SOCKET_IFNAME": "lo"}
     script = "tests/serving/engine/forked_ranks.py"
     done = tiny.run_script(script, str(folder), timeout=120, env=env)
@@ -135,13 +135,13 @@ def test_two_ranks_hear_the_same_and_outlive_an_error_that_both_have(pairs: dict
 
 
 def test_two_ranks_begin_a_call_while_their_devices_compute_the_one_before(pairs: dict) -> None:
-    """One that fails took with it what was begun behind it, which is then begun again."""
+    """If a call fails, the calls that were begun behind it fail, too, and are begun again."""
     found = pairs["launched"]
     error = "rank 0: RuntimeError: rank 0\ncannot; rank 1: RuntimeError: rank 1\ncannot"
     assert found["leader"] == {"found": [[[1]], [[2]], error, [[3]], [[4]]], "failure": None}
     assert found["follower"]["heard"] == [[[1]], [[2]], [[666]], [[3]], [], [[3]], [[4]]]
     assert found["codes"] == [0, 0]
-    # What one rank alone could not begin, and another call behind it, leaves the ranks apart.
+    # If only one rank fails to begin a call, and another call is behind it, the ranks diverge.
     apart = pairs["launched_alone"]
     failure = "only some ranks could launch: rank 1: RuntimeError: rank 1\ncannot"
     assert apart["leader"] == {"found": [failure, failure], "failure": failure}
@@ -174,7 +174,7 @@ def test_one_rank_begins_what_waits_while_its_device_computes() -> None:
         done.set()
         assert (first.result(), second.result(), plain.result()) == ("a", "b", None)
     ranks.stop()
-    # A plain operation may use what a launched one does: it waits for it.
+    # A plain operation may use what a launched one uses, so it waits for it.
     assert order == ["begin a", "begin b", "end a", "end b", "alone"]
 
 

@@ -1,4 +1,4 @@
-"""What a prefix cache holds, by random calls; and what it saves."""
+"""The content of a prefix cache after random calls, and the tokens that it saves."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_prefix_index_has_a_block_in_one_place_and_after_the_one_that_it_follows
 
 
 def put_under(calls: list[list[list[int]]], capacity: int) -> None:
-    """Hold an index of so many blocks to its rules in every call."""
-    index, blocks_of = BlockManager(capacity), {}  # what a pool would have in each block
+    """Check the rules of an index of ``capacity`` blocks in every call."""
+    index, blocks_of = BlockManager(capacity), {}  # what a pool would hold in each block
     for call in calls:
         keys = [key(text) for text in call]
         before = [index.find(each) for each in keys]
@@ -50,9 +50,9 @@ def put_under(calls: list[list[list[int]]], capacity: int) -> None:
             assert not use.new or use.first_new >= len(use.cached)
             for number, block in enumerate(use.new, use.first_new):
                 assert (number + 1) * BLOCK_TOKENS <= len(text)
-                assert block not in written  # by another one of this call
+                assert block not in written  # by another sequence of this call
                 written.add(block)
-        # Nothing of what this call reads is written over by it.
+        # The call overwrites nothing that it reads.
         assert not written & {block for use in uses for block in use.cached}
         for text, use in zip(call, uses, strict=True):
             for number, block in enumerate(use.new, use.first_new):
@@ -89,7 +89,7 @@ def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:
 
 
 def test_prefix_index_that_is_full() -> None:
-    """The least recently used goes first; of a call that is too large beginnings are kept."""
+    """Least recently used blocks go first; of a call that is too large, prefixes are kept."""
     index, texts = BlockManager(3), [[n] * 17 for n in range(4)]
     for text in (*texts[:3], texts[0], texts[3]):
         index.allocate([key(text)])
@@ -98,7 +98,7 @@ def test_prefix_index_that_is_full() -> None:
     texts = [[n] * 160 for n in range(4)]
     uses = index.allocate([key(text) for text in texts])
     assert [(use.first_new, len(use.new)) for use in uses] == [(0, 2), (0, 1), (0, 1), (0, 1)]
-    # All of it is in use by a call that comes back to it: nothing new has place.
+    # The next call uses all of these blocks, so there is no room for new ones.
     again = index.allocate([key([*text, 1]) for text in texts] + [key([9] * 20)])
     assert [len(use.cached) for use in again] == [2, 1, 1, 1, 0]
     assert not any(use.new for use in again)
@@ -116,7 +116,7 @@ def test_prefix_cache_plan_counts_what_is_asked_once() -> None:
     first = cache.plan(texts[:1])
     assert (first.computed, first.cached, tokens_of(first.packs)) == (120, 0, 120)
     later = cache.plan(texts[1:])
-    # 96 of the prompt are whole blocks; the other 4 are too few for a segment of both.
+    # 96 tokens of the prompt are whole blocks; the other 4 are too few for a shared segment.
     assert (later.computed, later.cached, tokens_of(later.packs)) == (48, 192, 48)
     cache.reset_cache()
     assert cache.plan(texts[1:]).computed == 140
@@ -147,7 +147,7 @@ def test_prefix_cache_replicas_agree_on_who_does_what() -> None:
         assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].num_computed
         rows = [row for plan in plans for pack in plan.packs for row in pack.rows.tolist()]
         assert sorted(rows) == list(range(len(call)))
-    # The traffic has dialogues and repeats, or this would show little.
+    # The traffic has dialogues and repeats; otherwise the test would show little.
     texts = [tuple(text) for call in calls for text in call]
     assert len(set(texts)) < len(texts)
     assert any(b[: len(a)] == a and len(a) > 16 for a, b in pairwise(texts))
@@ -163,10 +163,10 @@ def test_prefix_cache_sends_a_text_to_the_replica_that_has_its_beginning() -> No
         plans = [cache.plan([text]) for cache in caches]
         owners.append([bool(plan.packs) for plan in plans])
         assert sum(owners[-1]) == 1
-    # Prompts that nobody has seen are spread, and each stays where it was.
+    # New prompts are spread over replicas, and each stays on its replica.
     assert owners[:4] == [[True, False], [False, True]] * 2
     assert owners == owners[:4] * 3
-    # A large group is shared out: a third of it is the most that is not more than half its tokens.
+    # A large group is split: a third is the largest part that is at most half of its tokens.
     prompt = draw(rng, 40)
     texts = [np.array(prompt + draw(rng, 30)) for _ in range(8)]
     plans = [PrefixCache(640, layout(2, rank), BUDGET).plan(texts) for rank in range(2)]
@@ -174,7 +174,7 @@ def test_prefix_cache_sends_a_text_to_the_replica_that_has_its_beginning() -> No
 
 
 def test_cache_below_one_block_is_refused_by_the_settings() -> None:
-    """It would be none, and nobody would know."""
+    """Such a cache would silently be empty."""
     made: tuple[Any, ...] = (ServerConfig, CriticServerConfig, RewardEnvironmentConfig)
     for config in made:
         for tokens in (1, BLOCK_TOKENS - 1, -1):

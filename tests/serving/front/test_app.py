@@ -1,4 +1,4 @@
-"""The gateway's application: bodies, tokens, limits and pages; without a socket or a server."""
+"""The gateway's application without a socket or a server: bodies, tokens, limits and pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.serving.gateway_calls import (
     message,
 )
 
-# Several attributes as one number.
+# Routes that merge several attributes into one number.
 MERGED = (
     *("/get_reward", "/remote_rm", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     *("/verify", "/compare"),
@@ -64,7 +64,7 @@ def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
     ):
         answer = call(app, "/classify", body)
         assert (answer.status, answer.json) == (400, {"error": error}), body
-    # Neither: vLLM's, which was here first.
+    # A body with neither field belongs to vLLM's route, which is the first one.
     assert call(app, "/classify", {}).json["error"]["type"] == "BadRequestError"
 
 
@@ -76,13 +76,13 @@ def test_gateway_tells_vllms_rerank_from_teis_by_the_body() -> None:
     assert (result["index"], result["relevance_score"]) == (0, half)
     refused = call(app, "/rerank", {"query": "a", "documents": 5})
     assert refused.json["error"]["type"] == "BadRequestError"
-    # Neither: TEI's, which was here first.
+    # A body with neither field belongs to TEI's route, which is the first one.
     for body in ({"query": "a"}, ["documents"], b'{"documents"'):
         assert call(app, "/rerank", body).json["error_type"] == "Validation", body
 
 
 def test_gateway_parses_a_body_of_the_first_route_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the event loop, which answers nothing else meanwhile."""
+    """Parsing runs on the event loop, which answers nothing else meanwhile."""
     app = make()
     parse = Mock(wraps=front_app.from_json)
     monkeypatch.setattr(front_app, "from_json", parse)
@@ -104,10 +104,10 @@ def test_gateway_says_what_the_model_is_as_openai_and_tei_do() -> None:
     assert (info["max_input_length"], info["auto_truncate"]) == (CONTRACT.seq_length, True)
     assert info["model_dtype"] == "float32"
     assert info["model_type"]["reranker"]["id2label"] == {"0": "sum", "1": "minus"}
-    client.contract = None  # of NeMo-Aligner's server, which publishes none
+    client.contract = None  # like a server of NeMo-Aligner, which publishes none
     assert call(app, "/v1/models").json["data"][0]["id"] == "reward_model"
     assert call(app, "/info").json["model_type"]["reranker"]["id2label"] == {"0": "reward"}
-    # The contract's model failed, or wants a token: nobody knows whether there is a contract.
+    # The contract endpoint fails or requires a token, so it is unknown whether there is a contract.
     for failure in (
         ServingError("nobody listens"),
         RefusedError("http://one", 500, "the model failed"),
@@ -133,7 +133,7 @@ def test_gateway_that_cannot_check_its_backends_says_so_and_ends_the_check_with_
 
     async def live() -> None:
         await service.start()
-        await asyncio.sleep(0)  # as uvicorn waits: the check has its turn
+        await asyncio.sleep(0)  # let the check run, like uvicorn does while it waits
         await service.close()
 
     client.probe_async = AsyncMock(side_effect=ServingError("nobody"))  # type: ignore[method-assign]
@@ -175,7 +175,7 @@ def test_gateway_answers_a_body_that_is_too_large_with_a_413() -> None:
 
 
 def test_gateway_with_a_token_answers_nothing_but_health_without_it() -> None:
-    """Which headers have it is test_who_may_ask.py's."""
+    """test_tokens.py tests which headers carry the token."""
     client = FakeClient()
     app = make(client, token="s3cret")
     for path, body in GOOD.items():
@@ -250,7 +250,7 @@ def test_gateway_reads_bodies_with_a_byte_order_mark_or_packed_by_gzip() -> None
         (gzip.compress(mark + body), zipped),
     ):
         assert call(app, "/v1/rewards", content, headers).status == 200, content
-    # A gateway's limit is of what is read, so that few bytes cannot become many.
+    # The gateway limits unpacked bytes, so that few bytes cannot become many.
     answer = call(app, "/v1/rewards", gzip.compress(body + b" " * 10**6), zipped)
     assert (answer.status, "more than 100 bytes" in message(answer)) == (413, True)
     cases: list[tuple[bytes, dict[str, str], str]] = [
@@ -298,7 +298,7 @@ def test_gateway_describes_every_route_and_all_references_lead_somewhere() -> No
 
 
 class Picky(FakeClient):
-    """Refuses conversations with such a content (None: a call alone); or all, as a proxy."""
+    """A fake client that rejects conversations with a certain content, or all, like a proxy."""
 
     def __init__(self, refused: str | None, refusal: RefusedError) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Picky(FakeClient):
 
 
 def test_verify_masks_what_is_not_the_policys_fault() -> None:
-    """With a threshold, too: only a reply that another would have been scored for is a 0."""
+    """With a threshold, only a reply that is itself at fault counts as 0."""
     asked = {"responses_create_params": {"input": "ask"}}
     call_of_tool = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
@@ -342,11 +342,11 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
         found = (answer.status, answer.json.get("reward"), answer.json.get("mask_sample"))
         if (*found, answer.json.get("failure_kind")) != (200, 0.0, is_masked, kind):
             wrong[name] = answer.body
-        # Rewards of a probe are nobody's, and a backend is told so.
+        # Rewards of a probe are not counted, neither here nor at the backend.
         assert client.probes == (name in ("reply", "prompt", "call of a tool")), name
         assert b'nemo_aligner_reward_rows{attribute="sum"} 1.0' not in call(app, "/metrics").body
     assert not wrong, wrong
-    # A model that fails has no reward 0 for anybody.
+    # A failing model is an error, and gives no reward 0.
     failure = RefusedError("one", 500, "row 0: the model's reward is not a finite number")
     body = {**asked, "response": {"output": [reply]}}
     answer = call(make(Picky("say", failure)), "/verify", body)
@@ -360,7 +360,7 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
     for path in ("/seed_session", "/close_session"):
         assert call(app, path, session).json == {"resources_session_id": "s"}
     assert call(app, "/reverify_mode").json == "stateless"
-    # As its agents ask where Gym observes rollouts.
+    # Paths that Gym's agents use if Gym observes rollouts.
     assert call(app, "/ng-rollout/0-1/close_session", session).json == {"resources_session_id": "s"}
     assert call(app, "/ng-rollout/0-1/ng-rollout/0-1/seed_session", {}).status == 404
     guarded = make(token="s3cret")
@@ -377,7 +377,7 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
         for repeat in range(2)
     ]
     found = call(app, "/aggregate_metrics", {"verify_responses": rollouts}).json
-    # As nemo_gym.reward_profile.compute_aggregate_metrics has them.
+    # Like nemo_gym.reward_profile.compute_aggregate_metrics.
     assert found["agent_metrics"] == {
         "mean/reward": pytest.approx(2 / 3),
         "max/reward": 1.0,
@@ -405,7 +405,7 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
 
 
 def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
-    """A rollout that is scored again brings its last answer along."""
+    """A rollout that is scored again still carries its last answer."""
     stale = {
         "reward": 0.75,
         "raw_reward": 0.75,

@@ -55,12 +55,12 @@ def test_tls_handshakes_under_way_count_and_end(
                 each.sendall(content)
             return opened
 
-        # What says nothing, and what begins a handshake: each has a place.
+        # Silent connections, and such that begin a handshake, all count.
         silent = [*connect(2, b""), *connect(2, b"\x16\x03\x01\x02\x00\x01")]
         wait_until(lambda: len(front.connections) == 4)
         with Client(front) as refused:
             assert refused.answer().status == 503
-        # With those that are being refused at most 4 + 8, however many there are.
+        # Including rejected ones there are at most 4 + 8, even with more clients.
         flood = connect(40, b"")
         wait_until(lambda: len(front.connections) <= 12)
         began = time.monotonic()
@@ -71,17 +71,17 @@ def test_tls_handshakes_under_way_count_and_end(
                 assert peer.recv(1) == b""
         wait_until(lambda: not front.connections)
         front.assert_serves()
-        # Each one is counted. How many of the flood had room for a handshake is a matter of time.
+        # Each one is counted. How many of the flood got room for a handshake depends on timing.
         assert sum(front.aborted.values()) == len(silent) + len(flood)
         assert front.aborted[FAILED_HANDSHAKE] >= len(silent)
         assert front.aborted[NO_ROOM_FOR_HANDSHAKE] > 0
-        # What is no handshake, and one that is broken off.
+        # Bytes that are no handshake, from clients that leave.
         for peer in connect(3, post("/", b"plain")):
             peer.close()
         wait_until(lambda: not front.connections)
         front.assert_serves()
         assert sum(front.aborted.values()) == len(silent) + len(flood) + 3
-        # A server that exits waits for none.
+        # A server that exits does not wait for a handshake.
         connect(1, b"")
         wait_until(lambda: len(front.connections) == 1)
         began = time.monotonic()

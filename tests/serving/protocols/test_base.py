@@ -1,4 +1,4 @@
-"""What every protocol has in common; /v1/rewards, OpenRLHF's /get_reward, slime's /remote_rm."""
+"""What all protocols share, and /v1/rewards, OpenRLHF's /get_reward and slime's /remote_rm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 def test_one_reward_of_several_attributes_is_added_by_the_contracts_weights() -> None:
     one = Served("reward_model", ("reward",), (0.5,))
-    assert one.one_reward(TWO[:, :1]) == [float(np.float32(0.1)), 2.0]  # as it stands
+    assert one.one_reward(TWO[:, :1]) == [float(np.float32(0.1)), 2.0]  # unchanged
     wanted = [float(np.float32(np.float64(TWO[0, 0]) + TWO[0, 1] / 2)), 0.0]
     assert SERVED.one_reward(TWO) == wanted
     with pytest.raises(ServingError, match=r"the model has 2 attributes, .*wanted one reward"):
@@ -64,7 +64,7 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
         "internal": 500,
     }
     for route in ROUTES:
-        for kind in FailureKind:  # before the body was read
+        for kind in FailureKind:  # before the body was parsed
             answer = route.refuse(RequestError("the reason", kind), None)
             assert answer.status == kind.status, (route.path, kind)
             assert "the reason" in str(answer.content), (route.path, kind)
@@ -94,7 +94,7 @@ def test_lists_are_left_at_their_first_unfit_element() -> None:
         with pytest.raises(ServingError) as caught:
             route.read(parsed(route, {**body, field: wrong}))
         assert isinstance(caught.value.__cause__, ValidationError)
-        # One for each form that a list may have.
+        # One case for each form that a list may have.
         assert caught.value.__cause__.error_count() <= 6, (path, field)
 
 
@@ -155,7 +155,7 @@ def test_rewards_of_a_conversation_that_cannot_be_read_are_an_error_of_its_row()
 
 DUPLICATES: list[tuple[bytes, str]] = [
     (b'{"texts": ["a"], "texts": ["b"]}', 'got the key "texts" twice in one object; send it once'),
-    # The same key in other letters, and inside of a message.
+    # The same key with other escapes, and inside a message.
     (b'{"a": 1, "\\u0061": 2}', 'got the key "a" twice'),
     (
         b'{"conversations": [[{"role": "user", "content": "a", "name": 1, "content": "b"}]]}',
@@ -172,7 +172,7 @@ def test_keys_that_come_twice_are_refused_by_name() -> None:
     conversation = {"conversations": np.array([[twice]], np.object_)}
     named = 'conversations, row 0: got the key "content" twice in one object next to "role"'
     assert not not_refused(kserve.decode_request, [(conversation, named)])
-    # In different objects a key may come as often as there are objects.
+    # Different objects may have the same key.
     assert OPENRLHF.parse(b'{"query": ["a"], "b": {"c": 1}, "d": {"c": 1}}').query == ["a"]
 
 
@@ -193,7 +193,7 @@ def test_json_is_read_as_deep_and_wide_as_is_documented_and_no_further() -> None
         (b'{"query": ["a"], "b": ' + b"1" * 5000 + b"}", "Invalid JSON: number out of range"),
     ]
     assert not not_refused(OPENRLHF.parse, beyond)
-    # The reader of KServe's rows has the same limits.
+    # The parser of KServe's rows has the same limits.
     assert read_json(_nested(MOST_LEVELS).decode())["query"] == ["a"]
     beyond[0] = (_nested(MOST_LEVELS + 1), "nested too deeply, wanted at most 200 levels")
     beyond[2] = (beyond[2][0], r"not JSON \(Exceeds the limit")
@@ -221,10 +221,10 @@ def test_rewards_have_their_rows_or_their_errors() -> None:
         "errors": [{"row": 1, "message": "the text is empty"}],
     }
     assert np.float32(json.loads(json.dumps(answer))["rewards"][0][0]) == rewards[0, 0]
-    # Of a server that shapes them what it adds.
+    # Fields that a server adds if it shapes rewards.
     added = {"raw_rewards": [[2.0, 3.0], None], "deviation": [[0.25], None], "passed": [True, None]}
     assert str(of_shaped) == str({**answer, **added})
-    # Of a model with several outputs for an attribute, what is asked for.
+    # Requested outputs of a model with several outputs per attribute.
     read = replace(scored, spread=np.array([[0.5, 1.0], [np.nan] * 2]), outputs=np.ones((2, 6)))
     asked = parsed(REWARDS, {"texts": ["a", ""], "outputs": True})
     plain, of_outputs = (REWARDS.answer(each, read, SERVED) for each in (request, asked))
@@ -238,7 +238,7 @@ def _pairs(*names: str) -> dict[str, Any]:
     return {"text_1": "a", "text_2": "b", **dict.fromkeys(names, "c")}
 
 
-# Bodies with samples by two names, of which one would be ignored.
+# Bodies with samples under two names, one of which would be ignored.
 BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/rewards", {"texts": ["a"], "conversations": [TURNS]}, "got texts and conversations"),
     ("/v1/rewards", {"texts": ["a"], "input": "b"}, "input: unknown field"),
@@ -277,7 +277,7 @@ def test_samples_by_two_names_are_refused_by_both_of_them() -> None:
         return routes[path].read(parsed(routes[path], body))
 
     assert not not_refused(read, BOTH)
-    # Names without a value are none.
+    # A name with an empty value is accepted.
     empty = {"input": "a", "messages": None, "prompt": "", "text": None}
     assert read("/pooling", empty).texts == ["a"]
     assert read("/score", {**_pairs(), "queries": None, "data_1": None}).num_rows == 1
@@ -308,7 +308,7 @@ def test_samples_beyond_every_limit_are_refused_before_each_is_looked_at() -> No
         with pytest.raises(RequestError, match="got more than 65536 samples") as caught:
             parsed(route, body)
         assert caught.value.kind is FailureKind.too_large
-    # A text's token ids are no samples.
+    # The token ids that accompany a text are not samples.
     classify = next(route for route in ROUTES if route.path == "/classify")
     assert classify.read(parsed(classify, {"input": [1] * (MOST_ROWS + 1)})).num_rows == 1
 
@@ -332,7 +332,7 @@ def test_openrlhf_has_the_answer_of_its_own_server_and_fastapis_errors() -> None
     )
     logged = {"truncated": [0.0, 0.0]}
     assert one == {"rewards": [1.5, -2.0], "scores": [1.5, -2.0], "extra_logs": logged}
-    # Several attributes are one reward, and logged each.
+    # Several attributes are merged to one reward, and each is logged.
     served = Served("reward_model", ("helpful", "long"), (1.0, 0.25))
     two = OPENRLHF.answer(request, scored([1.5, 2.0]), served)
     assert two["rewards"] == two["scores"] == [2.0]
@@ -343,7 +343,7 @@ def test_openrlhf_has_the_answer_of_its_own_server_and_fastapis_errors() -> None
 
 
 def test_slimes_sample_is_a_text_or_a_conversation_and_its_reward_a_bare_number() -> None:
-    # As remote_rm of slime/rollout/rm_hub/__init__.py writes it.
+    # As remote_rm of slime/rollout/rm_hub/__init__.py sends it.
     body = {"prompt": "a ", "response": "b", "label": {"answer": 7}}
     assert SLIME.read(parsed(SLIME, body)).texts == ["a b"]
     of_messages = {**body, "prompt": TURNS[:1]}

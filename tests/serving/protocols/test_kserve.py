@@ -1,4 +1,4 @@
-"""The wire contract in both directions, and what it refuses."""
+"""Encoding and decoding of KServe tensors, and what decoding rejects."""
 
 from __future__ import annotations
 

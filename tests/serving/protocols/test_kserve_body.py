@@ -1,4 +1,4 @@
-"""Tensors of KServe v2 whose sizes, types or data lie: one error that names the tensor."""
+"""Tensors of KServe v2 with false sizes, types or data: one error that names the tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_aligner.serving.protocols import kserve_body
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused
 
-# One of each dtype of the wire, and items of bytes that are no text or empty.
+# One tensor of each dtype, and BYTES items that are empty or not UTF-8.
 ARRAYS = {
     "BOOL": np.array([[True], [False]]),
     "INT8": np.array([[-(2**7)], [2**7 - 1]], np.int8),
@@ -85,7 +85,7 @@ LIES: list[tuple[Any, bytes, str]] = [
         b"",
         "x: parameters: shared memory is not supported",
     ),
-    # Sizes of the binary data.
+    # Wrong sizes of the binary data.
     ([packed("INT8", [1], -1)], b"a", "x: binary_data_size: got -1, wanted 0 to 1"),
     ([packed("INT8", [1], True)], b"a", "x: binary_data_size: got True, wanted 0 to 1"),
     ([packed("INT8", [1], "1")], b"a", "x: binary_data_size: got '1', wanted 0 to 1"),
@@ -97,13 +97,13 @@ LIES: list[tuple[Any, bytes, str]] = [
         b"a" * 8,
         "x: got 8 bytes .*wanted 18446744073709551616",
     ),
-    # Items of BYTES.
+    # Wrong items of BYTES.
     ([packed("BYTES", [3], 10)], ITEMS, "x: got 10 bytes of binary data, too few for shape"),
     ([packed("BYTES", [1], 10)], ITEMS, "x: got 10 bytes .*of which 1 items .* use 6"),
     ([packed("BYTES", [2], 9)], ITEMS[:9], r"x: item 1: it ends at byte 10 of 9"),
     ([packed("BYTES", [1], 8)], b"\xff" * 8, "x: item 0: it ends at byte 4294967299 of 8"),
     ([packed("BYTES", [2**31], 8)], b"\0" * 8, "x: got 8 bytes .*too few for shape"),
-    # Shapes.
+    # Wrong shapes.
     ([listed("INT8", None, data=[])], b"", "x: shape: got nothing, wanted a list of sizes"),
     ([listed("INT8", [-1], data=[1])], b"", r"x: shape: got \[-1\], wanted"),
     ([listed("INT8", [1.0], data=[1])], b"", r"x: shape: got \[1.0\], wanted"),
@@ -114,7 +114,7 @@ LIES: list[tuple[Any, bytes, str]] = [
     ([listed("INT8", [2**31, 2**31], data=[1])], b"", "x: data: got 1 elements, wanted 46116860"),
     ([listed("INT8", [2], data=[1])], b"", r"x: data: got 1 elements, wanted 2 for shape \[2\]"),
     ([listed("INT8", [], data=[])], b"", r"x: data: got 0 elements, wanted 1 for shape \[\]"),
-    # Data as JSON.
+    # Wrong JSON data.
     ([listed("INT8", [1], data=5)], b"", "x: data: got 5, wanted a list"),
     ([listed("INT8", [1, 2], data=[[1], [2]])], b"", "x: data: got 2 elements, wanted 1"),
     ([listed("INT8", [2, 1], data=[[1, 2], []])], b"", "x: data: got lists that do not fit"),

@@ -1,4 +1,4 @@
-"""/predict and /rerank of Text Embeddings Inference: its bodies, its answers, its errors."""
+"""/predict and /rerank of Text Embeddings Inference: bodies, answers and errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tei_ranks_texts_by_one_reward_the_best_first() -> None:
 
 
 def test_tei_answers_sigmoids_where_no_raw_scores_are_asked_for() -> None:
-    """From 0 to 1 as from TEI, in the order of the rewards, at any size of them."""
+    """Scores are from 0 to 1, like TEI's, in the order of the rewards, however large these are."""
     rewards = scored([0.0, 0.0], [2.0, 2.0], [-800.0, 0.0], [800.0, 0.0])
     body = {"query": "a", "texts": ["b", "c", "d", "e"], "raw_scores": False}
     found = RERANK.answer(parsed(RERANK, body), rewards, SERVED)

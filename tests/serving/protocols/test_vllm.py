@@ -1,4 +1,4 @@
-"""vLLM's /classify, /pooling and /score, SGLang's /classify: bodies, answers, errors."""
+"""vLLM's /classify, /pooling and /score, and SGLang's /classify: bodies, answers and errors."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_vllm_pooling_and_score_have_their_own_rows() -> None:
 
 
 def test_documents_are_ranked_for_vllm_jina_and_cohere() -> None:
-    """The query is what the user says, each document a reply; of equal ones the earlier first."""
+    """The query is the user's message, a document a reply; the earlier of equal ones is first."""
     parts = {"content": [{"type": "text", "text": "d"}]}
     body: dict[str, Any] = {"query": "a", "documents": ["b", {"text": "c"}, parts], "model": "any"}
     texts = read(RERANK, body).texts
