@@ -105,7 +105,7 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="wanted NeMo Gym's checkout"):
+    with pytest.raises(ConfigError, match="wanted a checkout of NeMo Gym"):
         drop_in(tmp_path)
     (tmp_path / "resources_servers").mkdir()
     target = drop_in(tmp_path)
@@ -114,5 +114,5 @@ def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
     assert {"app.py", "configs/reward_model.yaml", "data/example.jsonl", "README.md"} <= names
     rows = [json.loads(line) for line in (target / "data/example.jsonl").open()]
     assert all(row["responses_create_params"]["input"] for row in rows)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         drop_in(tmp_path)

@@ -189,7 +189,7 @@ def test_an_environment_is_shut_down_once() -> None:
         ({"url": "http://x:1", "rm_model_file": "a"}, "got both of url and rm_model_file"),
         ({"rm_model_file": "a", "dtensor_cfg": {"enabled": True}}, "env: unknown key dtensor_cfg"),
         ({"rm_model_file": "a", "cpu_offload": True, "prefix_cache_tokens": 9}, "cpu_offload: got"),
-        ({"rm_model_file": "a", "model": {"tensor_model_parallel_size": 2}}, "by torchrun"),
+        ({"rm_model_file": "a", "model": {"tensor_model_parallel_size": 2}}, "with torchrun"),
     ],
 )
 def test_settings_that_do_not_fit_are_errors(config: Mapping[str, Any], wanted: str) -> None:

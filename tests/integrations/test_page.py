@@ -135,5 +135,5 @@ def test_gym_gets_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     runpy.run_module(words[2], run_name="__main__")
     folder = tmp_path / "resources_servers" / "reward_model"
     assert (folder / "README.md").is_file()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         drop_in(tmp_path)

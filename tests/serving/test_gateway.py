@@ -83,8 +83,8 @@ def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is
     with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.retry_s=0.3") as started:
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{started.url}/ready", timeout=10)
-        refused = "connection refused: nobody listens there"
-        warning = f"Warning: {lone.url}: {refused}; requests get a 503"
+        refused = "connection refused: no server listens there"
+        warning = f"Warning: {lone.url}: {refused}; requests get status 503"
         assert eventually(lambda: warning in started.output())
         begun = time.monotonic()
         status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})
@@ -170,7 +170,7 @@ def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> N
             post(url, {"texts": ["ab"]}, bearer)
         for wrong, words in {
             started.url: "not trusted (self-signed certificate). Set the environment variable SSL_",
-            lone.url.replace("http:", "https:"): "does not answer by TLS. Use http:// in the URL",
+            lone.url.replace("http:", "https:"): "does not speak TLS. Use http:// in the URL",
         }.items():
             assert words in failure(wrong)[1]
         request = urllib.request.Request(f"{started.url}/v1/contract", headers=bearer)

@@ -153,7 +153,7 @@ async def _run_with_timeout(
     except asyncio.TimeoutError:
         trouble = connections.trouble()
         raise ServingError(
-            f"{name}: no answer within {timeout_s:g} s (timeout_s)"
+            f"{name}: timed out: no answer within {timeout_s:g} s (timeout_s)"
             + (f"; {trouble}" if trouble else "")
         ) from None
 

@@ -84,9 +84,9 @@ def read(body: SglangRequest) -> ScoreRequest:
     if not rows:
         raise ServingError(f"{name}: got none, wanted at least 1")
     if isinstance(body.rid, list) and (_is_single(body) or len(body.rid) != len(rows)):
-        expected = "a string" if _is_single(body) else f"a list of {len(rows)}"
+        expected = "a string" if _is_single(body) else f"a list of {len(rows)} strings"
         raise ServingError(
-            f"rid: got {as_json(body.rid)}, wanted {expected}, like the number of {name}"
+            f"rid: got {as_json(body.rid)}, wanted {expected}, one for each sample of {name}"
         )
     return ScoreRequest(token_lists=rows) if body.text is None else ScoreRequest(texts=rows)
 

@@ -132,4 +132,4 @@ def test_server_of_another_protocol_is_named_by_its_path(server: Told) -> None:
         server.answer = lambda body, answer=answer: (404, answer)
         said = refusal(ServingError, ask, server.url, ["a"])
         urls = (f"{server.url}/classify", f"{server.url}/get_reward")
-        assert all(part in said for part in (*urls, "HTTP 404", "no KServe server")), said
+        assert all(part in said for part in (*urls, "HTTP 404", "not a KServe server")), said

@@ -172,7 +172,7 @@ def test_reply_that_is_not_scored_is_the_policys_doing() -> None:
     [
         (200, failed("verifier_error", "the prompt"), "verifier_error", "the prompt"),
         (401, {"detail": "no token"}, "verifier_error", "HTTP 401: no token"),
-        (404, {"error": "no"}, "verifier_error", "server_url is that of a server"),
+        (404, {"error": "no"}, "verifier_error", "set server_url to the URL"),
         (413, "too large", "verifier_error", 'HTTP 413: "too large"'),
         (503, {"detail": "no"}, "provider_unavailable", "HTTP 503: no"),
         (200, {"rewards": []}, "verifier_error", "HTTP 200"),
@@ -233,7 +233,7 @@ def test_url_that_is_none_is_an_error_without_its_password(url: str, shown: str)
     with pytest.raises(ValueError, match="server_url: got") as caught:
         verified(FakeGateway(), body(), server_url=url)
     assert str(caught.value) == (
-        f"server_url: got {shown!r}, which is no http or https URL with a host. Write it as "
+        f"server_url: got {shown!r}, which is not an http or https URL with a host. Write it as "
         "http://HOST:PORT."
     )
 
@@ -307,7 +307,7 @@ def test_the_options_are_settings_of_the_server_that_is_started() -> None:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({}, "server_url, model_path: wanted one of them"),
+        ({}, "server_url, model_path: set exactly one of them"),
         ({"server_url": "http://x", "model_path": "y"}, "wanted one of them"),
         ({"server_url": "http://x", "clip": [0, 1]}, "clip: wanted with model_path alone"),
         ({"model_path": "x", "num_workers": 2}, "num_workers"),

@@ -31,7 +31,7 @@ def test_client_refuses_another_model_than_the_expected_one(
     assert took < 2
     assert error == (
         f"{lone.url}, reward_model: got the model fingerprint {fingerprint or '(none)'}, wanted "
-        f"{ONE}. Serve the model that has it, or set expect_fingerprint to the new model's"
+        f"{ONE}. Serve the model with that fingerprint, or set expect_fingerprint to the new one"
     )
     assert not lone.asked
     lone.fingerprint = ONE
@@ -66,7 +66,7 @@ def test_servers_of_other_models_are_left_out(
     assert f"got the model fingerprint {TWO}, wanted {ONE}" in str(wrong)
     assert f"got the model fingerprint (none), wanted {ONE}" in str(silent)
     assert [len(server.asked) for server in servers] == [0, 1, 0]
-    left_out = [text for text in caplog.messages if text.endswith("it is left out")]
+    left_out = [text for text in caplog.messages if text.endswith("it gets no requests until this is fixed")]
     assert len(left_out) == 2
     assert not warnings(caplog)
 
@@ -86,9 +86,9 @@ def test_client_warns_once_of_another_model_and_goes_on(
         assert client.fingerprint == TWO
     name = f"{lone.url}, reward_model"
     assert warnings(caplog) == [
-        f"rewards now come from another model: {name} has the model fingerprint {TWO}, before "
-        f"{name} had {ONE}, by the same scoring contract. expect_fingerprint accepts one model "
-        "alone"
+        f"rewards now come from another model: {name} has the model fingerprint {TWO}, previously "
+        f"{name} had {ONE}, with the same scoring contract. Set expect_fingerprint to accept only "
+        "one model"
     ]
 
 

@@ -33,7 +33,7 @@ def test_refused_rows_are_nan_with_their_reasons(
             scored = client.score_rows(TEXTS)
             assert scored.errors == {1: "no one", 3: "no two"}
             assert [str(row[0]) for row in scored.rewards] == ["97.0", "nan", "98.0", "nan", "99.0"]
-            assert caplog.messages == ["2 of 5 rows have no reward; row 1: no one"]
+            assert caplog.messages == ["2 of 5 samples have no reward; row 1: no one"]
             same = client.score(TEXTS, on_error="nan")
             assert str(same.tolist()) == str(scored.rewards.tolist())
 

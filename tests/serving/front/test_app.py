@@ -254,15 +254,15 @@ def test_gateway_reads_bodies_with_a_byte_order_mark_or_packed_by_gzip() -> None
     answer = call(app, "/v1/rewards", gzip.compress(body + b" " * 10**6), zipped)
     assert (answer.status, "more than 100 bytes" in message(answer)) == (413, True)
     cases: list[tuple[bytes, dict[str, str], str]] = [
-        (body, zipped, "Content-Encoding: got gzip, and a body that is not"),
+        (body, zipped, "Content-Encoding: got gzip, but the body is not"),
         (
             body,
             {"Content-Encoding": "br"},
             "Content-Encoding: got 'br', wanted gzip, deflate or none",
         ),
-        (packed[:-9], zipped, "body: its packed data is cut off"),
-        (packed + packed, zipped, "or has more behind its end"),
-        (packed[:-8] + bytes(8), zipped, "body: its packed data cannot be read"),
+        (packed[:-9], zipped, "body: its compressed data is incomplete"),
+        (packed + packed, zipped, "body: its compressed data is incomplete"),
+        (packed[:-8] + bytes(8), zipped, "body: its compressed data cannot be read"),
         (body.decode().encode("utf-16"), {}, "body: got text in UTF-16; wanted JSON in UTF-8"),
     ]
     for content, headers, wanted in cases:

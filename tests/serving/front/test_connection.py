@@ -219,7 +219,7 @@ def test_ambiguous_requests_are_refused(front: Front, head: str) -> None:
     ],
 )
 def test_other_protocols_are_refused(front: Front, request_: bytes) -> None:
-    assert_refused(front, 400, "Correct the client", request_)
+    assert_refused(front, 400, "Fix the client", request_)
 
 
 @pytest.mark.parametrize("end", [b"2\nab\r\n", b"2\r\nab\n0\r\n\r\n", b"x\r\n", b"2\r\nabc\r\n"])

@@ -248,7 +248,7 @@ def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None
         ({"inputs": [good], "outputs": [hidden]}, "outputs: wanted a list of objects"),
         ({"inputs": [{**good, "data": [""]}]}, "row 0: the text is empty"),
         (b'{"id": "\\ud800", "inputs": []}', "id: got "),
-        ({"id": 5, "inputs": [good]}, "id: got 5, wanted a text"),
+        ({"id": 5, "inputs": [good]}, "id: got 5, wanted a string"),
         (
             {"inputs": [good, {**good, "name": "add_EOS", "shape": [2, 1], "datatype": "BOOL",
                                "data": [True, True]}]},

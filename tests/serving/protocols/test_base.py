@@ -43,7 +43,7 @@ def test_text_may_come_in_parts_and_what_is_none_is_refused() -> None:
     assert text_of(parts, "here") == "a b"
     assert text_of("a", "here") == "a"
     none: list[Any] = [None, 5, [{"type": "image_url"}], ["a"], [{"text": None}]]
-    wanted = r"^here: got .*, wanted a text"
+    wanted = r"^here: got .*, wanted a string"
     assert not not_refused(lambda each: text_of(each, "here"), [(each, wanted) for each in none])
 
 
@@ -111,7 +111,7 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"texts": ["a"], "tokens": [[1]]}, "got texts and tokens, wanted one of"),
     ({"texts": []}, "texts: got 0, wanted at least 1"),
     ({"texts": "a"}, 'texts: got "a", wanted a list'),
-    ({"texts": [1]}, "texts.0: got 1, wanted a text"),
+    ({"texts": [1]}, "texts.0: got 1, wanted a string"),
     ({"tokens": [[1.5]]}, "tokens.0.0: got 1.5, wanted an integer"),
     ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
     ({"text": ["a"]}, r"text: unknown field; did you mean texts\?; known are texts, "),
@@ -119,7 +119,7 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"a\nb": 1}, r'^"a\\nb": unknown field; known are texts, '),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
     ([], r"body: got \[\], wanted an object"),
-    ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
+    ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a string$"),
     (dict.fromkeys("vwxyz", 1), "and 2 more"),
 ]
 NO_CONVERSATIONS: list[tuple[Any, str]] = [
@@ -195,7 +195,7 @@ def test_json_is_read_as_deep_and_wide_as_is_documented_and_no_further() -> None
     assert not not_refused(OPENRLHF.parse, beyond)
     # The parser of KServe's rows has the same limits.
     assert read_json(_nested(MOST_LEVELS).decode())["query"] == ["a"]
-    beyond[0] = (_nested(MOST_LEVELS + 1), "nested too deeply, wanted at most 200 levels")
+    beyond[0] = (_nested(MOST_LEVELS + 1), "nested too deeply; wanted at most 200 levels")
     beyond[2] = (beyond[2][0], r"not JSON \(Exceeds the limit")
     assert not not_refused(lambda body: read_json(body.decode()), beyond)
 
@@ -242,7 +242,7 @@ def _pairs(*names: str) -> dict[str, Any]:
 BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/rewards", {"texts": ["a"], "conversations": [TURNS]}, "got texts and conversations"),
     ("/v1/rewards", {"texts": ["a"], "input": "b"}, "input: unknown field"),
-    ("/get_reward", {"query": ["a"], "texts": ["b"]}, "got query and texts, wanted one of them"),
+    ("/get_reward", {"query": ["a"], "texts": ["b"]}, "got query and texts"),
     ("/remote_rm", {"prompt": "a", "response": "b", "messages": TURNS}, "got prompt and messages"),
     ("/classify", {"input": "a", "messages": TURNS}, "got both input and messages"),
     ("/classify", {"input": "a", "prompt": "b"}, "got input and prompt"),
@@ -320,7 +320,7 @@ def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None
         ({}, "query: required, but missing"),
         ({"query": []}, "query: .*at least 1"),
         ({"query": "a"}, "query: .*wanted a list"),
-        ({"query": [None]}, "query.0: got null, wanted a text"),
+        ({"query": [None]}, "query.0: got null, wanted a string"),
     ]
     assert not not_refused(lambda body: parsed(OPENRLHF, body), wrong)
 
@@ -353,8 +353,8 @@ def test_slimes_sample_is_a_text_or_a_conversation_and_its_reward_a_bare_number(
     assert json.dumps(found) == "2.5"
     wrong: list[tuple[Any, str]] = [
         ({"prompt": "a"}, "response: required, but missing"),
-        ({"prompt": "a", "response": None}, "response: got null, wanted a text"),
-        ({"prompt": [], "response": "b"}, "prompt: got no message, wanted a text or"),
+        ({"prompt": "a", "response": None}, "response: got null, wanted a string"),
+        ({"prompt": [], "response": "b"}, "prompt: got no message, wanted a string or"),
         ({"prompt": [{"role": "user"}], "response": "b"}, r"messages\[0\]: got .*wanted content"),
     ]
     assert not not_refused(lambda body: SLIME.read(parsed(SLIME, body)), wrong)

@@ -121,7 +121,7 @@ def test_gym_rollout_that_is_no_conversation_is_refused() -> None:
         (rollout("a", search), "response.output.0: got .*message"),
         (rollout("a", said("b"), tools=[{"type": "web_search"}]), "tools.0: got .*, wanted a func"),
         (rollout([5], said("b")), "responses_create_params.input.0: got 5, wanted a message"),
-        (rollout("a", refusal), "response.output.0: got .*, wanted a text"),
+        (rollout("a", refusal), "response.output.0: got .*, wanted a string"),
     ]
     assert not not_refused(texts, wrong)
 
@@ -151,7 +151,7 @@ def test_gym_reward_is_one_from_a_threshold_on_and_nothing_for_a_refused_reply()
         answer = GYM.answer(request, scored([np.nan], errors={0: "too long"}), served)
         assert (answer["reward"], answer["mask_sample"]) == (0.0, masked), threshold
         assert answer["failure_kind"] == "reward_model:refused_text"
-        wanted = "the model refuses what the policy said: too long"
+        wanted = "the reward model rejects the policy's reply: too long"
         assert answer["failure_reason"] == wanted
 
 
@@ -238,7 +238,7 @@ def test_compare_refuses_a_principle_and_a_reply_without_text() -> None:
         (comparison(), "response_objs: got 0, wanted at least 1"),
         (no_history, "conversation_history: got 0, wanted at least 1"),
         (comparison(said("b"), THOUGHT), r"response_objs.1.output: got no message of the assis"),
-        (comparison(image), "response_objs.0.output.1: got .*wanted a text"),
+        (comparison(image), "response_objs.0.output.1: got .*wanted a string"),
     ]
     assert not not_refused(lambda body: COMPARE.read(parsed(COMPARE, body)), wrong)
     refused = COMPARE.refuse(RequestError("row 1: why", FailureKind.bad_request), None)

@@ -90,7 +90,7 @@ LIES: list[tuple[Any, bytes, str]] = [
     ([packed("INT8", [1], True)], b"a", "x: binary_data_size: got True, wanted 0 to 1"),
     ([packed("INT8", [1], "1")], b"a", "x: binary_data_size: got '1', wanted 0 to 1"),
     ([packed("INT8", [1], 10**30)], b"a", "x: binary_data_size: got 10+, wanted 0 to 1"),
-    ([packed("INT8", [2], 2)], b"abc", "got 3 bytes of binary data, of which .* has 2"),
+    ([packed("INT8", [2], 2)], b"abc", "got 3 bytes of binary data, but .* add up to 2"),
     ([packed("INT32", [2], 7)], b"a" * 7, "x: got 7 bytes of binary data, wanted 8 for shape"),
     (
         [packed("INT32", [2**31, 2**31], 8)],
@@ -99,7 +99,7 @@ LIES: list[tuple[Any, bytes, str]] = [
     ),
     # Wrong items of BYTES.
     ([packed("BYTES", [3], 10)], ITEMS, "x: got 10 bytes of binary data, too few for shape"),
-    ([packed("BYTES", [1], 10)], ITEMS, "x: got 10 bytes .*of which 1 items .* use 6"),
+    ([packed("BYTES", [1], 10)], ITEMS, "x: got 10 bytes .*but 1 items .* have 6"),
     ([packed("BYTES", [2], 9)], ITEMS[:9], r"x: item 1: it ends at byte 10 of 9"),
     ([packed("BYTES", [1], 8)], b"\xff" * 8, "x: item 0: it ends at byte 4294967299 of 8"),
     ([packed("BYTES", [2**31], 8)], b"\0" * 8, "x: got 8 bytes .*too few for shape"),
@@ -117,8 +117,8 @@ LIES: list[tuple[Any, bytes, str]] = [
     # Wrong JSON data.
     ([listed("INT8", [1], data=5)], b"", "x: data: got 5, wanted a list"),
     ([listed("INT8", [1, 2], data=[[1], [2]])], b"", "x: data: got 2 elements, wanted 1"),
-    ([listed("INT8", [2, 1], data=[[1, 2], []])], b"", "x: data: got lists that do not fit"),
-    ([listed("INT8", [2, 1], data=[[1], 2])], b"", "x: data: got lists that do not fit"),
+    ([listed("INT8", [2, 1], data=[[1, 2], []])], b"", "x: data: got nested lists that do not fit"),
+    ([listed("INT8", [2, 1], data=[[1], 2])], b"", "x: data: got nested lists that do not fit"),
     ([listed("INT8", [1, 1], data=[[[1]]])], b"", r"x: data, element 0: got \[1\], wanted INT8"),
     ([listed("INT64", [1], data=["1"])], b"", "x: data, element 0: got '1', wanted INT64"),
     ([listed("INT64", [2], data=[1, 1.5])], b"", "x: data, element 1: got 1.5, wanted INT64"),
@@ -127,10 +127,10 @@ LIES: list[tuple[Any, bytes, str]] = [
     ([listed("BOOL", [1], data=[1])], b"", "x: data, element 0: got 1, wanted BOOL"),
     ([listed("BYTES", [1], data=[1])], b"", "x: data, element 0: got 1, wanted BYTES"),
     ([listed("BYTES", [1], data=["\ud800"])], b"", "x: data, element 0: got half of a surrogate"),
-    ([listed("INT8", [1], data=[128])], b"", "x: data: got 128, which no INT8 can hold"),
-    ([listed("UINT64", [1], data=[-1])], b"", "x: data: got -1, which no UINT64 can hold"),
-    ([listed("FP32", [1], data=[1e39])], b"", "x: data: got a number that no FP32 can hold"),
-    ([listed("FP64", [1], data=[10**400])], b"", "x: data: got a number that no FP64 can hold"),
+    ([listed("INT8", [1], data=[128])], b"", "x: data: got 128, which does not fit INT8"),
+    ([listed("UINT64", [1], data=[-1])], b"", "x: data: got -1, which does not fit UINT64"),
+    ([listed("FP32", [1], data=[1e39])], b"", "x: data: got a number that does not fit FP32"),
+    ([listed("FP64", [1], data=[10**400])], b"", "x: data: got a number that does not fit FP64"),
     ([listed("BF16", [1], data=[1])], b"", "x: datatype: got 'BF16', wanted one of BYTES, BOOL,"),
     ([listed([], [1], data=[1])], b"", r"x: datatype: got \[\], wanted one of"),  # type: ignore[arg-type]
 ]

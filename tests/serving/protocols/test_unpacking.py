@@ -39,13 +39,13 @@ def test_body_is_the_same_packed_by_gzip_by_deflate_or_not_at_all(level: int) ->
 
 
 ZIPPED, DEFLATED = gzip.compress(b"a b c" * 99), zlib.compress(b"a b c" * 99)
-BEHIND = "body: its packed data is cut off, or has more behind its end"
+BEHIND = "body: its compressed data is incomplete"
 DAMAGED = [
-    (b"a", "gzip", "Content-Encoding: got gzip, and a body that is not"),
-    (DEFLATED, "gzip", "Content-Encoding: got gzip, and a body that is not"),
+    (b"a", "gzip", "Content-Encoding: got gzip, but the body is not"),
+    (DEFLATED, "gzip", "Content-Encoding: got gzip, but the body is not"),
     (b"a", "br", "Content-Encoding: got 'br', wanted gzip, deflate or none"),
     (ZIPPED, "gzip, gzip", "Content-Encoding: got 'gzip, gzip', wanted gzip, deflate or none"),
-    (b"ab", "deflate", "body: its packed data cannot be read: .*incorrect header check"),
+    (b"ab", "deflate", "body: its compressed data cannot be read: .*incorrect header check"),
     (b"", "deflate", BEHIND),
     (ZIPPED + ZIPPED, "gzip", BEHIND),
     (ZIPPED + b"a", "gzip", BEHIND),
@@ -53,7 +53,7 @@ DAMAGED = [
     (ZIPPED[:2], "gzip", BEHIND),
     (ZIPPED[:-1], "gzip", BEHIND),
     (DEFLATED[:-1], "deflate", BEHIND),
-    (ZIPPED[:-8] + bytes(8), "gzip", "body: its packed data cannot be read: .*incorrect data"),
+    (ZIPPED[:-8] + bytes(8), "gzip", "body: its compressed data cannot be read: .*incorrect data"),
     (gzip.compress(b"a", 0) + bytes(10**6), "gzip", BEHIND),
 ]
 
