@@ -246,7 +246,7 @@ def test_training_and_saving_are_noted_though_their_senders_have_left(
     assert [line.split(":")[0] for line in lines] == [
         "step 1",
         "step 2",
-        "saved critic.nemo and the state that a restart goes on from",
+        "saved critic.nemo and the state to resume from",
     ]
 
 
@@ -255,7 +255,7 @@ def test_critic_refuses_values_of_too_many_bytes_and_no_tokens_that_its_bytes_ho
     refused = asked.infer(7, 6).result(WAIT_S)
     assert refused == Failure(
         "got a request of 128 bytes, wanted at most 100 (server.max_request_bytes). Send fewer "
-        "rows at once",
+        "rows per request",
         FailureKind.too_large,
     )
     server = ServeCriticConfig().server
@@ -308,7 +308,7 @@ def test_critic_offers_its_contract_and_says_at_its_end_what_was_never_saved(
         "",
         "step 1 was never saved (critic_save); a restart begins at step 0",
         "",
-        "steps 3 to 5 were never saved (critic_save); a restart goes on from step 2",
+        "steps 3 to 5 were never saved (critic_save); a restart continues from step 2",
     ]
 
 

@@ -160,12 +160,12 @@ def test_service_refuses_a_request_of_too_many_tokens_or_rows() -> None:
         kserve.encode_sentences(["123", "456"]),
         kserve.encode_tokens([[1]] * 4),
     )
-    tokens = "wanted at most 5 (server.max_request_tokens). Send fewer rows at once"
+    tokens = "wanted at most 5 (server.max_request_tokens). Send fewer rows per request"
     assert answers == [
         Failure(f"got a request of 6 tokens or more, {tokens}", large),
         Failure(f"got a request of 6 tokens or more, {tokens}", large),
         Failure(
-            "got 4 rows in a request, wanted at most 3 (server.max_queue_rows). Send fewer at once",
+            "got 4 rows in a request, wanted at most 3 (server.max_queue_rows). Send fewer rows per request",
             large,
         ),
     ]
@@ -318,7 +318,7 @@ def test_tensors_that_are_too_large_or_no_request_are_refused_and_counted() -> N
     scored, large, empty = asyncio.run(ask_all())
     assert scored["rewards"][:, 0].tolist() == [195, 99]
     text = "got a request of 11 bytes, wanted at most 10 (server.max_request_bytes)"
-    assert large == Failure(f"{text}. Send fewer rows at once", FailureKind.too_large)
+    assert large == Failure(f"{text}. Send fewer rows per request", FailureKind.too_large)
     assert empty.kind is FailureKind.bad_request
     counts = asyncio.run(service.service.statistics())["local"]
     assert (counts["requests"], counts["refused_requests"]) == (1, 2)

@@ -114,12 +114,12 @@ def test_prefix_cache_plan_counts_what_is_asked_once() -> None:
     prompt = draw(rng, 100)
     texts = [np.array(prompt + draw(rng, 20)) for _ in range(3)]
     first = cache.plan(texts[:1])
-    assert (first.computed, first.cached, tokens_of(first.packs)) == (120, 0, 120)
+    assert (first.num_computed, first.num_cached, tokens_of(first.packs)) == (120, 0, 120)
     later = cache.plan(texts[1:])
     # 96 tokens of the prompt are whole blocks; the other 4 are too few for a shared segment.
-    assert (later.computed, later.cached, tokens_of(later.packs)) == (48, 192, 48)
+    assert (later.num_computed, later.num_cached, tokens_of(later.packs)) == (48, 192, 48)
     cache.reset_cache()
-    assert cache.plan(texts[1:]).computed == 140
+    assert cache.plan(texts[1:]).num_computed == 140
 
 
 def test_prefix_cache_packs_stay_within_their_budget_of_tokens_and_of_keys() -> None:
@@ -142,8 +142,8 @@ def test_prefix_cache_replicas_agree_on_who_does_what() -> None:
     calls = traffic(random.Random(0), 90)
     for call in calls:
         plans = [cache.plan([np.array(text) for text in call]) for cache in caches]
-        assert plans[0].num_computed == plans[1].computed
-        assert plans[0].cached == plans[1].cached
+        assert plans[0].num_computed == plans[1].num_computed
+        assert plans[0].num_cached == plans[1].num_cached
         assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].num_computed
         rows = [row for plan in plans for pack in plan.packs for row in pack.rows.tolist()]
         assert sorted(rows) == list(range(len(call)))

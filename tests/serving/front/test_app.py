@@ -59,7 +59,7 @@ def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
         ({"text": [""]}, {"message": "row 0: the text is empty"}),
         (
             {"text": 5},
-            {"message": "text: got 5, wanted a text or a list"},
+            {"message": "text: got 5, wanted a string or a list"},
         ),
     ):
         answer = call(app, "/classify", body)

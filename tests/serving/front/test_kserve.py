@@ -316,7 +316,7 @@ def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_t
     port = first.getsockname()[1]
     with closing(first), pytest.raises(ServingError, match=rf"gateway\.port: 127.0.0.1:{port} is "):
         open_socket(GatewayConfig(port=port))
-    with pytest.raises(ServingError, match=r"gateway\.host: got 192\.0\.2\.1, which is no address"):
+    with pytest.raises(ServingError, match=r"gateway\.host: got 192\.0\.2\.1, which is not an address"):
         open_socket(GatewayConfig(host="192.0.2.1"))
     stale = tmp_path / "ready"
     stale.write_text("of a server that was killed")
@@ -324,6 +324,6 @@ def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_t
     assert not stale.exists()
     files = {"certificate_file": str(tmp_path / "none.pem"), "key_file": str(tmp_path / "none.key")}
     with pytest.raises(
-        ServingError, match=r"gateway\.certificate_file: .*none.pem: there is no such file"
+        ServingError, match=r"gateway\.certificate_file: .*none.pem: the file does not exist"
     ):
         open_socket(GatewayConfig(port=0, **files))
