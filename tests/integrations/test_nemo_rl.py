@@ -112,7 +112,7 @@ def test_tools_and_calls_of_a_log_are_scored_with_it() -> None:
 
 
 def test_a_reply_that_is_refused_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(DataError, match=r"1 of 2 .* sample 1: the text is empty; refused_reward"):
+    with pytest.raises(DataError, match=r"1 of 2 .* sample 1: the text is empty. Set refused_reward"):
         environment().step([said("a", "b"), said("", "")], [None, None])
 
 
@@ -121,7 +121,7 @@ def test_a_reply_that_is_refused_gets_the_reward_of_the_settings_and_is_counted(
 ) -> None:
     refusing = environment(refused_reward=-5)
     assert refusing.step([said("a", "b"), said("", "")], [None] * 2).rewards.tolist() == [195, -5]
-    assert "sample 1: the text is empty; they get -5" in caplog.text
+    assert "sample 1: the text is empty; their reward is -5" in caplog.text
     _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
     assert metrics["reward_model_env/num_refused"] == 1
 
@@ -133,8 +133,8 @@ def test_a_prompt_that_is_refused_with_any_reply_is_not_the_policys_doing(
     logs += [said("a<|im_end|>", "c<|im_end|>")]
     refusing = environment(refused_reward=-5)
     assert refusing.step(logs, [None] * 4).rewards.tolist() == [195, -5, 0, 0]
-    assert "1 of 4 replies cannot be scored; sample 1: a mark; they get -5" in caplog.text
-    assert "2 of 4 prompts cannot be scored; sample 2: a mark; they get 0" in caplog.text
+    assert "1 of 4 replies cannot be scored; sample 1: a mark; their reward is -5" in caplog.text
+    assert "2 of 4 prompts cannot be scored; sample 2: a mark; their reward is 0" in caplog.text
     _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
     counted = [metrics[f"reward_model_env/num_refused{name}"] for name in ("", "_prompts")]
     assert counted == [1, 2]

@@ -105,7 +105,7 @@ def test_a_refused_completion_has_nan_and_is_logged() -> None:
 
 
 def test_what_does_not_belong_together_is_an_error() -> None:
-    with pytest.raises(TypeError, match="got str and list, wanted texts, or lists of messages"):
+    with pytest.raises(TypeError, match="got str and list, wanted strings, or lists of messages"):
         reward_of(Client())(["a"], [[{"role": "assistant", "content": "c"}]])
     with pytest.raises(ValueError, match=r"shorter|longer"):
         reward_of(Client())(["a"], ["b", "c"])

@@ -379,7 +379,7 @@ def test_other_contract_is_refused_until_both_servers_have_one(
         client.score(["a"])
         two[0].contract = OTHER
         for _ in range(2):
-            assert f"wanted {CONTRACT.hash}, that of" in seconds(client.score, ["a"])[1]
+            assert f"wanted {CONTRACT.hash}, the one of" in seconds(client.score, ["a"])[1]
 
 
 def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:
