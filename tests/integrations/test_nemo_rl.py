@@ -112,7 +112,9 @@ def test_tools_and_calls_of_a_log_are_scored_with_it() -> None:
 
 
 def test_a_reply_that_is_refused_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(DataError, match=r"1 of 2 .* sample 1: the text is empty. Set refused_reward"):
+    with pytest.raises(
+        DataError, match=r"1 of 2 .* sample 1: the text is empty. Set refused_reward"
+    ):
         environment().step([said("a", "b"), said("", "")], [None, None])
 
 
@@ -138,7 +140,7 @@ def test_a_prompt_that_is_refused_with_any_reply_is_not_the_policys_doing(
     _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
     counted = [metrics[f"reward_model_env/num_refused{name}"] for name in ("", "_prompts")]
     assert counted == [1, 2]
-    with pytest.raises(DataError, match=r"1 of 1 prompts cannot be scored; sample 0: a mark; .*"):
+    with pytest.raises(DataError, match=r"1 of 1 prompts cannot be scored; sample 0: a mark. .*"):
         environment().step(logs[2:3], [None])
 
 

@@ -190,7 +190,9 @@ def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
     for path in ("/predict", "/rerank"):
         refused = call(app, path, {**CUT[path], "truncate": False})
         assert (refused.status, refused.json["error_type"]) == (400, "Validation"), path
-        assert refused.json["error"].startswith("row 1: the sample is longer than the model's"), path
+        assert refused.json["error"].startswith("row 1: the sample is longer than the model's"), (
+            path
+        )
         assert call(app, path, {**GOOD[path], "truncate": False}).status == 200
 
 

@@ -107,7 +107,7 @@ def test_client_of_a_real_server_has_every_form_of_request_and_answer(
         scored = client.score_rows(["a" * 100, "", "b"])
         assert scored.exceeded.tolist() == [True, False, False]
         assert scored.rewards[0, 0] == 64 * ord("a")
-        assert "1 of 3 texts were cut" in caplog.text
+        assert "1 of 3 samples were cut" in caplog.text
         assert (scored.contract_hash, [*scored.errors]) == (CONTRACT.hash, [1])
         scored = asyncio.run(client.score_token_rows_async([[1], [-1]]))
         assert scored.rewards[0].tolist() == [1.0, -1.0]

@@ -39,7 +39,7 @@ def test_token_is_one_header_with_its_scheme_in_any_case() -> None:
 def test_warning_of_a_server_that_others_reach(capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "10.0.0.7", "::", "a-host"):
         warn_of_open_server(host, None, "server.token")
-        assert f"Warning: {host} " in capsys.readouterr().out
+        assert f"Warning: other machines can reach {host}, " in capsys.readouterr().out
         warn_of_open_server(host, TOKEN, "server.token")
     for host in ("127.0.0.1", "127.0.0.2", "localhost", "::1"):
         warn_of_open_server(host, None, "server.token")

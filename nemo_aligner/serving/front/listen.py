@@ -60,8 +60,8 @@ def _describe_bind_error(config: FrontConfig, error: OSError) -> ServingError:
         )
     if error.errno == errno.EADDRINUSE:
         return ServingError(
-            f"{section}.port: {host}:{port} is in use by another process. Choose another port, or "
-            "0 for any free one"
+            f"{section}.port: {host}:{port} is not free: another process uses it. Choose another "
+            "port, or 0 for any free one"
         )
     if error.errno == errno.EACCES:
         return ServingError(f"{section}.port: got {port}, but ports below 1024 need root")

@@ -159,7 +159,9 @@ def test_client_tells_a_callback_that_it_would_wait_for_itself(
         client.score_future(["a"]).add_done_callback(ask)
         stuck.set()
         assert eventually(lambda: told)
-    assert told == ["a callback of a future must not wait for another call; use the *_future methods"]
+    assert told == [
+        "a callback of a future must not wait for another call; use the *_future methods"
+    ]
 
 
 IMPORTS = """

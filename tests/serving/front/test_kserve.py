@@ -316,7 +316,9 @@ def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_t
     port = first.getsockname()[1]
     with closing(first), pytest.raises(ServingError, match=rf"gateway\.port: 127.0.0.1:{port} is "):
         open_socket(GatewayConfig(port=port))
-    with pytest.raises(ServingError, match=r"gateway\.host: got 192\.0\.2\.1, which is not an address"):
+    with pytest.raises(
+        ServingError, match=r"gateway\.host: got 192\.0\.2\.1, which is not an address"
+    ):
         open_socket(GatewayConfig(host="192.0.2.1"))
     stale = tmp_path / "ready"
     stale.write_text("of a server that was killed")

@@ -64,7 +64,10 @@ MALFORMED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"tokens": TOKENS, "sequence_lengths": TWO + 1}, "row 1: got 5, wanted 1 to 4"),
     ({"conversations": column(b"[{}")}, "row 0: not JSON"),
     ({"conversations": column(b"[]")}, "row 0: got .*, wanted a non-empty list of messages"),
-    ({"conversations": column(b'{"role": "user"}')}, "row 0: got .*, wanted a non-empty list of messages"),
+    (
+        {"conversations": column(b'{"role": "user"}')},
+        "row 0: got .*, wanted a non-empty list of messages",
+    ),
     (
         {"conversations": column(b'[{"role": "user", "content": 1}]')},
         r"^row 0: messages\[0\].content: ",
