@@ -127,7 +127,9 @@ def test_of_two_backends_one_may_die_among_requests(
         assert "connection refused" in words[first.url]
         # The log has one line when it left, and one when it came back.
         name = f"{first.url}, reward_model"
-        lost = f"{name}: the connection was lost before the answer was complete; it gets no requests until"
+        lost = (
+            f"{name}: the connection was lost before the answer was complete; it gets no requests"
+        )
         assert started.output().count(lost) == 1
         assert "answers again" not in started.output()
         first.come()

@@ -165,7 +165,8 @@ def test_service_refuses_a_request_of_too_many_tokens_or_rows() -> None:
         Failure(f"got a request of 6 tokens or more, {tokens}", large),
         Failure(f"got a request of 6 tokens or more, {tokens}", large),
         Failure(
-            "got 4 rows in a request, wanted at most 3 (server.max_queue_rows). Send fewer rows per request",
+            "got 4 rows in a request, wanted at most 3 (server.max_queue_rows). Send fewer rows "
+            "per request",
             large,
         ),
     ]
