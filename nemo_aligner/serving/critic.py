@@ -151,7 +151,7 @@ class CriticService:
         joined = wire.join_rows(values)
         encoded.check_finite(joined, 1 + np.arange(len(joined)))
         seconds, count = time.monotonic() - begun, len(encoded.rows)
-        self._intake.meter.answered(seconds, count, encoded.num_tokens)
+        self._intake.meter.count_answer(seconds, count, encoded.num_tokens)
         return joined, np.array(encoded.truncated, dtype=bool)
 
     def _submit_shared(self, rows: list[Row]) -> Future[list[np.ndarray]]:

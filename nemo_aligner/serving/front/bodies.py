@@ -26,12 +26,12 @@ class RequestBodies:
         self.section = config.section
         self.num_bytes = 0
 
-    def hold(self) -> HeldBody:
+    def reserve(self) -> BodyReader:
         """Create a context for one body; its bytes are released at the end of the block."""
-        return HeldBody(self)
+        return BodyReader(self)
 
 
-class HeldBody:
+class BodyReader:
     """One body; its bytes count from their arrival until the request has been answered."""
 
     __slots__ = ("_bodies", "_counted")
@@ -40,7 +40,7 @@ class HeldBody:
         self._bodies = bodies
         self._counted = 0
 
-    def __enter__(self) -> HeldBody:
+    def __enter__(self) -> BodyReader:
         return self
 
     def __exit__(self, *unused: object) -> None:

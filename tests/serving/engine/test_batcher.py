@@ -89,10 +89,10 @@ def test_what_calls_took_and_rows_waited_is_counted(model):
 
 def test_percentiles_are_of_requests_that_have_rewards() -> None:
     meter = Meter()
-    meter.answered(1.0, rows=2, tokens=10)
+    meter.count_answer(1.0, rows=2, tokens=10)
     for _ in range(9):
-        meter.answered(0.001, rows=0, tokens=0)  # all of its rows were rejected
-        meter.refused()
+        meter.count_answer(0.001, rows=0, tokens=0)  # all of its rows were rejected
+        meter.count_failure()
     line = meter.take_line(0)
     assert line is not None
     assert line.endswith("0 in the queue | p50 1,000 ms, p99 1,000 ms | 9 refused")
