@@ -252,6 +252,6 @@ def _call_all(stops: Sequence[Callable[[], None]]) -> None:
 def _die(failure: str) -> NoReturn:
     """Exit at once with code 1; the other ranks notice it and do the same."""
     with suppress(OSError):
-        print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
+        print(f"The server cannot continue: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
     os._exit(1)

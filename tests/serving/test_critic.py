@@ -171,7 +171,7 @@ def test_critic_refuses_a_rollout_that_is_unfit_before_it_reaches_a_rank() -> No
 
 def test_critic_says_why_a_training_fails_and_begins_the_next_one() -> None:
     failed = Failure("the model failed: step 1: a loss", FailureKind.internal)
-    lost = Failure("the server cannot go on: a rank died", FailureKind.busy)
+    lost = Failure("the server cannot continue: a rank died", FailureKind.busy)
     for error, said in (
         (ServingError("step 1: a loss"), failed),
         (RanksLostError("a rank died"), lost),

@@ -202,7 +202,7 @@ def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -
     assert live == [195, 195]
     slow = (
         "it took more than 0.6 s to tokenize (server.encode_timeout_secs). If the sample is not "
-        "very long, the model's chat template does not end on it"
+        "very long, the model's chat template runs forever for it"
     )
     assert refused == bad(f"row 1: {slow}")
     assert isinstance(aside, ScoredRows)

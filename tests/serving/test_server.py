@@ -190,8 +190,8 @@ def test_server_ends_when_a_worker_is_killed_while_it_scores(tmp_path: Path, lau
         server.assert_nothing_is_left(within=killed + 10 - time.monotonic())
         status, answer = slow.result()
         assert status == 503
-        assert by_torchrun or answer["error"].startswith("the server cannot go on: a rank died")
-        assert "The server cannot go on: " in server.output()
+        assert by_torchrun or answer["error"].startswith("the server cannot continue: a rank died")
+        assert "The server cannot continue: " in server.output()
 
 
 def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_server_ends_when_its_triton_dies(tmp_path: Path, victim: str) -> None:
         assert time.monotonic() - killed < 3
         assert slow.exception(timeout=8) is not None or slow.result()[0] >= 500
         output = door.server.output()
-        assert "The server cannot go on: Triton's " in output
+        assert "The server cannot continue: Triton's " in output
         assert "died; the end of Triton's log:\n  " in output
         door.server.assert_nothing_is_left()
 
