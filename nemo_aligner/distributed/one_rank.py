@@ -95,12 +95,12 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
 def _copy_tensors(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work:
     for output, input in zip(outputs, inputs, strict=True):
         # megatron-core scatters gradients into a part of their buffer; here it is all of it.
-        if _location(output) != _location(input):
+        if _memory_location(output) != _memory_location(input):
             output.copy_(input.view_as(output))
     return _Done()
 
 
-def _location(tensor: Tensor) -> tuple[int, int]:
+def _memory_location(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 

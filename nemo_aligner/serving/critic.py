@@ -96,7 +96,7 @@ class CriticService:
         # If the server has a reward model, that one publishes the contract.
         if self._has_rewards:
             return endpoints
-        contract = contract_endpoint(self._read_contract, self._template_parts, self._counts)
+        contract = contract_endpoint(self._read_contract, self._template_parts, self._read_counts)
         return [*endpoints, contract]
 
     @property
@@ -123,11 +123,11 @@ class CriticService:
     async def _template_parts(self) -> TemplateParts:
         return TemplateParts()
 
-    async def _counts(self) -> Mapping[str, float]:
+    async def _read_counts(self) -> Mapping[str, float]:
         return {**self._intake.meter.statistics(), "waiting_rows": self._batcher.waiting_rows}
 
     async def statistics(self) -> Mapping[str, Mapping[str, float]]:
-        return {"critic": await self._counts()}
+        return {"critic": await self._read_counts()}
 
     async def _answer_infer(self, inputs: Tensors) -> Tensors:
         with self._intake.counting_failures():

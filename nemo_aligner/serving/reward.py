@@ -275,7 +275,7 @@ def _split_by_sample(
     return replace(scored, **arrays, steps=steps)
 
 
-# What a reader must know about rewards on these scales; others need no explanation.
+# Log lines that explain rewards on these scales; others need no explanation.
 _SCALES = {
     PROBABILITY: ["Rewards are probabilities, from 0 to 1"],
     LOG_ODDS: ["Rewards are log-odds of a correct step; their sigmoid is its probability"],

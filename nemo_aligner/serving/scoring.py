@@ -36,7 +36,7 @@ FOREIGN_ADVICE = (
 
 @dataclass(frozen=True)
 class TemplateParts:
-    """What the model's chat template writes at the end of a turn, and around a sample.
+    """The texts that the model's chat template writes at the end of a turn and around a sample.
 
     Each is None if the template has no such part.
     """

@@ -390,11 +390,11 @@ def triton_processes(root: int) -> dict[int, str]:
     return {
         child: _TRITON_PROCESSES[name]
         for child, name in names.items()
-        if name in _TRITON_PROCESSES and _descends(child, root, parents)
+        if name in _TRITON_PROCESSES and _is_descendant(child, root, parents)
     }
 
 
-def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
+def _is_descendant(pid: int, root: int, parents: Mapping[int, int]) -> bool:
     while pid in parents and pid != root:
         pid = parents[pid]
     return pid == root

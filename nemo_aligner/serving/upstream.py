@@ -49,20 +49,20 @@ class UpstreamService(ScoringService):
                     await self._client.turn_end_async(), await self._client.sample_frame_async()
                 )
             except ServingError as error:
-                raise _unreachable(error) from error
+                raise _unreachable_error(error) from error
         return self._parts
 
     async def read_contract(self) -> ScoringContract:
         try:
             return await self._fetch_contract()
         except ServingError as error:
-            raise _unreachable(error) from error
+            raise _unreachable_error(error) from error
 
     async def find_contract(self) -> ScoringContract | None:
         try:
             return await self._fetch_contract_if_any()
         except ServingError as error:
-            raise _unreachable(error) from error
+            raise _unreachable_error(error) from error
 
     async def probe(self) -> dict[str, str | None]:
         return await self._client.probe_async()
@@ -85,7 +85,7 @@ class UpstreamService(ScoringService):
             row = error.row if kind is FailureKind.bad_request else None
             raise RequestError(one_line(error.message), kind, row=row) from error
         except ServingError as error:
-            raise _unreachable(error) from error
+            raise _unreachable_error(error) from error
         except Exception as error:
             raise public_failure(error) from error
         return scored
@@ -145,7 +145,7 @@ class UpstreamService(ScoringService):
                 )
 
 
-def _unreachable(error: ServingError) -> RequestError:
+def _unreachable_error(error: ServingError) -> RequestError:
     """Build the failure of a request that no backend has answered."""
     text = f"no backend answers: {error.trouble}" if isinstance(error, NoServerError) else error
     return RequestError(one_line(text), FailureKind.unreachable, _RETRY_AFTER_S)

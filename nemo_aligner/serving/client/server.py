@@ -458,7 +458,7 @@ class OtherModelError(OtherContractError):
 
 @dataclass(frozen=True)
 class _ServerContract:
-    """What is known about the contract of a server.
+    """The known facts about the contract of a server.
 
     Attributes:
         hash: the hash of the contract; None if the server has none.

@@ -264,7 +264,7 @@ class PrefixCache:
             sequences: ``[tokens]`` token ids of each sample.
             reads: positions in each sequence at which turns or steps are scored.
         """
-        keys = [as_key(self._cacheable(sequence)) for sequence in sequences]
+        keys = [as_key(self._cacheable_part(sequence)) for sequence in sequences]
         rotations = [self._rotation_by_length(len(sequence)) for sequence in sequences]
         positions = [()] * len(keys) if reads is None else [read.places.tolist() for read in reads]
         packs: list[PackedBatch] = []
@@ -314,7 +314,7 @@ class PrefixCache:
     ) -> list[PrefixGroup]:
         return find_prefix_groups(sequences, budget, cached, self._rotation_by_length)
 
-    def _cacheable(self, sequence: np.ndarray) -> np.ndarray:
+    def _cacheable_part(self, sequence: np.ndarray) -> np.ndarray:
         """Return the part of a sequence that may be cached, plus one token, which is computed."""
         if self._reply_marker is None:
             return sequence

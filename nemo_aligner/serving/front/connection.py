@@ -31,7 +31,7 @@ from nemo_aligner.serving.front.limits import (
     ConnectionLimits,
     Refusal,
     error_body,
-    malformed,
+    malformed_request,
 )
 
 # State of a connection. The order matters: from BUSY on, the parser gets no bytes.
@@ -272,7 +272,7 @@ class Connection(HttpToolsProtocol):
             cause = refusal
         except httptools.HttpParserError as error:
             # An exception of a callback below is the context of the parser's own exception.
-            cause = error.__context__ or malformed(str(error))
+            cause = error.__context__ or malformed_request(str(error))
         if isinstance(cause, IgnoredUpgrade):
             self._use_parser_for_body()
             self._parse(data, end)
@@ -284,7 +284,7 @@ class Connection(HttpToolsProtocol):
             self.refuse(cause)
         else:
             self.logger.error("Exception in a callback of the parser\n", exc_info=cause)
-            self.refuse(malformed("the server failed to read it"))
+            self.refuse(malformed_request("the server failed to read it"))
 
     def _end_of_head(self, data: bytes, start: int, size: int) -> int:
         end = data.find(END_OF_HEAD, start) + 4
@@ -354,7 +354,7 @@ class Connection(HttpToolsProtocol):
         method = parser.get_method().decode("ascii")
         headers = dict(self.headers)
         self._check_framing(headers, method, http_version)
-        path, raw_path, query = self._target()
+        path, raw_path, query = self._parse_target()
         scope: Any = {
             "type": "http",
             "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
@@ -401,9 +401,9 @@ class Connection(HttpToolsProtocol):
         other than CRLF.
         """
         if self.phase != HEAD:
-            raise malformed("a second request begins inside it")
+            raise malformed_request("a second request begins inside it")
         if http_version not in ("1.1", "1.0"):
-            raise malformed(f"its version is {http_version}")
+            raise malformed_request(f"its version is {http_version}")
         if len(headers) != len(self.headers):
             self._check_repeated_headers()
         length = headers.get(b"content-length")
@@ -416,19 +416,19 @@ class Connection(HttpToolsProtocol):
             self.body_bytes = 0
         elif coding is not None:
             if coding.strip().lower() != b"chunked" or http_version == "1.0":
-                raise malformed("its Transfer-Encoding is not chunked, or is in HTTP/1.0")
+                raise malformed_request("its Transfer-Encoding is not chunked, or is in HTTP/1.0")
             self.phase = CHUNKED
             self.body_bytes = self.chunks = self.chunked_bytes = self.empty_lines = 0
         if method == "CONNECT":
-            raise malformed("CONNECT is only for proxies, which this server is not")
+            raise malformed_request("CONNECT is only for proxies, which this server is not")
 
     def _check_repeated_headers(self) -> None:
         names = [name for name, _ in self.headers]
         for name in SINGLE_HEADERS:
             if names.count(name) > 1:
-                raise malformed(f"it has two headers {name.decode()}")
+                raise malformed_request(f"it has two headers {name.decode()}")
 
-    def _target(self) -> tuple[str, bytes, bytes]:
+    def _parse_target(self) -> tuple[str, bytes, bytes]:
         """Return the decoded path, the raw path and the query of the request."""
         try:
             url = httptools.parse_url(self.url)
@@ -436,7 +436,7 @@ class Connection(HttpToolsProtocol):
             raw_path = url.path or b"/"
             path = raw_path.decode("ascii")
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
-            raise malformed("its target is not a URL or path") from None
+            raise malformed_request("its target is not a URL or path") from None
         if "%" in path:
             path = urllib.parse.unquote(path)
         return self.root_path + path, self.root_path.encode("ascii") + raw_path, url.query or b""

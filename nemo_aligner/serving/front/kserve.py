@@ -114,11 +114,11 @@ class KServe:
         if endpoint is None or parts["version"] not in (None, "1"):
             version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
             models = ", ".join(self._endpoints)
-            return _error(404, f"unknown model {shown(name)}{version}. Models: {models}")
+            return _error_answer(404, f"unknown model {shown(name)}{version}. Models: {models}")
         if suffix == "/infer" and method == "POST":
             return await self._infer(endpoint, headers, body)
         if method != "GET":
-            return _error(405, f"{path}: got {method}, wanted GET, or POST to /infer")
+            return _error_answer(405, f"{path}: got {method}, wanted GET, or POST to /infer")
         if suffix == "/ready":
             return await self._answer_ready()
         descriptions: dict[str, Callable[[Endpoint], Any]] = {
@@ -138,7 +138,7 @@ class KServe:
         if path not in _SERVER_PATHS:
             return _unknown_path(path)
         if method != "GET":
-            return _error(405, f"{path}: got {method}, wanted GET")
+            return _error_answer(405, f"{path}: got {method}, wanted GET")
         if path in ("/v2", "/v2/"):
             version = nemo_aligner.__version__
             about = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
@@ -201,7 +201,7 @@ class KServe:
 
 def refuse(failure: RequestError) -> KServeAnswer:
     """Build the answer to a failed request."""
-    answer = _error(failure.kind.status, failure.message)
+    answer = _error_answer(failure.kind.status, failure.message)
     # Clients wait for a busy server, but must not do so if the gateway's backends are gone.
     if failure.kind is not FailureKind.busy or failure.retry_after_s is None:
         return answer
@@ -209,12 +209,12 @@ def refuse(failure: RequestError) -> KServeAnswer:
     return KServeAnswer(answer.status, answer.body, headers)
 
 
-def _error(status: int, message: str) -> KServeAnswer:
+def _error_answer(status: int, message: str) -> KServeAnswer:
     return KServeAnswer.of_json({"error": message}, status)
 
 
 def _unknown_path(path: str) -> KServeAnswer:
-    return _error(
+    return _error_answer(
         404,
         f"{shown(path)}: this server has no such path. Triton itself has more of them "
         "(server.triton_port)",

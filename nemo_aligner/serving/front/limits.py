@@ -99,7 +99,7 @@ class Refusal(Exception):
         self.text = text
 
 
-def malformed(reason: str) -> Refusal:
+def malformed_request(reason: str) -> Refusal:
     return Refusal(400, f"The request is not valid HTTP/1.1: {reason}. Fix the client.")
 
 

@@ -1,4 +1,4 @@
-"""What the KServe v2 tensors of a PPO critic's endpoints mean; NeMo-Aligner's clients use them.
+"""The KServe v2 tensors of a PPO critic's endpoints, which NeMo-Aligner's clients use.
 
 ``critic_infer`` takes the inputs of ``reward_model`` (see ``kserve.py``). ``critic_train`` and
 ``critic_save`` are not batched: their shapes are complete, without an implied batch dimension.

@@ -74,7 +74,7 @@ class ResponseParams(Body):
 
 
 class PolicyResponse(Body):
-    """What the policy generated, as items of the Responses API."""
+    """The policy's output, as items of the Responses API."""
 
     output: list[Any]
 

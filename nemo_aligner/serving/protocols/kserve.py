@@ -1,4 +1,4 @@
-"""What the KServe v2 tensors of the ``reward_model`` and ``contract`` endpoints mean.
+"""The KServe v2 tensors of the endpoints ``reward_model`` and ``contract``, and their meaning.
 
 A request has B samples in exactly one of three forms:
 
@@ -282,19 +282,21 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     # Only one form, so that one rule holds for all rows: with or without the chat template.
     if len(forms) != 1:
         raise ServingError(
-            f"got {_listing(inputs)}, wanted exactly one of sentences, conversations, "
+            f"got {_list_names(inputs)}, wanted exactly one of sentences, conversations, "
             "or tokens with sequence_lengths"
         )
     form = forms[0]
     if len(inputs[form]) == 0:
         raise ServingError(f"{form}: got no rows, wanted at least one")
     if (form == "tokens") != ("sequence_lengths" in inputs):
-        raise ServingError(f"got {_listing(inputs)}, wanted tokens and sequence_lengths together")
-    add_eos = _column(inputs, "add_EOS", len(inputs[form])) if "add_EOS" in inputs else None
+        raise ServingError(
+            f"got {_list_names(inputs)}, wanted tokens and sequence_lengths together"
+        )
+    add_eos = _read_column(inputs, "add_EOS", len(inputs[form])) if "add_EOS" in inputs else None
     flags = None if add_eos is None else [bool(flag) for flag in add_eos]
     if form == "tokens":
         return ScoreRequest(token_lists=_decode_tokens(inputs), add_eos=flags)
-    column = _column(inputs, form, len(inputs[form]))
+    column = _read_column(inputs, form, len(inputs[form]))
     rows = [_decode_text(form, row, raw) for row, raw in enumerate(column)]
     if form == "sentences":
         return ScoreRequest(texts=list(rows), add_eos=flags)
@@ -329,11 +331,11 @@ def _bytes_column(rows: Any) -> np.ndarray:
     return np.array([[row] for row in rows], dtype=np.object_)
 
 
-def _listing(inputs: Mapping[str, np.ndarray]) -> str:
+def _list_names(inputs: Mapping[str, np.ndarray]) -> str:
     return ", ".join(sorted(inputs)) or "no inputs"
 
 
-def _column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]:
+def _read_column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]:
     array = inputs[name]
     if array.shape != (rows, 1):
         raise ServingError(f"{name}: got shape {list(array.shape)}, wanted [{rows}, 1]")
@@ -356,7 +358,7 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
     tokens = inputs["tokens"]
     if tokens.ndim != 2:
         raise ServingError(f"tokens: got shape {list(tokens.shape)}, wanted [B, S]")
-    lengths = [int(length) for length in _column(inputs, "sequence_lengths", len(tokens))]
+    lengths = [int(length) for length in _read_column(inputs, "sequence_lengths", len(tokens))]
     for row, length in enumerate(lengths):
         if not 1 <= length <= tokens.shape[1]:
             raise ServingError(
