@@ -343,7 +343,7 @@ class CriticBackend:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """List the memory of each kind of work, moving models for it like real work does."""
+        """Measure memory for each kind of work, after moving the models as that work does."""
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
         phases += [

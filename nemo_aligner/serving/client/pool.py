@@ -60,7 +60,7 @@ class _Search:
 
     Attributes:
         began: start of the request, in seconds of ``time.monotonic``.
-        trouble_since: when no server was available first; its patience runs from there.
+        trouble_since: when it first found no server available; its patience runs from there.
         tried: servers that have failed this request.
         last_trouble: reason of the last failure.
     """

@@ -206,7 +206,7 @@ class Batcher:
         return False
 
     def _gather(self) -> None:
-        """Wait for as many rows as the last call had, at most a twentieth of its time."""
+        """Wait until the last call's senders are back, for at most a twentieth of its time."""
         if not self._calls and not self._retries:
             remaining = self._last_end + _GATHER * self._last_seconds - time.monotonic()
             self._wait_for(self._has_come_back, max(0.0, remaining))

@@ -84,8 +84,8 @@ class RewardScorer:
     rewards. Packs are split over the data parallel ranks.
 
     With a prefix cache, each data parallel replica keeps the keys and values of the
-    ``prefix_cache_tokens`` tokens that were used last, and a sample with a cached prefix is
-    computed only from its end on. After a call that failed on any rank, every rank must call
+    ``prefix_cache_tokens`` tokens that were used last. For a sample with a cached prefix, only the
+    tokens after it are computed. After a call that failed on any rank, every rank must call
     ``reset_cache``.
     """
 

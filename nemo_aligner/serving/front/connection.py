@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
         # Last bytes of the previous piece, because an END_OF_HEAD may begin there.
         self.tail = b""
 
-    # The socket.
+    # Events of the socket.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -244,7 +244,7 @@ class Connection(HttpToolsProtocol):
             self.phase = CLOSING
             self.transport.abort()
 
-    # The parser.
+    # Passing bytes to the parser.
 
     def _parse(self, data: bytes, start: int) -> None:
         """Pass ``data`` from ``start`` on to the parser, up to the end of the request."""
@@ -475,7 +475,7 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = self.is_kept_alive
         cycle.message_event.set()
 
-    # The end of an answer, of a connection.
+    # The end of an answer, and of the connection.
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
