@@ -270,7 +270,7 @@ def _split_by_sample(
     arrays: dict[str, Any] = {
         name: values[sample_rows]
         for name, values in vars(scored).items()
-        if isinstance(values, np.ndarray) and name != "exceeded"  # which has one row per sample already
+        if isinstance(values, np.ndarray) and name != "exceeded"  # already a row per sample
     }
     return replace(scored, **arrays, steps=steps)
 
