@@ -1,6 +1,6 @@
-"""Joining a process group under torchrun, Slurm or plain Python, and launching ranks locally.
+"""Join a process group under torchrun, Slurm or plain Python, and launch ranks on this machine.
 
-If several ranks fail, the first one reports its error and the others stay silent.
+If several ranks fail, the first one reports its error, and the others exit silently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.utils.errors import ConfigError, LostRankError, PeerError, short
 from nemo_aligner.utils.processes import Process, find_process, settle
 
-# Joining the process group that the launcher's environment describes.
+# Joining the process group that the environment of the launcher describes.
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process: ``rank`` of ``world_size``, local rank, device and backend."""
+    """Rank, world size, local rank, device and backend of this process."""
 
     rank: int
     world_size: int
@@ -58,18 +58,19 @@ class Launch:
 def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     """Initialise torch.distributed from the environment; tear it and the layout down at the end.
 
-    NCCL and one GPU per process where CUDA is available, else gloo on the CPU; one process alone
-    has neither. If several ranks fail in the block, one raises its error, see ``fail_once``.
+    The backend is NCCL with one GPU per process if CUDA is available, otherwise gloo on the CPU. A
+    single process uses neither (``one_rank.py``). If several ranks fail in the block, only one
+    raises its error; see ``fail_once``.
 
     Raises:
         ConfigError: the launcher's environment is incomplete, a local rank has no GPU, or there is
             a process group already.
-        PeerError, LostRankError: another rank failed first, or is gone.
+        PeerError, LostRankError: another rank failed first, or has died.
     """
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed: got a process group that something else has initialised, "
-            "wanted none; torch.distributed.destroy_process_group() ends it"
+            "torch.distributed: got a process group that was initialised elsewhere, wanted none; "
+            "end it with torch.distributed.destroy_process_group()"
         )
     process = find_process(os.environ)
     _keep_fp32(process)
@@ -82,29 +83,30 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     if process.world_size == 1:
         backend = ONE_RANK
     timeout = timedelta(seconds=timeout_seconds)
-    store, hook = _meet(process, timeout), sys.excepthook
+    store, hook = _create_store(process, timeout), sys.excepthook
     _init_process_group(process, backend, store, timeout)
     if process.world_size == 1:
-        sys.excepthook = hook  # torch's prefixes every line of an error with the rank
+        sys.excepthook = hook  # torch's hook prefixes every line of an error with the rank
     try:
         yield Launch(process.rank, process.world_size, process.local_rank, device, backend)
     except BaseException as error:
         if process.world_size > 1:
-            # Keep the group: destroying it, NCCL would wait for collectives that others never join.
+            # Keep the group: destroying it waits for NCCL collectives that others never join.
             fail_once(error, store, process)
-        _leave(hook)
+        _tear_down(hook)
         raise
-    _leave(hook)
+    _tear_down(hook)
 
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Process group of one for a conversion, unless there is one; ``launch`` is for real work.
+    """Create a process group of one for a conversion, unless there is one already.
 
-    Freed memory goes back to the system: a conversion reads much, and should hold little.
+    Unlike ``launch``, it returns freed memory to the system, because a conversion reads much data
+    and should hold little of it.
 
     Raises:
-        ConfigError: this is one process of several.
+        ConfigError: this is one of several processes.
     """
     is_there = dist.is_initialized()
     count = dist.get_world_size() if is_there else find_process(os.environ).world_size
@@ -119,36 +121,36 @@ def single_process() -> Iterator[None]:
     try:
         yield
     finally:
-        _leave(hook)
+        _tear_down(hook)
 
 
 def _select_device(process: Process, use_cuda: bool) -> torch.device:
     if not use_cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # With Slurm's --gpus-per-task each process sees only its own GPU.
+    # With Slurm's --gpus-per-task, each process sees only its own GPU.
     index = 0 if count == 1 and "RANK" not in os.environ else process.local_rank
     if index >= count:
         raise ConfigError(
-            f"local rank {process.local_rank} has no GPU of its own: this node shows {count}; "
-            "start at most one process per GPU"
+            f"local rank {process.local_rank} has no GPU of its own: this node shows {count} GPUs. "
+            "Start at most one process per GPU"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def _keep_fp32(process: Process) -> None:
-    """Switch off TF32 and other rounding of fp32 products, whatever the environment asks for."""
-    found = torch.get_float32_matmul_precision()
-    if found == "highest":
+    """Switch off TF32 and other reduced precision of fp32 matmuls, even if the user set them."""
+    precision = torch.get_float32_matmul_precision()
+    if precision == "highest":
         return
     torch.set_float32_matmul_precision("highest")
     if process.rank == 0:
         logger.warning(
-            "fp32 matrix products were set to reduced precision (%r, TF32 on a GPU): this is "
-            "switched off, because fp32 scores must be the same everywhere; for speed use "
-            "trainer.precision=bf16",
-            found,
+            "fp32 matmuls were set to reduced precision (%r, TF32 on a GPU). It is switched off, "
+            "because fp32 scores must be the same everywhere. Use trainer.precision=bf16 for "
+            "speed",
+            precision,
         )
 
 
@@ -157,22 +159,22 @@ def _split_cores(local_world_size: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
 
 
-def _leave(hook: Callable[..., Any]) -> None:
-    """Tear everything down; ``hook`` is the excepthook from before torch replaced it."""
+def _tear_down(hook: Callable[..., Any]) -> None:
+    """Destroy layout and process group; ``hook`` is the excepthook before torch replaced it."""
     destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.excepthook = hook
 
 
-def _meet(process: Process, timeout: timedelta) -> dist.Store:
-    """Rendezvous, and the store that all ranks share."""
+def _create_store(process: Process, timeout: timedelta) -> dist.Store:
+    """Meet the other ranks at the rendezvous, and return the store that all ranks share."""
     if process.master is None:
         return dist.HashStore()
     host, port = process.master
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
-    # A program may launch several times, in one store of its launcher.
+    # A program may launch several times and reuse its launcher's store, hence the prefix.
     return dist.PrefixStore(f"launch {next(_LAUNCHES)}", store)
 
 
@@ -181,8 +183,8 @@ def _init_process_group(
 ) -> None:
     if backend != "nccl" and process.master is not None and process.master[0] in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Not bound to the device (``device_id``): NCCL would make a communicator for each of Megatron's
-    # thirty groups at once, and each takes some 230 MiB of a GPU, used or not.
+    # Without ``device_id``: with it, NCCL would at once create a communicator for each of the
+    # thirty groups of Megatron, and each takes some 230 MiB of a GPU even if it is never used.
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
@@ -192,23 +194,24 @@ def _init_process_group(
     )
 
 
-# Failures of several ranks: the first one is reported.
+# If several ranks fail, only the first one is reported.
 
 _STORE_WAIT = timedelta(seconds=5)
 _SAME_WAIT_S = 1.0
 _COUNT = "failed"
-# Messages of gloo and NCCL when a rank has gone away.
+# Messages of gloo and NCCL when a rank has died.
 _LOST = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|remote process exited).*")
 
 
 def fail_once(error: BaseException, store: dist.Store, process: Process) -> None:
-    """Raise the error that this rank ends with; the process group may be half gone.
+    """Raise the error with which this rank ends; the process group may be partly gone.
 
-    The first rank to fail raises its own error, prefixed with its rank unless all met the same.
+    The first rank to fail raises its own error, prefixed with its rank unless all ranks have the
+    same error.
 
     Raises:
         PeerError: another rank failed first.
-        LostRankError: none did, but one is gone.
+        LostRankError: no rank failed, but one has died.
         BaseException: ``error``, if it was the first.
     """
     text = f"{type(error).__name__}: {error}"
@@ -216,24 +219,24 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
         store.set_timeout(_STORE_WAIT)
         store.set(f"{_COUNT}/{process.rank}", text)
         is_first = store.add(_COUNT, 1) == 1
-        met_by_all = is_first and _all_say(text, store, process.world_size)
-    except Exception:  # rank 0 hosts the store: both have ended
-        is_first = met_by_all = False
+        is_shared = is_first and _all_report(text, store, process.world_size)
+    except Exception:  # rank 0 hosts the store, and has ended
+        is_first = is_shared = False
     if not isinstance(error, Exception):  # KeyboardInterrupt or SystemExit
         raise error
     if not is_first:
-        raise PeerError("another rank failed first, and reports why") from error
+        raise PeerError("another rank failed first and reports the reason") from error
     lost = _LOST.search(str(error))
     if lost is not None:
         error = LostRankError(
-            f"another rank died without an error, as if killed: {short(lost.group())}"
+            f"another rank died without an error, e.g. because it was killed: {short(lost.group())}"
         )
-    settle(error, "" if met_by_all else f"rank {process.rank}: ")
+    settle(error, "" if is_shared else f"rank {process.rank}: ")
     raise error
 
 
-def _all_say(text: str, store: dist.Store, world_size: int) -> bool:
-    """Tell if all ranks fail with the same words, as after an error they agreed on."""
+def _all_report(text: str, store: dist.Store, world_size: int) -> bool:
+    """Tell whether all ranks fail with the same message, e.g. after a collective check."""
     end = time.monotonic() + _SAME_WAIT_S
     while store.add(_COUNT, 0) < world_size:
         if time.monotonic() > end:
@@ -247,7 +250,7 @@ def _all_say(text: str, store: dist.Store, world_size: int) -> bool:
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
 _GRACE_S = 30.0
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Rank = subprocess.Popen[bytes]
 
@@ -255,37 +258,37 @@ Rank = subprocess.Popen[bytes]
 def run_ranks(
     arguments: Sequence[str], processes: int, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Run ``python *arguments`` as several ranks; returns the exit code of the first to fail, or 0.
+    """Run ``python *arguments`` as several ranks; return the exit code of the first failure, or 0.
 
-    When one fails the others are ended. A signal from a terminal or Slurm is passed on to the ranks
-    once, and they may take as long as they need to save; a second one kills them. Must be called
+    If a rank fails, the others are ended. The first signal from a terminal or Slurm is forwarded to
+    the ranks, which may take as long as they need to save; a second one kills them. Must be called
     from the main thread.
     """
-    # This process hosts the rendezvous: on a free port, for as long as any rank lives.
+    # This process hosts the rendezvous on a free port, while any rank lives.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     ranks: list[Rank] = []
-    with _passing_on(ranks) as asked:
+    with _forwarding_signals(ranks) as signals:
         for rank in range(processes):
-            told = _environment(environment or os.environ, rank, processes, store.port)
-            ranks.append(_start(arguments, told))
-        if asked:  # a signal came before all ranks were started
-            _send(ranks, asked[0])
-        failed = _first_failure(ranks, asked)
+            variables = _rank_environment(environment or os.environ, rank, processes, store.port)
+            ranks.append(_start_rank(arguments, variables))
+        if signals:  # a signal arrived before all ranks were started
+            _send_signal(ranks, signals[0])
+        failed = _first_failure(ranks, signals)
     if failed is None:
         return 0
     code = ranks[failed].returncode
     if code > 0:
         return code
-    if not asked:
+    if not signals:
         name = signal.Signals(-code).name
         print(f"rank {failed}: it was ended by {name}", file=sys.stderr, flush=True)
     return 128 - code  # killed by signal -code, in the shell's convention
 
 
-def _environment(
+def _rank_environment(
     environment: Mapping[str, str], rank: int, processes: int, port: int
 ) -> dict[str, str]:
-    """Environment of a rank as torchrun sets it, without this process's own torchrun variables."""
+    """Return a rank's environment as torchrun sets it, without variables of a torchrun outside."""
     return {
         **{key: value for key, value in environment.items() if not key.startswith("TORCHELASTIC_")},
         "RANK": str(rank),
@@ -294,13 +297,13 @@ def _environment(
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
-        # All ranks join the store that runs here; else rank 0 would open one at the same port.
+        # All ranks join the store that runs here; otherwise rank 0 would open one at its port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
-def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> Rank:
-    # In a session of its own, or a terminal's Ctrl-C would reach it twice.
+def _start_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> Rank:
+    # In a session of its own; otherwise Ctrl-C in a terminal would reach it twice.
     return subprocess.Popen(
         [sys.executable, *arguments],
         env=environment,
@@ -310,40 +313,40 @@ def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> Rank:
 
 
 @contextmanager
-def _passing_on(ranks: Sequence[Rank]) -> Iterator[list[int]]:
-    """Collect signals and pass them on to the ranks; no rank outlives the block."""
-    asked: list[int] = []
+def _forwarding_signals(ranks: Sequence[Rank]) -> Iterator[list[int]]:
+    """Collect signals and forward them to the ranks; all ranks are dead after the block."""
+    signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        _send(ranks, number if len(asked) == 1 else signal.SIGKILL)
+        signals.append(number)
+        _send_signal(ranks, number if len(signals) == 1 else signal.SIGKILL)
 
-    previous = {number: signal.signal(number, on_signal) for number in _PASSED_ON}
+    previous = {number: signal.signal(number, on_signal) for number in _FORWARDED_SIGNALS}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        _send(ranks, signal.SIGKILL)
+        _send_signal(ranks, signal.SIGKILL)
         for rank in ranks:
             rank.wait()
 
 
-def _first_failure(ranks: Sequence[Rank], asked: Sequence[int]) -> int | None:
-    """Wait for all ranks; returns the first that failed, or None."""
+def _first_failure(ranks: Sequence[Rank], signals: Sequence[int]) -> int | None:
+    """Wait for all ranks; return the first one that failed, or None."""
     failed, end = None, math.inf
     while True:
         codes = [rank.poll() for rank in ranks]
         if failed is None and any(codes):
             failed = next(rank for rank, code in enumerate(codes) if code)
-            if not asked:  # after a signal the others may still be saving
-                _send(ranks, signal.SIGTERM)
+            if not signals:  # after a signal, the others may still be saving
+                _send_signal(ranks, signal.SIGTERM)
                 end = time.monotonic() + _GRACE_S
         if None not in codes or time.monotonic() > end:
             return failed
         time.sleep(_POLL_S)
 
 
-def _send(ranks: Sequence[Rank], number: int) -> None:
+def _send_signal(ranks: Sequence[Rank], number: int) -> None:
     for rank in ranks:
         rank.send_signal(number)

@@ -1,4 +1,4 @@
-"""ParallelLayout: sizes of the parallel groups, and this rank's place in them."""
+"""Parallel layout: the sizes of the parallel groups, and the place of this rank in them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSizes:
-    """Sizes of the tensor, context, pipeline and data parallel groups.
+    """Sizes of the parallel groups.
 
-    Groups of ``ep`` data and context parallel ranks share the experts of a mixture. Keys and values
-    go round context parallel ranks in a ``ring``, or are gathered.
+    Attributes:
+        tp: tensor parallel size.
+        cp: context parallel size.
+        pp: pipeline parallel size.
+        dp: data parallel size.
+        ep: number of data and context parallel ranks that shard the experts of an MoE model.
+        sequence_parallel: shard activations between the tensor parallel ranks, too.
+        ring: pass keys and values around the context parallel ranks instead of gathering them.
     """
 
     tp: int = 1
@@ -30,8 +36,8 @@ class LayoutSizes:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
-    def given(self) -> dict[str, Any]:
-        """Arguments of ``initialize_layout``, which computes ``dp``."""
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``initialize_layout``, which computes ``dp`` itself."""
         names = ("tp", "cp", "pp", "ep", "sequence_parallel", "ring")
         return {name: getattr(self, name) for name in names}
 
@@ -44,7 +50,7 @@ class LayoutSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout(LayoutSizes):
-    """Group sizes, and this rank's index in each group."""
+    """Sizes of the parallel groups, and the index of this rank in each of them."""
 
     tp_rank: int
     pp_rank: int
@@ -63,18 +69,18 @@ class ParallelLayout(LayoutSizes):
 def check_sizes(
     world_size: int, tp: int, pp: int, sequence_parallel: bool, ep: int = 1, cp: int = 1
 ) -> int:
-    """Compute the data parallel size that ``world_size`` leaves.
+    """Compute the data parallel size: ``world_size / (tp * pp * cp)``.
 
     Raises:
-        ConfigError: ``tp * pp * cp`` does not divide ``world_size``, ``ep`` not what ``tp * pp``
-            leaves, or sequence parallel without TP.
+        ConfigError: ``tp * pp * cp`` does not divide ``world_size``, ``ep`` does not divide
+            ``dp * cp``, or sequence parallelism is on without tensor parallelism.
     """
     least = tp * pp * cp
     if world_size % least != 0:
         context = f" x model.context_parallel_size ({cp})" if cp > 1 else ""
         raise ConfigError(
             f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp})"
-            f"{context}: got {world_size} processes, wanted a multiple of {least}, as "
+            f"{context}: got {world_size} processes, wanted a multiple of {least}, e.g. "
             f"--processes {least}"
         )
     if sequence_parallel and tp == 1:
@@ -86,7 +92,7 @@ def check_sizes(
     if dp * cp % ep != 0:
         raise ConfigError(
             f"model.expert_model_parallel_size: got {ep}, wanted a divisor of the {dp * cp} data "
-            f"parallel ranks that {world_size} processes leave, as --processes {tp * pp * ep}"
+            f"parallel ranks that {world_size} processes leave, e.g. --processes {tp * pp * ep}"
         )
     return dp
 
@@ -100,8 +106,8 @@ def initialize_layout(
     cp: int = 1,
     ring: bool = False,
 ) -> ParallelLayout:
-    """Build Megatron's process groups over the initialised world, and seed its generators."""
-    # Imported here, because planning a layout needs no torch.
+    """Build Megatron's process groups over all ranks, and seed its random generators."""
+    # Imported here, so that planning a layout does not need torch.
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -112,8 +118,8 @@ def initialize_layout(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
     )
     if pp > 1 and torch.cuda.is_available():
-        # NCCL makes a group's communicator in the first call of all its ranks, and a pipeline
-        # begins with messages between two.
+        # NCCL creates a group's communicator at the first collective of all its ranks, but a
+        # pipeline begins with messages between two of them.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.all_reduce(torch.zeros(1, device="cuda"), group=pipeline)
     model_parallel_cuda_manual_seed(seed)
@@ -133,8 +139,8 @@ def initialize_layout(
 
 
 def destroy_layout() -> None:
-    """Destroy Megatron's process groups, if any, so that others can be built in this process."""
-    # Not imported: where nothing was built, megatron-core need not be loaded either.
+    """Destroy Megatron's process groups, if any, so that new ones can be built."""
+    # Not imported: if nothing was built, megatron-core is not loaded either.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()

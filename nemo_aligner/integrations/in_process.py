@@ -1,4 +1,4 @@
-"""A reward model in this process that is only on its device while it scores."""
+"""Score with a reward model in this process, which may leave the device while it is idle."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from nemo_aligner.utils.errors import ConfigError
 
 
 class InProcessScorer:
-    """Scores by a ``RewardScorer``, in packs of any lengths; every rank of it calls the same.
+    """Scores with a ``RewardScorer`` in this process; all ranks must make the same calls.
 
-    ``close`` has to be called where the model was loaded here.
+    Call ``close`` if ``load`` has loaded the model.
     """
 
     def __init__(
-        self, scorer: RewardScorer, cpu_offload: bool = False, owned: ExitStack | None = None
+        self, scorer: RewardScorer, cpu_offload: bool = False, resources: ExitStack | None = None
     ) -> None:
-        """With ``cpu_offload`` the model is on the device only while it scores.
+        """Wrap a scorer.
 
-        ``owned``: what ``close`` ends with it.
+        Args:
+            scorer: computes the rewards.
+            cpu_offload: keep the weights in host memory except while it scores.
+            resources: what ``close`` closes.
         """
         self._scorer = scorer
         self._weights: OffloadGroup | None = None
@@ -36,14 +39,14 @@ class InProcessScorer:
             tensors = [*scorer.model.parameters(), *scorer.model.buffers()]
             self._weights = OffloadGroup(tensors, OffloadPolicy.constant)
             self._weights.offload()
-        self._owned = ExitStack() if owned is None else owned
+        self._resources = ExitStack() if resources is None else resources
 
     @classmethod
     def load(cls, config: RewardEnvironmentConfig) -> InProcessScorer:
-        """The model of ``rm_model_file``, with this process as its only rank.
+        """Load ``rm_model_file``, with this process as its only rank.
 
         Raises:
-            ConfigError: settings that need several processes.
+            ConfigError: the settings need several processes.
             CheckpointError: the model cannot be read.
         """
         assert config.rm_model_file is not None
@@ -52,12 +55,12 @@ class InProcessScorer:
         ranks = {name: size for name, size in sizes.items() if size > 1}
         if ranks:
             raise ConfigError(
-                f"model: got the parallel sizes {ranks}, wanted 1 of each in one process; start "
-                "nemo-aligner serve by torchrun, and give its url"
+                f"model: got the parallel sizes {ranks}, wanted 1 for each in a single process. "
+                "Start nemo-aligner serve with torchrun instead, and set url to its address"
             )
-        # A model that cannot be loaded leaves no process group behind.
-        with ExitStack() as started:
-            started.enter_context(launch())
+        # If loading fails, the process group is destroyed again.
+        with ExitStack() as resources:
+            resources.enter_context(launch())
             layout = initialize_layout()
             scorer = load_scorer(
                 config.rm_model_file,
@@ -69,7 +72,7 @@ class InProcessScorer:
                 pointwise_kernels=config.model.pointwise_kernels,
                 prefix_cache_tokens=config.prefix_cache_tokens,
             )
-            return cls(scorer, config.cpu_offload, started.pop_all())
+            return cls(scorer, config.cpu_offload, resources.pop_all())
 
     @property
     def contract(self) -> ScoringContract:
@@ -86,13 +89,13 @@ class InProcessScorer:
 
         Raises:
             DataError: with ``on_error="raise"``, for the first sample that is rejected.
-            ServingError: the model's reward of a sample is not a finite number.
+            ServingError: the reward of a sample is not a finite number.
         """
-        with self._weights_here():
+        with self._weights_on_device():
             return self._scorer.score_rows(samples, on_error=on_error).check_finite()
 
     @contextmanager
-    def _weights_here(self) -> Iterator[None]:
+    def _weights_on_device(self) -> Iterator[None]:
         if self._weights is None:
             yield
             return
@@ -103,7 +106,7 @@ class InProcessScorer:
             self._weights.offload()
 
     def close(self) -> None:
-        """End the process group if the model was loaded here; a given scorer is left as it is."""
+        """Destroy the process group if ``load`` has created it; a passed scorer stays usable."""
         if self._weights is not None:
             self._weights.reload()
-        self._owned.close()
+        self._resources.close()

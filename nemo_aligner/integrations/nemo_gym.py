@@ -1,4 +1,7 @@
-"""Copy the environment into NeMo Gym: ``python -m nemo_aligner.integrations.nemo_gym GYM``."""
+"""Copy the reward model environment into a checkout of NeMo Gym.
+
+Usage: ``python -m nemo_aligner.integrations.nemo_gym GYM``.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,24 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import ConfigError
 
-# Not a package of this one: Gym imports it as ``resources_servers.reward_model``, from a checkout.
+# Not a package: Gym imports the copy in its checkout as ``resources_servers.reward_model``.
 _FILES = Path(__file__).parent / "resources_servers" / "reward_model"
 
 
 def drop_in(gym: Path) -> Path:
-    """The folder of the environment in a checkout of NeMo Gym, made anew.
+    """Copy the environment into a checkout of NeMo Gym, and return its folder there.
 
     Raises:
-        ConfigError: ``gym`` is no such checkout, or has the environment already.
+        ConfigError: ``gym`` is not a checkout, or has the environment already.
     """
     servers = gym / "resources_servers"
     if not servers.is_dir():
         raise ConfigError(
-            f"{gym}: got no folder resources_servers there, wanted NeMo Gym's checkout"
+            f"{gym}: it has no folder resources_servers; wanted a checkout of NeMo Gym"
         )
     target = servers / _FILES.name
     if target.exists():
-        raise ConfigError(f"{target} is there already; remove it to have it made anew")
+        raise ConfigError(f"{target} exists already; remove it to copy it again")
     shutil.copytree(_FILES, target, ignore=shutil.ignore_patterns("__pycache__"))
     return target
 
@@ -38,7 +41,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("gym", type=Path, help="a checkout of NeMo Gym")
     try:
-        made = drop_in(parser.parse_args().gym)
+        folder = drop_in(parser.parse_args().gym)
     except ConfigError as error:
         sys.exit(str(error))
-    print(f"written to {made}; its README.md says what to set")
+    print(f"copied to {folder}; its README.md says what to configure")

@@ -1,6 +1,6 @@
-"""NeMo RL's reward model environment: conversations in, rewards out; in process or by servers.
+"""NeMo RL's reward model environment: it scores conversations, in process or on servers.
 
-It has the interface of ``nemo_rl.environments.interfaces.EnvironmentInterface``, and needs neither
+It has the interface of ``nemo_rl.environments.interfaces.EnvironmentInterface``, but needs neither
 NeMo RL nor ray. ``register`` makes it known to NeMo RL, which runs it as a ray actor.
 """
 
@@ -39,29 +39,29 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT_NAME = "nemo_aligner_reward_model"
 PROCESSOR_NAME = "nemo_aligner_messages"
-# Key of a sample's extra_env_info: its conversation before the reply, without any template.
+# Key of a sample's extra_env_info: its conversation before the reply, without a chat template.
 MESSAGES_KEY = "messages"
-# Key beside it: the tools of the conversation.
+# Key of extra_env_info with the tools of the conversation.
 TOOLS_KEY = "tools"
-# Keys of a turn that are scored; the others are NeMo RL's.
+# Keys of a message that are scored; NeMo RL adds others.
 _TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
 
 _ACTOR = f"{__name__}.RewardModelActor"
 _METRICS = "reward_model_env"
 _FEWEST_TOKENS = 4
-_OTHER_REPLY = {"role": "assistant", "content": "."}  # that nobody refuses
+_OTHER_REPLY = {"role": "assistant", "content": "."}  # a reply that every contract accepts
 
 
 class EnvironmentReturn(NamedTuple):
-    """Result of a step for N samples: the fields of NeMo RL's, in its order.
+    """The result of a step for N samples, with the fields of NeMo RL's class in the same order.
 
     Attributes:
-        observations: messages with role ``environment``.
-        metadata: None for each: nothing is kept for a next turn.
-        next_stop_strings: None for each.
+        observations: N messages with role ``environment``.
+        metadata: N times None, because no state is kept for a next turn.
+        next_stop_strings: N times None.
         rewards: ``[N]`` float32, on the CPU.
-        terminateds: ``[N]`` bool, all true: a reward ends the episode.
-        answers: what was scored.
+        terminateds: ``[N]`` bool, all true, because a reward ends the episode.
+        answers: N replies, which were scored.
     """
 
     observations: list[dict[str, str]]
@@ -73,7 +73,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class Rewarder(Scorer, Protocol):
-    """A scorer that is closed with the environment."""
+    """A scorer with a scoring contract, which the environment closes at its end."""
 
     @property
     def contract(self) -> ScoringContract: ...
@@ -84,60 +84,66 @@ class Rewarder(Scorer, Protocol):
 class RewardModelEnvironment:
     """Scores the last reply of every conversation.
 
-    A conversation is the message log as it stands. NeMo RL's own processors write the policy's chat
-    template into the log's prompt; where ``extra_env_info`` has ``messages``, the bare conversation
-    before the reply, that is taken for the prompt instead (see ``messages_processor``). Its
-    ``tools`` are those of the conversation.
+    By default the message log is scored as the conversation. NeMo RL's own processors write the
+    prompt of a log in the policy's chat template, though. ``messages_processor`` therefore stores
+    the conversation before the reply as ``messages`` of ``extra_env_info``, and its ``tools``; if
+    they are there, they replace the prompt of the log.
 
     ``config`` has the keys of ``RewardEnvironmentConfig``.
     """
 
     def __init__(self, config: Mapping[str, Any], rewarder: Rewarder | None = None) -> None:
-        """Another ``rewarder`` scores instead of what ``config`` names.
+        """Load the model or connect to servers; with ``rewarder``, use that one instead.
 
         Raises:
-            AlignerError: settings, servers or the model are unfit.
+            AlignerError: the settings, the servers or the model cannot be used.
         """
         settings = {key: value for key, value in config.items() if key != "enabled"}
         self._config = load_values(RewardEnvironmentConfig, settings, "env")
-        self._rewarder: Rewarder | None = rewarder or _new_rewarder(self._config)
+        self._rewarder: Rewarder | None = rewarder or _create_rewarder(self._config)
         contract = self._rewarder.contract
         check_expected(contract, self._config.expect_contract, "expect_contract")
         self._weights = reward_weights(contract, self._config.attribute)
-        self._refused = 0
-        self._refused_prompts = 0
+        self._num_refused_replies = 0
+        self._num_refused_prompts = 0
 
     def step(
         self, message_logs: Sequence[Sequence[Mapping[str, Any]]], env_infos: Sequence[Any]
     ) -> EnvironmentReturn:
-        """Rewards of N samples.
+        """Score N samples.
+
+        If the model rejects a reply, its reward is ``refused_reward``. If it rejects the prompt
+        with any reply, the policy is not at fault, and the reward is 0, the same for all samples of
+        a group.
 
         Args:
-            message_logs: of each sample its messages, the reply last; what a message has beside
-                the keys of chat messages is left alone.
-            env_infos: of each sample None, or its ``extra_env_info``, see above.
-
-        A reply that the model refuses gets ``refused_reward``. A prompt that it refuses with any
-        reply is not the policy's doing: its samples get 0, all of a group the same.
+            message_logs: the messages of each sample, the reply last; keys that chat messages do
+                not have are ignored.
+            env_infos: for each sample None or its ``extra_env_info``; see the class.
 
         Raises:
-            DataError: a sample cannot be scored, and there is no ``refused_reward``.
+            DataError: a sample cannot be scored, and ``refused_reward`` is not set.
             ServingError: no server answers, or it failed.
         """
         import torch
 
         if self._rewarder is None:
             raise ConfigError("the environment was shut down")
-        texts = [_conversation(*each) for each in zip(message_logs, env_infos, strict=True)]
-        scored = self._rewarder.score_rows(texts)
+        samples = [
+            _build_conversation(log, info)
+            for log, info in zip(message_logs, env_infos, strict=True)
+        ]
+        scored = self._rewarder.score_rows(samples)
         rewards = one_reward(scored.rewards, self._weights)
-        of_prompts = self._refused_with_any_reply(self._rewarder, texts, scored.errors)
-        of_replies = {row: why for row, why in scored.errors.items() if row not in of_prompts}
-        self._settle(of_replies, rewards, "replies", self._config.refused_reward)
-        self._settle(of_prompts, rewards, "prompts", 0.0)
-        self._refused += len(of_replies)
-        self._refused_prompts += len(of_prompts)
-        count = len(texts)
+        bad_prompts = self._find_bad_prompts(self._rewarder, samples, scored.errors)
+        bad_replies = {
+            row: reason for row, reason in scored.errors.items() if row not in bad_prompts
+        }
+        self._fill_in(bad_replies, rewards, "replies", self._config.refused_reward)
+        self._fill_in(bad_prompts, rewards, "prompts", 0.0)
+        self._num_refused_replies += len(bad_replies)
+        self._num_refused_prompts += len(bad_prompts)
+        count = len(samples)
         return EnvironmentReturn(
             observations=[
                 {"role": "environment", "content": f"Environment: {reward:.6g}"}
@@ -153,15 +159,15 @@ class RewardModelEnvironment:
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The batch as it is, and metrics of its ``rewards`` or ``total_reward``.
+        """Return the batch unchanged, and metrics of its ``rewards`` or ``total_reward``.
 
-        ``std_reward`` divides by N - 1, as NeMo RL's, and is 0 for one sample. ``num_refused``
-        replies, and the samples of ``num_refused_prompts``, are of all steps so far.
+        ``std_reward`` divides by N - 1, like NeMo RL's, and is 0 for one sample. ``num_refused``
+        (replies) and ``num_refused_prompts`` (samples) count all steps so far.
         """
         metrics: dict[str, float] = {
             f"{_METRICS}/num_samples": len(batch.get("message_log", [])),
-            f"{_METRICS}/num_refused": self._refused,
-            f"{_METRICS}/num_refused_prompts": self._refused_prompts,
+            f"{_METRICS}/num_refused": self._num_refused_replies,
+            f"{_METRICS}/num_refused_prompts": self._num_refused_prompts,
         }
         rewards = batch.get("rewards", batch.get("total_reward"))
         if rewards is not None and len(rewards):
@@ -175,34 +181,34 @@ class RewardModelEnvironment:
         return batch, metrics
 
     def shutdown(self) -> None:
-        """Let go of the model or of the connections; a second time does nothing."""
+        """Release the model or close the connections; calling it again does nothing."""
         rewarder, self._rewarder = self._rewarder, None
         if rewarder is not None:
             rewarder.close()
 
     @staticmethod
-    def _refused_with_any_reply(
-        rewarder: Rewarder, texts: Sequence[Text], errors: Mapping[int, str]
+    def _find_bad_prompts(
+        rewarder: Rewarder, samples: Sequence[Text], errors: Mapping[int, str]
     ) -> dict[int, str]:
-        """Refused rows whose prompt is refused with any reply, and why."""
+        """Find rejected rows whose prompt is rejected with any reply: row -> reason."""
         if not errors:
             return {}
-        others = [_with_other_reply(texts[row]) for row in errors]
-        found = rewarder.score_rows(others).errors
+        probes = [_replace_reply(samples[row]) for row in errors]
+        prompt_errors = rewarder.score_rows(probes).errors
         rows = list(errors)
-        return {rows[place]: why for place, why in found.items()}
+        return {rows[place]: reason for place, reason in prompt_errors.items()}
 
-    def _settle(
-        self, errors: Mapping[int, str], rewards: np.ndarray, whose: str, reward: float | None
+    def _fill_in(
+        self, errors: Mapping[int, str], rewards: np.ndarray, kind: str, reward: float | None
     ) -> None:
-        """Put ``reward`` into the rows of ``errors``; without ``refused_reward`` it is an error."""
+        """Set the rewards of the rows of ``errors``; raise DataError without a refused_reward."""
         if not errors:
             return
         row, reason = next(iter(errors.items()))
-        said = f"{len(errors)} of {len(rewards)} {whose} cannot be scored; sample {row}: {reason}"
+        message = f"{len(errors)} of {len(rewards)} {kind} cannot be scored; sample {row}: {reason}"
         if self._config.refused_reward is None or reward is None:
-            raise DataError(f"{said}; refused_reward=0 gives them that reward")
-        logger.warning("%s; they get %g", said, reward)
+            raise DataError(f"{message}. Set refused_reward=0 to give them that reward")
+        logger.warning("%s; their reward is %g", message, reward)
         rewards[list(errors)] = reward
 
 
@@ -213,53 +219,53 @@ def messages_processor(
     max_seq_length: int,
     idx: int,
 ) -> dict[str, Any]:
-    """NeMo RL's data processor that keeps the bare conversation for the reward model.
+    """Prepare a datum for NeMo RL, and keep its conversation for the reward model.
 
-    ``messages`` of the datum are the conversation; a reply at its end is left out. ``tools`` of it
-    are a list, or its JSON text. The policy gets it by its own chat template, the environment as it
-    is, in ``extra_env_info``. A prompt of more than ``max_seq_length`` tokens is cut to a few, and
-    has no part in the loss.
+    ``messages`` of the datum are the conversation; a reply at its end is dropped. Its ``tools`` are
+    a list, or a list as a JSON string. The policy gets the prompt in its own chat template; the
+    environment gets the conversation unchanged in ``extra_env_info``. A prompt of more than
+    ``max_seq_length`` tokens is cut to a few tokens, and excluded from the loss.
     """
-    messages = [_turn(turn) for turn in datum_dict["messages"]]
+    messages = [_select_keys(turn) for turn in datum_dict["messages"]]
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise DataError(f"datum {idx}: messages: got no prompt, wanted one before the reply")
+        raise DataError(f"datum {idx}: messages: got no prompt, wanted messages before the reply")
     if task_data_spec.system_prompt:
         messages.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
     if task_data_spec.prompt:
         messages[-1]["content"] = task_data_spec.prompt.format(messages[-1]["content"])
-    whole = with_tools(messages, datum_dict.get(TOOLS_KEY))
-    beside = {TOOLS_KEY: whole.tools} if isinstance(whole, Conversation) else {}
+    conversation = with_tools(messages, datum_dict.get(TOOLS_KEY))
+    tools = {TOOLS_KEY: conversation.tools} if isinstance(conversation, Conversation) else {}
     text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **beside
+        messages, tokenize=False, add_generation_prompt=True, **tools
     )
     token_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     length, is_long = len(token_ids), len(token_ids) > max_seq_length
-    kept = token_ids[: min(_FEWEST_TOKENS, max_seq_length)] if is_long else token_ids
+    policy_ids = token_ids[: min(_FEWEST_TOKENS, max_seq_length)] if is_long else token_ids
     datum = {
-        "message_log": [{"role": "user", "content": text, "token_ids": kept}],
+        "message_log": [{"role": "user", "content": text, "token_ids": policy_ids}],
         "length": length,
-        "extra_env_info": {MESSAGES_KEY: messages, **beside},
+        "extra_env_info": {MESSAGES_KEY: messages, **tools},
         "loss_multiplier": 0.0 if is_long else 1.0,
         "idx": idx,
     }
-    named = {"task_name": datum_dict["task_name"]} if "task_name" in datum_dict else {}
-    return {**datum, **named}
+    task = {"task_name": datum_dict["task_name"]} if "task_name" in datum_dict else {}
+    return {**datum, **task}
 
 
 def register(name: str = ENVIRONMENT_NAME, python: str = sys.executable) -> None:
-    """Make environment and processor known to NeMo RL, before its ``setup`` reads the settings.
+    """Register the environment and the processor, before NeMo RL's ``setup`` reads the settings.
 
-    Then ``env.NAME`` has the settings, and ``data`` names the environment and the processor.
+    The settings are then under ``env.NAME``, and ``data`` names the environment and the processor.
 
     Args:
-        name: of the environment.
-        python: runs the actor; this package is installed in it.
+        name: name of the environment.
+        python: the interpreter that runs the actor; this package must be installed there.
 
     Raises:
         ImportError: NeMo RL or ray is not installed.
-        ValueError: NeMo RL knows the name already.
+        ValueError: the name is registered already.
     """
     from nemo_rl.data.processors import register_processor
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
@@ -271,7 +277,7 @@ def register(name: str = ENVIRONMENT_NAME, python: str = sys.executable) -> None
 
 
 def __getattr__(name: str) -> Any:
-    """``RewardModelActor``, where ray is installed: NeMo RL finds an actor's class by its name."""
+    """Create ``RewardModelActor``, which NeMo RL looks up by name; it needs ray."""
     if name != "RewardModelActor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import ray
@@ -279,10 +285,10 @@ def __getattr__(name: str) -> Any:
     return ray.remote(RewardModelEnvironment)
 
 
-def _new_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
+def _create_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
     if bool(config.url) == (config.rm_model_file is not None):
-        got = "both" if config.url else "neither"
-        raise ConfigError(f"env: got {got} of url and rm_model_file, wanted one of them")
+        state = "both" if config.url else "neither"
+        raise ConfigError(f"env: got {state} of url and rm_model_file, wanted one of them")
     if config.url:
         token = find_token(None, config.token_variable, "env.token")
         client = RewardClient(config.url, wait_s=config.wait_s, retry_s=config.retry_s, token=token)
@@ -292,24 +298,24 @@ def _new_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
     return InProcessScorer.load(config)
 
 
-def _conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
-    """The bare prompt, if there is one, and the reply; else the log."""
-    turns = [_turn(turn) for turn in log]
+def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
+    """Join the conversation in ``extra_env_info``, if there is one, and the reply of the log."""
+    turns = [_select_keys(turn) for turn in log]
     if not turns:
         raise DataError("message_logs: got a log without messages, wanted a prompt and its reply")
-    known: Mapping[str, Any] = info if isinstance(info, Mapping) else {}
-    bare = known.get(MESSAGES_KEY)
-    if bare is not None and not isinstance(bare, list):
-        raise DataError(f"extra_env_info.{MESSAGES_KEY}: got {short(bare)}, wanted messages")
-    messages = turns if bare is None else [*bare, turns[-1]]
-    tools = known.get(TOOLS_KEY)
+    extra: Mapping[str, Any] = info if isinstance(info, Mapping) else {}
+    prompt = extra.get(MESSAGES_KEY)
+    if prompt is not None and not isinstance(prompt, list):
+        raise DataError(f"extra_env_info.{MESSAGES_KEY}: got {short(prompt)}, wanted messages")
+    messages = turns if prompt is None else [*prompt, turns[-1]]
+    tools = extra.get(TOOLS_KEY)
     return Conversation(messages, tools) if tools else messages
 
 
-def _with_other_reply(text: Text) -> Text:
-    assert not isinstance(text, str)  # a log of messages
-    return with_messages(text, [*prompt_of(text), _OTHER_REPLY])
+def _replace_reply(sample: Text) -> Text:
+    assert not isinstance(sample, str)  # _build_conversation returns messages
+    return with_messages(sample, [*prompt_of(sample), _OTHER_REPLY])
 
 
-def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _select_keys(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {key: turn[key] for key in _TURN_KEYS if key in turn}

@@ -1,6 +1,6 @@
-"""The reward function of TRL's GRPOTrainer: ``reward_funcs=reward_function(url)``.
+"""A reward function for TRL's GRPOTrainer: ``reward_funcs=reward_function(url)``.
 
-TRL itself is not needed here.
+This file does not import TRL.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from nemo_aligner.contract.readout import SCORE, one_reward, reward_weights
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError
 
-_PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
+_PATIENCE_S = 300.0  # a restarted server takes this long to load a large model
 
 
 class RewardFunction:
-    """Rewards of TRL's completions by running reward model servers; made by ``reward_function``.
+    """Scores TRL's completions on reward model servers; created by ``reward_function``.
 
-    TRL logs it by its ``__name__``, and ``rewards/NAME/refused``, the part of the completions that
-    the server refuses.
+    TRL logs its rewards under its ``__name__``; it logs ``rewards/NAME/refused``, the fraction of
+    completions that the server rejects.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RewardFunction:
         tools: list[dict[str, Any]] | None = None,
         aggregate: Aggregate | None = None,
     ) -> None:
-        """Score by ``attribute`` of the client's model; None as in ``reward_weights``."""
+        """Score with ``attribute`` of the client's model; see ``reward_function``."""
         self._aggregate = aggregate
         self._tools = tools
         self.__name__ = name
@@ -44,42 +44,45 @@ class RewardFunction:
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float]:
-        """A reward for each completion, NaN for one that the server refuses.
+        """Score each completion; NaN for one that the server rejects.
 
-        For TRL, NaN is no reward: such a completion has no part in the step.
+        TRL takes NaN for a missing reward, so such a completion is left out of the step.
 
         Args:
-            prompts: texts, scored as they stand, or lists of messages, which get the template of
-                the reward model.
-            completions: what the policy said, of the same kind.
-            columns: what else TRL gives; ``tools`` of each row, a list or its JSON text, and its
-                ``log_metric`` are used.
+            prompts: raw texts, scored unchanged, or lists of messages, which are written in the
+                chat template of the reward model.
+            completions: the policy's completions, of the same kind.
+            columns: further arguments of TRL. Used are ``tools``, one entry per row, which is a
+                list or a JSON string, and the function ``log_metric``.
 
         Raises:
-            ServingError: no server answers, or it scores by another contract.
-            ConfigError: the model has no such attribute, or no rewards of turns or steps that
-                ``aggregate`` asks for.
+            ServingError: no server answers, or it has another scoring contract.
+            ConfigError: the model has no such attribute, or ``aggregate`` is set, and it has no
+                rewards of turns or steps.
         """
         if self._weights is None:
             contract = self._client.contract()
             if self._aggregate is Aggregate.last is contract.aggregation:
-                self._aggregate = None  # which is every text's reward, with steps and without
+                self._aggregate = None  # the contract's own rule, also without steps
             self._weights = reward_weights(contract, self._attribute)
             self._scale = contract.reward_scale
-        # Prompts and tools are of a data set's rows, which Arrow keeps.
+        # Data sets in Arrow fill missing keys of prompts and tools with nulls.
         rows = columns.get("tools") or [None] * len(prompts)
         tools = without_struct_nulls(rows, is_inside=True)
-        texts = [
-            _joined(without_struct_nulls(prompt), completion, own or self._tools)
-            for prompt, completion, own in zip(prompts, completions, tools, strict=True)
+        samples = [
+            _join(without_struct_nulls(prompt), completion, row_tools or self._tools)
+            for prompt, completion, row_tools in zip(prompts, completions, tools, strict=True)
         ]
-        scored = self._client.score_rows(texts)
-        if texts and "log_metric" in columns:
-            refused = len(scored.errors) / len(texts)
+        scored = self._client.score_rows(samples)
+        if samples and "log_metric" in columns:
+            refused = len(scored.errors) / len(samples)
             columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
         rewards = scored.rewards
-        if self._aggregate is not None:  # over what the policy said, not over the prompts
-            sizes = [len(text if isinstance(text, str) else messages_of(text)) for text in prompts]
+        if self._aggregate is not None:  # only over steps of the completions, not of the prompts
+            sizes = [
+                len(prompt if isinstance(prompt, str) else messages_of(prompt))
+                for prompt in prompts
+            ]
             rewards = scored.aggregated(self._aggregate, self._scale, sizes)
         return one_reward(rewards, self._weights).tolist()
 
@@ -94,33 +97,34 @@ def reward_function(
     aggregate: str | None = None,
     **options: Any,
 ) -> RewardFunction:
-    """A reward function for TRL that asks the servers at ``url``.
+    """Create a reward function for TRL that queries the servers at ``url``.
 
     Args:
-        url: ``http://host:port``, or those of several servers of the same model.
-        attribute: which of several attributes; None weighs them as the contract does.
-        name: what TRL's logs call it.
-        tools: what conversations without tools of their own have: those that GRPOTrainer is given,
-            as functions (their JSON is what transformers makes of them) or as JSON.
-        aggregate: of a model with a reward for each turn or step, what makes one of a completion's:
+        url: ``http://host:port``, or a list of such URLs of servers of the same model.
+        attribute: which of several attributes is the reward; None merges them by the weights of
+            the scoring contract.
+        name: name in TRL's logs.
+        tools: tools of conversations that have none in their row: those that GRPOTrainer gets, as
+            functions (converted by transformers) or as JSON.
+        aggregate: how a model's rewards of turns or steps become one reward of a completion:
             ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``). None is the rule of
-            its scoring contract, which is about the whole text.
-        retry_s: for how long training waits for a server that is gone.
-        options: others of ``RewardClient``, as ``expect`` and ``wait_s``.
+            the scoring contract, which includes the prompt.
+        retry_s: how long training waits for a server that is gone, in seconds.
+        options: more options of ``RewardClient``, e.g. ``expect`` and ``wait_s``.
 
     Raises:
-        ConfigError: an option is unfit.
+        ConfigError: an option is invalid.
     """
-    known = [each.value for each in Aggregate]
-    if aggregate is not None and aggregate not in known:
-        raise ConfigError(f"aggregate: got {aggregate!r}, wanted one of {', '.join(known)}")
-    described = [_described(tool) for tool in tools or ()]
+    rules = [rule.value for rule in Aggregate]
+    if aggregate is not None and aggregate not in rules:
+        raise ConfigError(f"aggregate: got {aggregate!r}, wanted one of {', '.join(rules)}")
+    schemas = [_schema_of(tool) for tool in tools or ()]
     client = RewardClient(url, retry_s=retry_s, **options)
-    how = None if aggregate is None else Aggregate(aggregate)
-    return RewardFunction(client, attribute, name, described or None, how)
+    rule = None if aggregate is None else Aggregate(aggregate)
+    return RewardFunction(client, attribute, name, schemas or None, rule)
 
 
-def _described(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:
+def _schema_of(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:
     if isinstance(tool, dict):
         return tool
     from transformers.utils import get_json_schema
@@ -129,12 +133,12 @@ def _described(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:
     return schema
 
 
-def _joined(prompt: Text, completion: Text, tools: Any) -> Text:
+def _join(prompt: Text, completion: Text, tools: Any) -> Text:
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = prompt + completion
-        # What is wrong with them, the server says of the row.
+        # The server checks the messages, and names the row that has a fault.
         return Conversation(messages, tools) if tools else messages
     kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
-    raise TypeError(f"prompts and completions: got {kinds}, wanted texts, or lists of messages")
+    raise TypeError(f"prompts and completions: got {kinds}, wanted strings, or lists of messages")

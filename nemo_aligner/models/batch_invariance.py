@@ -22,7 +22,7 @@ from nemo_aligner.cpu.products import (
     try_all_sizes,
 )
 from nemo_aligner.distributed import gpu_products
-from nemo_aligner.distributed.collectives import most_of_model
+from nemo_aligner.distributed.collectives import max_over_model_ranks
 from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts, Router
 from nemo_aligner.models.internals import engine_layers
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, in_chunks, rows_now
@@ -82,7 +82,7 @@ def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
     smallest = [min(gpu_products.chunk_sizes(layer.weight, layer.bias, rows)) for layer in layers]
     # TransformerEngine's layers, which are not among these, have a single chunk size. The maximum,
     # because all ranks of the model have to make the same packs.
-    return most_of_model(max(smallest, default=rows))
+    return max_over_model_ranks(max(smallest, default=rows))
 
 
 def _products(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -1,0 +1,19 @@
+"""Serve reward models and critics: servers, the gateway, and clients.
+
+A request passes these files in this order:
+
+``front/``          sockets, limits, tokens and routes of the HTTP front
+``protocols/``      translate bodies of all protocols to a ``ScoreRequest``, and back
+``scoring.py``      ``ScoringService``, the interface between the front and the model
+``reward.py``       the reward model's service and backend; ``critic.py`` has those of a critic
+``intake.py``       checks a request and encodes its samples by the scoring contract
+``engine/``         batches rows, runs them on all ranks, caches prefixes and shapes rewards
+
+``server.py`` starts and stops all of it on the ranks, and ``run.py`` does so from settings.
+``service.py`` has the types ``Backend`` and ``Service``. ``endpoints.py`` has the endpoints of
+KServe v2, which ``triton.py`` (with ``triton_internals.py``) serves over gRPC, too.
+
+A gateway (``gateway.py``) has the same front, but its service (``upstream.py``) forwards requests
+to servers through ``client/``; neither imports torch. Everything shares ``failures.py``, the table
+of failure kinds, ``backpressure.py``, the limit of rows in flight, and ``tokens.py``.
+"""

@@ -1,6 +1,6 @@
-"""The critic of this server: its backend on every rank, and its service on rank 0.
+"""The critic of a server: its backend on every rank, and its service on rank 0.
 
-Requests for values are computed side by side, training and saving exclusively.
+Requests for values are computed concurrently; training and saving run exclusively.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from nemo_aligner.serving.scoring import TemplateParts, check_num_rows
 from nemo_aligner.training.critic import CriticRun, ValueStep
 from nemo_aligner.utils.errors import ServingError
 
-# Operations of all ranks.
+# Names of the operations that run on all ranks.
 VALUES, TRAIN, SAVE = "give values", "train", "save"
 
 
 class CriticService:
     """The endpoints ``critic_infer``, ``critic_train`` and ``critic_save``.
 
-    All values of a request come from one state of the critic. A request that arrives while it
-    trains or saves waits, or is refused (``trainer.ppo.infer_while_training``).
+    All values of a request come from the same weights. A request that arrives while the critic
+    trains or saves waits, or is rejected (``trainer.ppo.infer_while_training``).
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class CriticService:
         self._memory_lines = memory_lines
         self._has_rewards = has_rewards
         self._lock = ReadWriteLock()
-        # Held while a rollout is decoded in a thread, so that no later request overtakes it.
+        # Held while a thread decodes a rollout, so that no later request overtakes it.
         self._arrivals = asyncio.Lock()
-        self._saved_step = run.learner.step  # it is new, or goes on from what was saved
+        self._saved_step = run.learner.step  # the run is new, or was resumed from a saved step
         self._contract = run.contract
         self._intake = Intake(TextEncoder(run.contract, run.tokenizer), config.server)
         self._limit = BackpressureLimit(config.server.max_queue_rows, "server.max_queue_rows")
@@ -83,21 +83,21 @@ class CriticService:
 
     @property
     def scoring(self) -> None:
-        """None: where there are rewards, too, the reward model's service gives them."""
+        """None: if there is a reward model, its own service gives the rewards."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
         outputs = [*wire.INFER_OUTPUTS, *([wire.REWARDS_OUTPUT] if self._has_rewards else [])]
         rows = self._config.server.max_batch_size
         endpoints = [
-            Endpoint(wire.INFER_NAME, wire.INFER_INPUTS, outputs, self._infer, rows),
-            Endpoint(wire.TRAIN_NAME, wire.TRAIN_INPUTS, wire.TRAIN_OUTPUTS, self._train),
-            Endpoint(wire.SAVE_NAME, wire.SAVE_INPUTS, wire.SAVE_OUTPUTS, self._save),
+            Endpoint(wire.INFER_NAME, wire.INFER_INPUTS, outputs, self._answer_infer, rows),
+            Endpoint(wire.TRAIN_NAME, wire.TRAIN_INPUTS, wire.TRAIN_OUTPUTS, self._answer_train),
+            Endpoint(wire.SAVE_NAME, wire.SAVE_INPUTS, wire.SAVE_OUTPUTS, self._answer_save),
         ]
-        # Where the reward model is here, too, it has an endpoint for its own.
+        # If the server has a reward model, that one publishes the contract.
         if self._has_rewards:
             return endpoints
-        contract = contract_endpoint(self._read_contract, self._template_parts, self._counts)
+        contract = contract_endpoint(self._read_contract, self._template_parts, self._read_counts)
         return [*endpoints, contract]
 
     @property
@@ -110,8 +110,8 @@ class CriticService:
         return None if line is None else f"critic: {line}"
 
     def stop(self) -> None:
-        # A request whose sender has left is not in flight, but its training or saving goes on.
-        self._lock.submit(_nothing, exclusive=True).result()
+        # The sender of a request may have left; its training or saving still has to finish.
+        self._lock.submit(_do_nothing, exclusive=True).result()
         self._intake.close()
         self._batcher.close()
         warning = _warn_of_unsaved_steps(self._run.learner.step, self._saved_step)
@@ -124,17 +124,17 @@ class CriticService:
     async def _template_parts(self) -> TemplateParts:
         return TemplateParts()
 
-    async def _counts(self) -> Mapping[str, float]:
+    async def _read_counts(self) -> Mapping[str, float]:
         return {**self._intake.meter.statistics(), "waiting_rows": self._batcher.waiting_rows}
 
     async def statistics(self) -> Mapping[str, Mapping[str, float]]:
-        return {"critic": await self._counts()}
+        return {"critic": await self._read_counts()}
 
-    async def _infer(self, inputs: Tensors) -> Tensors:
+    async def _answer_infer(self, inputs: Tensors) -> Tensors:
         with self._intake.counting_failures():
             refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
             if refuses and self._lock.is_exclusive:
-                # A client reads the seconds from the words, as Triton sends no Retry-After.
+                # A client parses the seconds from the message, as Triton sends no Retry-After.
                 raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
             request = await decode_request(inputs, self._config.server)
             check_num_rows(request, self._config.server)
@@ -143,7 +143,7 @@ class CriticService:
         return wire.encode_values(inputs, joined, truncated, self._has_rewards)
 
     async def _compute_values(self, request: ScoreRequest) -> tuple[np.ndarray, np.ndarray]:
-        """Compute ``[N, S]`` joined values of N samples, and ``[N]`` whether each was cut."""
+        """Compute padded values ``[N, S]`` of N samples, and ``[N]``: was the sample cut?"""
         begun = time.monotonic()
         encoded = await self._intake.encode(request, sets_rows_aside=False)
         async with self._arrivals:
@@ -152,35 +152,35 @@ class CriticService:
         joined = wire.join_rows(values)
         encoded.check_finite(joined, 1 + np.arange(len(joined)))
         seconds, count = time.monotonic() - begun, len(encoded.rows)
-        self._intake.meter.answered(seconds, count, encoded.num_tokens)
+        self._intake.meter.count_answer(seconds, count, encoded.num_tokens)
         return joined, np.array(encoded.truncated, dtype=bool)
 
     def _submit_shared(self, rows: list[Row]) -> Future[list[np.ndarray]]:
-        """Queue rows that share the model, and wait for exclusive work."""
+        """Queue rows for values; they wait while training or saving runs."""
         return self._lock.submit(partial(self._batcher.submit, rows), exclusive=False)
 
-    async def _train(self, inputs: Tensors) -> Tensors:
-        # All of it here, and not on the ranks: what is unfit must not have trained some of them.
-        # Not in the event loop: a rollout has millions of values.
+    async def _answer_train(self, inputs: Tensors) -> Tensors:
+        # The rollout is checked here and not on the ranks, because an error must not leave some of
+        # them trained; and in a thread, because it has millions of values.
         async with self._arrivals:
             rollout = await asyncio.to_thread(self._decode_rollout, inputs)
             begin = partial(self._begin_training, rollout)
             answer = self._lock.submit(begin, exclusive=True)
         steps = await answer_of(answer)
-        # The mean over values, and not over updates, which differ in how many they learn from.
+        # The mean over values, not over updates, because updates learn from different numbers.
         total = sum(step.loss * step.num_tokens for step in steps)
         loss = total / sum(step.num_tokens for step in steps)
         return {"loss_mean": np.array([loss], dtype=np.float32)}
 
-    # What training and saving leave behind is noted as they end, and before other work begins: the
-    # task of the request is cancelled if its sender leaves.
+    # The results of training and saving are recorded by callbacks, before other work begins. The
+    # task of the request cannot do it, because it is cancelled if the sender leaves.
 
     def _begin_training(self, rollout: Rollout) -> Future[list[ValueStep]]:
         training: Future[list[ValueStep]] = self._ranks.submit(TRAIN, *vars(rollout).values())
-        training.add_done_callback(self._note_training)
+        training.add_done_callback(self._log_training)
         return training
 
-    def _note_training(self, training: Future[list[ValueStep]]) -> None:
+    def _log_training(self, training: Future[list[ValueStep]]) -> None:
         if training.exception() is None:
             for step in training.result():
                 print(_describe_step(step), flush=True)
@@ -194,7 +194,7 @@ class CriticService:
         if saving.exception() is None:
             self._saved_step = self._run.learner.step
             path = saving.result()
-            print(f"saved {path} and the state that a restart goes on from", flush=True)
+            print(f"saved {path} and the state to resume from", flush=True)
 
     def _decode_rollout(self, inputs: Tensors) -> Rollout:
         check_num_bytes(inputs, self._config.server)
@@ -206,31 +206,32 @@ class CriticService:
         )
         return rollout
 
-    async def _save(self, inputs: Tensors) -> Tensors:
+    async def _answer_save(self, inputs: Tensors) -> Tensors:
         async with self._arrivals:
             answer = self._lock.submit(self._begin_saving, exclusive=True)
         await answer_of(answer)
         return {"status": np.zeros(1, dtype=np.int64)}
 
 
-def _nothing() -> Future[None]:
-    """Begin work that has ended at once."""
+def _do_nothing() -> Future[None]:
+    """Return a finished future, to wait for the exclusive lock."""
     done: Future[None] = Future()
     done.set_result(None)
     return done
 
 
-def _warn_of_unsaved_steps(step: int, saved: int) -> str | None:
-    """Warning of training that was not saved when the service ends; None if all is saved."""
-    if step <= saved:
+def _warn_of_unsaved_steps(step: int, saved_step: int) -> str | None:
+    """Describe training that was not saved when the service ends; None if all is saved."""
+    if step <= saved_step:
         return None
-    lost = f"step {step} was" if step == saved + 1 else f"steps {saved + 1} to {step} were"
-    again = f"goes on from step {saved}" if saved else "begins at step 0"
-    return f"{lost} never saved (critic_save); a restart {again}"
+    is_single = step == saved_step + 1
+    lost = f"step {step} was" if is_single else f"steps {saved_step + 1} to {step} were"
+    restart = f"continues from step {saved_step}" if saved_step else "begins at step 0"
+    return f"{lost} never saved (critic_save); a restart {restart}"
 
 
 def _describe_step(step: ValueStep) -> str:
-    """Log line of a step."""
+    """Write the log line of a training step."""
     norm = "skipped, fp16 overflowed" if step.grad_norm is None else f"{step.grad_norm:.4g}"
     return (
         f"step {step.step}: loss {step.loss:.6g}, grad norm {norm}, lr {step.lr:.4g}, "
@@ -238,9 +239,9 @@ def _describe_step(step: ValueStep) -> str:
     )
 
 
-# The critic on every rank, beside the reward model if there is one. Only the model at work has its
-# weights on the GPU, with the optimizer if it is the critic; the rest is in host memory meanwhile
-# (``models/offload.py``).
+# The critic on every rank, and the reward model if there is one. Only the model at work has its
+# weights on the GPU, and the critic's optimizer is there only during training. Everything else
+# waits in host memory (``models/offload.py``).
 
 _MEMORY = "show memory"
 _REWARD, _CRITIC, _OPTIMIZER = "reward model", "critic", "optimizer and gradients"
@@ -248,7 +249,7 @@ _MIB = 2**20
 
 
 class CriticBackend:
-    """A critic's run on every rank, and a reward model's scorer on the same, if there is one."""
+    """A critic's run on every rank, and on the same ranks a reward model's scorer, if any."""
 
     def __init__(
         self,
@@ -259,7 +260,9 @@ class CriticBackend:
         self._run = run
         self._config = config
         self._scorer = scorer
-        self._offloading = OffloadManager(_parts(run, None if scorer is None else scorer.model))
+        self._offloading = OffloadManager(
+            _offload_groups(run, None if scorer is None else scorer.model)
+        )
         swaps = config.trainer.ppo.offload_idle_model
         self._swaps = scorer is not None and (torch.cuda.is_available() if swaps is None else swaps)
         self._offloads_optimizer = config.model.offload_adam_states
@@ -267,30 +270,30 @@ class CriticBackend:
     @property
     def operations(self) -> Mapping[str, Operation]:
         return {
-            VALUES: self._values,
+            VALUES: self._compute_values,
             TRAIN: self._train,
             SAVE: self._save,
             _MEMORY: self._show_memory,
         }
 
     def reset_cache(self) -> None:
-        """Nothing: the critic has no cache, and the reward model's backend resets its own."""
+        """Do nothing: the critic has no cache, and the reward model's backend has its own."""
 
     def start(self, ranks: ModelRanks) -> CriticService:
         lines = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
-        # The first forward pass is slow, and may show that the model cannot run.
+        # The first forward pass is slow, and shows whether the model can run.
         (values,) = ranks.execute(VALUES, [Row.of([0])])
         if not np.isfinite(values).all():
             raise ServingError(
-                f"the critic: got the value {values.tolist()} for a text of one token, wanted a "
-                "finite number. Start it from another reward model, or in bf16 instead of fp16 "
+                f"the critic: got the value {values.tolist()} for a sample of one token, wanted a "
+                "finite number. Start from another reward model, or use bf16 instead of fp16 "
                 "(trainer.precision)"
             )
         has_rewards = self._scorer is not None
         return CriticService(self._run, self._config, ranks, lines, has_rewards=has_rewards)
 
     def make_room_for_rewards(self) -> None:
-        """Bring the reward model to the device; every rank calls it before scoring."""
+        """Move the reward model to the device; every rank calls it before scoring."""
         self._offloading.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
 
     def _make_room_for_values(self) -> None:
@@ -302,25 +305,25 @@ class CriticBackend:
         away = [_REWARD] if self._swaps else []
         self._offloading.move([_CRITIC, _OPTIMIZER], away=away)
 
-    def _values(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Values of each row's tokens; with a reward model its reward comes first."""
+    def _compute_values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Compute the values of each row's tokens, after the row's reward if there is a scorer."""
         if self._scorer is None:
-            return self._values_alone(rows)
-        # The model that is here goes first: one of two moves is saved.
+            return self._compute_only_values(rows)
+        # The model that is on the device goes first, which saves one of two moves.
         if self._offloading.is_on_device(_CRITIC):
-            values = self._values_alone(rows)
-            rewards = self._rewards_alone(rows)
+            values = self._compute_only_values(rows)
+            rewards = self._compute_rewards(rows)
         else:
-            rewards = self._rewards_alone(rows)
-            values = self._values_alone(rows)
+            rewards = self._compute_rewards(rows)
+            values = self._compute_only_values(rows)
         return [np.append(reward, line) for reward, line in zip(rewards, values, strict=True)]
 
-    def _values_alone(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    def _compute_only_values(self, rows: Sequence[Row]) -> list[np.ndarray]:
         self._make_room_for_values()
         return self._run.learner.values([row.ids for row in rows])
 
-    def _rewards_alone(self, rows: Sequence[Row]) -> np.ndarray:
-        """``[N]`` float32, attributes merged by the weights of the scoring contract."""
+    def _compute_rewards(self, rows: Sequence[Row]) -> np.ndarray:
+        """Compute rewards ``[N]`` float32, merged by the attribute weights of the contract."""
         assert self._scorer is not None
         self.make_room_for_rewards()
         rewards, _ = self._scorer.read_outputs(np.concatenate(self._scorer.compute(rows)))
@@ -341,7 +344,7 @@ class CriticBackend:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """Lines with the memory for each kind of work, for which the models move as it needs."""
+        """Measure memory for each kind of work, after moving the models as that work does."""
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
         phases += [
@@ -349,19 +352,21 @@ class CriticBackend:
             ("training", self._make_room_for_training),
             ("values again", self._make_room_for_values),
         ]
-        lines.append(self._memory_now("before"))
+        lines.append(self._measure_memory("before"))
         for name, make_room in phases:
             make_room()
-            lines.append(self._memory_now(name))
+            lines.append(self._measure_memory(name))
         return lines
 
-    def _memory_now(self, phase: str) -> str:
+    def _measure_memory(self, phase: str) -> str:
         is_gpu = torch.cuda.is_available()
         device = torch.cuda.memory_allocated() if is_gpu else self._offloading.device_bytes
         return f"  {phase:<13}{device / _MIB:>10,.1f}{resident_bytes() / _MIB:>10,.1f}"
 
 
-def _parts(run: CriticRun, reward_model: torch.nn.Module | None) -> dict[str, list[OffloadGroup]]:
+def _offload_groups(
+    run: CriticRun, reward_model: torch.nn.Module | None
+) -> dict[str, list[OffloadGroup]]:
     critic = run.learner.model
     weights = OffloadGroup([*critic.parameters(), *critic.buffers()], OffloadPolicy.state)
     trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]

@@ -1,8 +1,8 @@
-"""Endpoints of KServe v2: names, tensors, and the coroutine that answers a request.
+"""Endpoints of KServe v2: their names, tensors, and the coroutine that answers a request.
 
-The HTTP front (``front/kserve.py``) and NVIDIA Triton (``triton.py``) answer the same endpoints.
-``reward_endpoints`` makes those of any ``ScoringService``, so that a gateway has them, too; the
-critic's are in ``critic.py``.
+The HTTP front (``front/kserve.py``) and NVIDIA Triton (``triton.py``) serve the same endpoints.
+``reward_endpoints`` builds those of any ``ScoringService``, so that a gateway has them, too. The
+critic builds its own in ``critic.py``.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 
-# Bytes of a request that are read or written in the event loop. More take milliseconds, in which no
-# other request would be answered.
+# Requests of up to this many bytes are decoded in the event loop. Larger ones take milliseconds, in
+# which no other request could be answered.
 _SHORT_BYTES = 64 * 2**10
-# Rows of an answer that are encoded there.
+# Answers of up to this many rows are encoded in the event loop.
 _FEW_ROWS = 256
 
 T = TypeVar("T")
-# Parsers of JSON keep the GIL, so more of them at once would leave nothing of it to the event loop.
+# Two threads, because JSON parsers hold the GIL: more would leave too little for the event loop.
 _large_bodies = ThreadPoolExecutor(2, "large bodies")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model of KServe v2.
+    """One model of KServe v2.
 
     Attributes:
-        name: of the model.
-        inputs: tensors of a request, and ``outputs`` those of its answer.
-        answer: maps a request's tensors to the answer's. Any error is the answer to that request
-            alone (``failure_of``). Any number of requests run at once, all in the event loop of
-            the front.
-        max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then leave out
-            the first dimension, which counts rows. 0 means that they are whole shapes.
-        answer_probe: ``answer`` to a request that is not counted; None where there are none.
+        name: name of the model.
+        inputs: tensors of a request.
+        outputs: tensors of its answer.
+        answer: computes the output tensors of a request. An error concerns only that request
+            (``failure_of``). Any number of calls run at once, all in the front's event loop.
+        max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then omit the
+            first dimension, which counts rows. 0 means that the shapes are complete.
+        answer_probe: like ``answer``, for a request that is not counted; None if not supported.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Endpoint:
 def reward_endpoints(
     service: ScoringService, max_rows: int, optional_outputs: Collection[str]
 ) -> list[Endpoint]:
-    """The endpoints ``contract`` and ``reward_model`` of a scoring service.
+    """Build the endpoints ``contract`` and ``reward_model`` of a scoring service.
 
     Args:
-        service: what scores.
+        service: scores the requests.
         max_rows: most rows of a request.
-        optional_outputs: names of ``kserve.OPTIONAL_OUTPUTS`` that answers may have.
+        optional_outputs: names of the ``kserve.OPTIONAL_OUTPUTS`` that answers may have.
     """
 
     async def score(inputs: Tensors, is_probe: bool = False) -> Tensors:
-        # ``answer`` counts its own.
+        # Only for decoding: ``service.answer`` counts its own failures.
         with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
         scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)
@@ -107,15 +107,15 @@ def contract_endpoint(
     statistics: Callable[[], Awaitable[Mapping[str, float]]],
     fingerprint: Callable[[], str | None] = lambda: None,
 ) -> Endpoint:
-    """``contract``: how samples of this server become scores, and what it has counted.
+    """Build the endpoint ``contract``: the scoring contract and the counts of a server.
 
-    ``fingerprint`` is called once ``contract`` has been awaited, so that both are of one model.
+    ``fingerprint`` is called after ``contract`` was awaited, so that both describe the same model.
     """
 
     async def publish(inputs: Tensors) -> Tensors:
-        parts, rules = await template_parts(), await contract()
+        parts, published = await template_parts(), await contract()
         return {
-            **kserve.encode_contract(rules, parts.turn_end, parts.sample_frame, fingerprint()),
+            **kserve.encode_contract(published, parts.turn_end, parts.sample_frame, fingerprint()),
             **kserve.encode_statistics(await statistics()),
         }
 
@@ -125,17 +125,18 @@ def contract_endpoint(
 
 
 async def decode_request(inputs: Tensors, limits: FrontConfig) -> ScoreRequest:
-    """``kserve.decode_request``, in another thread where it takes long.
+    """Decode the tensors of a request (``kserve.decode_request``); large ones in another thread.
 
     Raises:
-        RequestError: see ``check_num_bytes``.
+        RequestError: there are more than ``max_request_bytes``.
+        ServingError: the tensors are invalid.
     """
     num_bytes = check_num_bytes(inputs, limits)
     return await call_by_size(num_bytes, kserve.decode_request, inputs)
 
 
 def check_num_bytes(inputs: Tensors, limits: FrontConfig) -> int:
-    """Return the bytes of a request's tensors. Triton reads bodies of any size.
+    """Return the bytes of a request's tensors, of which Triton itself accepts any number.
 
     Raises:
         RequestError: there are more than ``max_request_bytes``.
@@ -144,21 +145,21 @@ def check_num_bytes(inputs: Tensors, limits: FrontConfig) -> int:
     if num_bytes > limits.max_request_bytes:
         raise RequestError(
             f"got a request of {num_bytes} bytes, wanted at most {limits.max_request_bytes} "
-            f"({limits.section}.max_request_bytes). Send fewer rows at once",
+            f"({limits.section}.max_request_bytes). Send fewer rows per request",
             FailureKind.too_large,
         )
     return num_bytes
 
 
 async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
-    """Call ``work``, in another thread if it has many bytes to read or to write."""
+    """Call ``work``, in another thread if ``num_bytes`` is more than an event loop should read."""
     if num_bytes <= _SHORT_BYTES:
         return work(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_large_bodies, work, *arguments)
 
 
 def sum_statistics(servers: Mapping[str, Mapping[str, float] | None]) -> dict[str, float]:
-    """Add up what several servers have counted."""
+    """Add up the counts of several servers, by name."""
     total: dict[str, float] = {}
     for counts in servers.values():
         for name, count in (counts or {}).items():

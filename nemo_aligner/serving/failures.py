@@ -1,9 +1,9 @@
-"""Failed requests: their kinds in one table that every endpoint and client reads, and exceptions.
+"""Failed requests: one table of failure kinds for all servers and clients, and the exceptions.
 
-On a server any function raises what it likes. ``failure_of`` makes a ``RequestError`` of it where
-the request is answered, in ``serving/front/`` and ``serving/triton.py``, and its kind says what is
-written there. A client raises a ``RefusedError`` for an answer that is no success, or an
-``UnavailableError`` where its kind says that sending the request again may help.
+On a server, any function may raise any exception. Where the request is answered, in
+``serving/front/`` and ``serving/triton.py``, ``failure_of`` converts it to a ``RequestError``. Its
+kind decides how the protocol reports it. A client raises ``RefusedError`` for an unsuccessful
+answer, or ``UnavailableError`` if the kind says that sending the request again may help.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ logger = logging.getLogger(__name__)
 
 
 class FailureKind(Enum):
-    """Cause of a failure, and how each protocol says it.
+    """Cause of a failure, and how each protocol reports it.
 
     Attributes:
         status: HTTP status.
-        aliases: statuses by which other servers and proxies tell a client the same.
-        triton_code: error code of Triton, which makes HTTP 400, 503 and 500 of INVALID_ARG,
-            UNAVAILABLE and INTERNAL, and has none for 401 and 413.
-        openai_type: ``error.type`` in the shape of OpenAI's errors, by vLLM's names.
-        tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``; a wrong
-            token has none there.
-        gym_kind: ``failure_kind`` of a rollout, from NeMo Gym's ``failure_kinds.py``; None where
-            the answer is no rollout, but the error itself.
-        reaction: of a client: leave a row that is at fault without a reward, if it may; fail the
-            call; or send the request again.
+        aliases: statuses with which other servers and proxies report the same cause.
+        triton_code: error code of Triton, which turns INVALID_ARG, UNAVAILABLE and INTERNAL into
+            HTTP 400, 503 and 500, and has no code for 401 and 413.
+        openai_type: ``error.type`` in the form of OpenAI's errors, with vLLM's names.
+        tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``; it has
+            none for a wrong token.
+        gym_kind: ``failure_kind`` of a rollout, from NeMo Gym's ``failure_kinds.py``; None if the
+            answer is an HTTP error instead of a rollout.
+        reaction: what a client does: "skip" gives a bad row no reward, if the caller permits it;
+            "fail" raises; "retry" sends the request again.
     """
 
-    # The sender has to mend it; to send the token; or to send less at once.
+    # The sender must fix the request; send the token; send a smaller request.
     bad_request = (
         400,
         (422,),
@@ -48,8 +48,8 @@ class FailureKind(Enum):
     )
     unauthorized = (401, (), "INVALID_ARG", "AuthenticationError", "Validation", None, "fail")
     too_large = (413, (), "INVALID_ARG", "BadRequestError", "Validation", "verifier_error", "skip")
-    # The server has no room, or does not answer. Both pass, so the status is the same; a client
-    # keeps a busy server, and looks at one that was gone anew before it sends more.
+    # The server is full, or does not answer. Both are temporary, so the status is the same. After
+    # ``unreachable``, a client needs a new handshake before it sends more.
     busy = (
         503,
         (429,),
@@ -68,8 +68,8 @@ class FailureKind(Enum):
         "transport_unreachable",
         "retry",
     )
-    # The server's log says more. Sent again, it would fail again, and so will other rollouts: a run
-    # of Gym must not go on with a 0 for each.
+    # The server's log has the details. Repeating the request would fail again, and so would other
+    # rollouts: a run of Gym must not continue with a reward of 0 for each.
     internal = (500, (), "INTERNAL", "InternalServerError", "Backend", None, "fail")
 
     def __init__(
@@ -89,24 +89,24 @@ class FailureKind(Enum):
 
     @property
     def label(self) -> str:
-        """Name in an answer of ``/v1/rewards``."""
+        """The name of this kind in an answer of ``/v1/rewards``."""
         return self.name.replace("_", " ")
 
     @classmethod
     def of_status(cls, status: int) -> FailureKind:
-        """Kind of another server's HTTP status; one that is not in the table is ``internal``."""
+        """Return the kind for an HTTP status of any server; ``internal`` for an unknown status."""
         kinds = (kind for kind in cls if status in (kind.status, *kind.aliases))
         return next(kinds, cls.internal)
 
 
 class RequestError(ServingError):
-    """A request that has no answer.
+    """A request that cannot be answered.
 
     Attributes:
-        message: why, in one line.
-        kind: what that is to its sender.
-        retry_after_s: seconds after which it may be sent again, if that is known.
-        row: the row that is at fault; None if it is the request as a whole.
+        message: the reason, in one line.
+        kind: cause of the failure.
+        retry_after_s: when it may be sent again, in seconds from now; None if unknown.
+        row: the row that is at fault; None if the request as a whole is.
     """
 
     def __init__(
@@ -122,33 +122,37 @@ class RequestError(ServingError):
 
 
 def failure_of(error: Exception) -> RequestError:
-    """Turn the error of a request into the failure that its sender is told of."""
+    """Convert the exception of a request to the failure that is reported to its sender."""
     text = one_line(error)
-    # Errors of this package say what was wanted; any other one is a fault of the code.
+    # Errors of this package have a message for the sender; any other exception is a bug.
     if not isinstance(error, AlignerError):
         logger.error("a request could not be answered", exc_info=error)
         text = f"internal error: {type(error).__name__}: {text}"
         return RequestError(text, FailureKind.internal)
-    logger.debug("a request was refused", exc_info=error)  # where in the code: ``--debug``
+    logger.debug("a request was rejected", exc_info=error)  # ``--debug`` shows where
     if isinstance(error, RequestError):
         return error
     return RequestError(text, FailureKind.bad_request)
 
 
 def public_failure(error: Exception) -> RequestError:
-    """``failure_of`` at the HTTP front, whose senders need not learn of the code behind it.
+    """Convert an exception like ``failure_of``, but hide bugs: for the senders of HTTP requests.
 
-    They get the number of a fault of the code in the log, and none of its words.
+    For an exception that is a bug, they get a number under which the log has the details.
     """
     if isinstance(error, AlignerError):
         return failure_of(error)
     number = token_hex(4)
     logger.error("internal error %s: a request could not be answered", number, exc_info=error)
-    text = f"internal error {number}: {type(error).__name__}; the server's log has more under it"
+    text = (
+        f"internal error {number}: {type(error).__name__}; the server's log has the details under "
+        "this number"
+    )
     return RequestError(text, FailureKind.internal)
 
 
-# In a client. Triton sends neither the row, nor a 401, a 413 or Retry-After: they are in the words.
+# For clients. Triton's answers have neither a row, nor status 401 or 413, nor Retry-After, so a
+# client reads them from the message. Servers of all versions must keep to these patterns.
 
 NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
@@ -157,16 +161,19 @@ _TOO_LARGE = re.compile(r"\d+ bytes, wanted at most \d+ \(server\.max_request_by
 
 
 class RefusedError(RequestError):
-    """A server's answer to a request that it does not score; sent again, it would be the same.
+    """A server's rejection of a request; sending it again would not help.
 
-    ``status`` is the answer's: 400 where the request is at fault, 401 where it has not the server's
-    bearer token, 500 where the model failed. ``is_foreign`` where it is not KServe's, but by
-    another kind of server, or by a proxy.
+    Attributes:
+        server: name of the server.
+        status: HTTP status: 400 if the request is at fault, 401 if the bearer token is missing or
+            wrong, 500 if the model failed.
+        is_foreign: the answer has not the form of KServe, so it comes from another kind of server
+            or from a proxy.
     """
 
     def __init__(self, server: str, status: int, message: str, is_foreign: bool = False) -> None:
-        found = _ROW.match(message)
-        row = int(found[1]) if found else None
+        match = _ROW.match(message)
+        row = int(match[1]) if match else None
         super().__init__(message, FailureKind.of_status(status), row=row)
         self.server, self.status, self.is_foreign = server, status, is_foreign
 
@@ -175,30 +182,31 @@ class RefusedError(RequestError):
 
     @property
     def is_too_large(self) -> bool:
-        """True if the request has too many bytes, so that parts of it may be accepted."""
-        is_said = self.status == 400 and bool(_TOO_LARGE.search(self.message))
-        return is_said or self.kind is FailureKind.too_large
+        """Tell whether the request has too many bytes, so that parts of it may be accepted."""
+        is_triton_error = self.status == 400 and bool(_TOO_LARGE.search(self.message))
+        return is_triton_error or self.kind is FailureKind.too_large
 
     @property
     def is_unknown_model(self) -> bool:
-        """True if the server has no such model, which Triton answers with a 404, or once a 400."""
+        """Tell whether the server has no such model; Triton answers 404, in one case 400."""
         return self.status == 404 or self.kind is FailureKind.bad_request
 
     @property
     def reason(self) -> str:
-        """The reason without the row's number."""
+        """The message without the row number."""
         return _ROW.sub("", self.message)
 
     def of_row(self, row: int) -> RefusedError:
-        """The same refusal, with the caller's number of the row."""
+        """Copy the error with the row number that the caller uses."""
         message = self.message.replace(f"row {self.row}: ", f"row {row}: ", 1)
         return RefusedError(self.server, self.status, message)
 
 
 class UnavailableError(RequestError):
-    """No answer for now. No caller of a client sees it: its pool asks again, or gives up.
+    """A server does not answer for now; the pool of a client catches it and tries again.
 
-    ``waiting_helps`` is False for a wrong address or certificate.
+    Attributes:
+        waiting_helps: False for a wrong address or certificate.
     """
 
     def __init__(
@@ -213,7 +221,7 @@ class UnavailableError(RequestError):
 
 
 def retry_after(message: str, header: str) -> float | None:
-    """Seconds after which a busy server wants to be asked again; None if it does not say."""
-    asked = _RETRY_AFTER.search(message)
-    wish = asked[1] if asked else header
-    return float(wish) if wish.replace(".", "", 1).isdigit() else None
+    """Return after how many seconds a busy server may be tried again; None if it does not say."""
+    match = _RETRY_AFTER.search(message)
+    seconds = match[1] if match else header
+    return float(seconds) if seconds.replace(".", "", 1).isdigit() else None

@@ -1,6 +1,6 @@
-"""Run the gateway from its settings until it is told to stop.
+"""Run the gateway from its settings until it is stopped.
 
-Its process holds no model, so nothing here imports torch, which takes seconds and 300 MB.
+The process holds no model, so nothing here may import torch, which takes seconds and 300 MB.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nemo_aligner.serving.upstream import UpstreamService
 
 
 def run_gateway(config: GatewayRunConfig) -> int:
-    """Answer every protocol in front of the backends; the exit code.
+    """Serve every protocol in front of the backends, and return the exit code.
 
-    It starts without backends: ``/ready`` tells if any is available.
+    It starts even if no backend answers; ``/ready`` tells whether one is available.
 
     Raises:
-        AlignerError: the settings cannot be used, or the port is taken.
+        AlignerError: the settings are invalid, or the port is taken.
     """
-    # Answers say which rows are refused or cut: a line for each would only fill the log.
+    # Answers tell which rows are rejected or cut; log lines for them would only fill the log.
     logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
     settings = config.gateway
     token = find_token(settings.token_file, settings.token_variable, "gateway.token")

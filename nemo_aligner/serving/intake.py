@@ -1,7 +1,7 @@
-"""What the reward model's and the critic's services have in common: from a request to rows.
+"""From a request to rows in the queue: what the reward model's and the critic's services share.
 
-A request is checked against the limits, its samples are encoded by the scoring contract, and its
-rows wait in the queue in front of the model. What the model's outputs mean is the service's part.
+A request is checked against the limits, and its samples are encoded by the scoring contract. Its
+rows then wait in the queue of the model. Each service itself interprets the model's outputs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
-# Threads that encode samples beside the model: with one, a long sample would hold up all others.
+# Threads that encode samples. With one, a long sample would block all others.
 _ENCODERS = 2
-# A request is sooner encoded in the event loop than in a thread up to this cost, which counts
-# characters or token ids. Rows and turns have one of their own, as an empty one takes time, too.
+# Up to this cost, encoding in the event loop is faster than waking a thread. The cost counts
+# characters or token ids; rows and turns have a constant cost, as even empty ones take time.
 _SHORT = 2000
 _COST_OF_ROW = 50
 _COST_OF_TURN = 30
-# Samples of a request that may exceed the time limit; what comes after them is not tried.
+# Samples of a request that may exceed the time limit; the samples after them are not tried.
 _MOST_SLOW = 3
 
 P = ParamSpec("P")
@@ -47,16 +47,17 @@ T = TypeVar("T")
 
 @dataclass
 class EncodedRequest:
-    """A request's samples as rows for the queue.
+    """The samples of a request as rows for the queue.
 
     Attributes:
-        rows: of the samples that could be encoded, in order.
-        numbers: for each row, the number of its sample in the whole request.
+        rows: rows of the samples that could be encoded, in order.
+        numbers: for each row, the number of its sample in the request.
         truncated: for each row, whether the sample was cut to ``seq_length``.
-        spans: for each row, what its rewards are the rewards of; empty where it has one reward.
-        reply_tokens: for each row, the tokens of its reply alone; None unless shaping needs them.
-        errors: why the other samples have no row, by their positions in the request.
-        num_tokens: of all rows.
+        spans: for each row, the turns or steps of its rewards; empty if it has one reward.
+        reply_tokens: for each row, the number of tokens of its reply; None if shaping does not
+            need it.
+        errors: position in the request -> why the sample could not be encoded.
+        num_tokens: tokens of all rows.
     """
 
     rows: list[Row]
@@ -68,29 +69,29 @@ class EncodedRequest:
     num_tokens: int
 
     def check_finite(self, values: np.ndarray, ends: Sequence[int] | np.ndarray) -> None:
-        """Fail where the model has computed no number: it would reach a trainer's loss.
+        """Fail if the model has computed NaN or infinity, which would reach a trainer's loss.
 
-        The whole request fails, as its other values come from the same model.
+        The whole request fails, because its other values come from the same model.
 
         Args:
             values: ``[S, ...]``, row after row.
-            ends: for each row, the end of its values.
+            ends: for each row, the end of its values in ``values``.
 
         Raises:
-            RequestError: it names the first row that has none.
+            RequestError: it names the first such row.
         """
         is_finite = np.isfinite(values)
         if is_finite.all():
             return
-        wrong = np.flatnonzero(~is_finite.reshape(len(values), -1).all(axis=1))
-        number = self.numbers[int(np.searchsorted(ends, wrong[0], side="right"))]
+        first = np.flatnonzero(~is_finite.reshape(len(values), -1).all(axis=1))[0]
+        number = self.numbers[int(np.searchsorted(ends, first, side="right"))]
         raise RequestError(
             f"row {number}: the model's reward is not a finite number", FailureKind.internal
         )
 
 
 class _Sample(NamedTuple):
-    """A sample that is encoded, with what ``EncodedRequest`` says about its row."""
+    """An encoded sample, with what ``EncodedRequest`` needs for its row."""
 
     row: Row
     number: int
@@ -100,7 +101,7 @@ class _Sample(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Why a sample has no row."""
+    """Why a sample could not be encoded."""
 
     reason: str
     is_slow: bool
@@ -110,7 +111,7 @@ class Intake:
     """Checks, encodes and counts requests; for one event loop.
 
     Attributes:
-        meter: counts them.
+        meter: counts requests and calls.
     """
 
     def __init__(
@@ -121,11 +122,18 @@ class Intake:
         has_steps: bool = False,
         needs_lengths: bool = False,
     ) -> None:
-        """``has_steps``: rows are read at each turn or step. ``needs_lengths``: count replies."""
+        """Start the threads.
+
+        Args:
+            encoder: encodes samples by a scoring contract.
+            config: limits and timeouts.
+            has_steps: rows are read at each turn or step.
+            needs_lengths: count the tokens of replies.
+        """
         self._encoder = encoder
         self._config = config
         self._has_steps, self._needs_lengths = has_steps, needs_lengths
-        # Others may take for ever, on whatever conversation.
+        # A template of the archive may run forever for some conversation.
         self._has_known_template = bool(name_of(encoder.contract.template))
         seconds, key = config.encode_timeout_secs, f"{config.section}.encode_timeout_secs"
         self._threads = TimedThreads(
@@ -133,57 +141,58 @@ class Intake:
             "encoder",
             seconds,
             f"it took more than {seconds:g} s to tokenize ({key}). If the sample is not very long, "
-            "the model's chat template does not end on it",
+            "the model's chat template runs forever for it",
         )
         self.meter = Meter()
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """Count a request as refused if the block that answers it fails."""
+        """Count a request as rejected if the block that answers it raises."""
         try:
             yield
         except Exception:
-            self.meter.refused()
+            self.meter.count_failure()
             raise
 
     async def encode(self, request: ScoreRequest, sets_rows_aside: bool) -> EncodedRequest:
-        """Encode a request's samples, in another thread where that takes long.
+        """Encode the samples of a request, in another thread if that takes long.
 
         Args:
-            request: its samples.
-            sets_rows_aside: whether a sample that cannot be encoded becomes one of ``errors``.
+            request: the samples.
+            sets_rows_aside: collect samples that cannot be encoded in ``errors``.
 
         Raises:
-            RequestError: a sample cannot be encoded; or the request has too many tokens.
+            RequestError: a sample cannot be encoded, or the request has too many tokens.
         """
         outcomes: list[_Sample | _Failure] = []
         if self._is_quick(request):
-            self._encode(request, sets_rows_aside, outcomes, _call)
+            self._encode_samples(request, sets_rows_aside, outcomes, _call)
             return self._collect(outcomes)
         while True:
-            num_before = len(outcomes)
+            num_encoded = len(outcomes)
             try:
-                await self._threads.run(partial(self._encode, request, sets_rows_aside, outcomes))
+                work = partial(self._encode_samples, request, sets_rows_aside, outcomes)
+                await self._threads.run(work)
             except TooSlowError as error:
-                # The thread cannot be interrupted. What is left goes to another one, and into
-                # another list: the first thread may come back at any time and go on with its own.
-                position = num_before + error.step
+                # The thread cannot be interrupted. Another one encodes the remaining samples, into
+                # a new list, because the first thread may continue with its own at any time.
+                position = num_encoded + error.step
                 if not sets_rows_aside:
-                    raise _refuse_row(request.row_numbers[position], error) from error
+                    raise _row_error(request.row_numbers[position], error) from error
                 outcomes = [*outcomes[:position], _Failure(one_line(error), is_slow=True)]
             else:
                 return self._collect(outcomes)
 
     def close(self) -> None:
-        """End the threads; nothing may be in flight."""
+        """End the threads; no request may be in flight."""
         self._threads.close()
 
     def _is_quick(self, request: ScoreRequest) -> bool:
-        """Tell whether a request is encoded in less time than it takes to wake another thread."""
+        """Tell whether encoding a request takes less time than waking another thread."""
         samples: Sequence[Any] = request.texts or request.token_lists or ()
         cost_of = len if request.texts is None else self._cost_of_text
         cost = _COST_OF_ROW * len(samples)
-        # Ends with the first sample that is too much: a request may have very many.
+        # Stops at the first sample that is too much, because a request may have very many.
         for sample in samples:
             if cost > _SHORT:
                 break
@@ -193,21 +202,21 @@ class Intake:
     def _cost_of_text(self, sample: Text) -> int:
         if isinstance(sample, str):
             return len(sample)
-        # Parts, tools and documents take longer than their characters say.
+        # Content parts, tools and documents take longer than their characters tell.
         if not (self._has_known_template and isinstance(sample, list)):
             return _SHORT + 1
         if _COST_OF_TURN * len(sample) > _SHORT or not is_plain(sample):
             return _SHORT + 1
         return sum(_COST_OF_TURN + len(turn["content"]) for turn in sample)
 
-    def _encode(
+    def _encode_samples(
         self,
         request: ScoreRequest,
         sets_rows_aside: bool,
         outcomes: list[_Sample | _Failure],
         run_step: RunStep,
     ) -> None:
-        """Encode the samples that have no outcome yet, each of which adds its own."""
+        """Encode the samples that have no outcome yet; each appends its outcome."""
         self._check_add_eos(request)
         samples: Sequence[Any] = request.texts or request.token_lists or ()
         encode: Callable[[Any], tuple[EncodedText, int]] = (
@@ -221,11 +230,13 @@ class Intake:
         for number, sample in zip(numbers[num_done:], samples[num_done:], strict=True):
             try:
                 if num_slow == _MOST_SLOW:
-                    raise ServingError(f"not tried, as {num_slow} samples before it took too long")
+                    raise ServingError(
+                        f"not tried, because {num_slow} earlier samples took too long"
+                    )
                 text, reply_tokens = run_step(encode, sample)
             except AlignerError as error:
                 if not sets_rows_aside:
-                    raise _refuse_row(number, error) from error
+                    raise _row_error(number, error) from error
                 is_slow = isinstance(error, TooSlowError)
                 num_slow += is_slow
                 outcomes.append(_Failure(one_line(error), is_slow))
@@ -254,7 +265,7 @@ class Intake:
 
     def _encode_tokens(self, token_ids: list[int]) -> tuple[EncodedText, int]:
         self._encoder.check_tokens(token_ids)
-        # In token ids the beginning of the reply is unknown, so all count.
+        # Where the reply begins is unknown in token ids, so all of them count.
         return EncodedText(token_ids, False), len(token_ids)
 
     def _encode_text(self, sample: Text) -> tuple[EncodedText, int]:
@@ -262,20 +273,20 @@ class Intake:
         return text, self._encoder.count_reply_tokens([sample])[0] if self._needs_lengths else 0
 
     def _check_num_tokens(self, num_tokens: int) -> None:
-        most, section = self._config.max_request_tokens, self._config.section
-        if num_tokens > most:
+        limit, section = self._config.max_request_tokens, self._config.section
+        if num_tokens > limit:
             raise RequestError(
-                f"got a request of {num_tokens} tokens or more, wanted at most {most} "
-                f"({section}.max_request_tokens). Send fewer rows at once",
+                f"got a request of {num_tokens} tokens or more, wanted at most {limit} "
+                f"({section}.max_request_tokens). Send fewer rows per request",
                 FailureKind.too_large,
             )
 
     def _check_add_eos(self, request: ScoreRequest) -> None:
-        """Refuse a client of NeMo-Aligner that expects another EOS rule than the contract's.
+        """Reject a request of NeMo-Aligner's client that expects another EOS rule.
 
-        Scored by the contract all the same, its rewards would mean something else than it thinks.
+        The contract's rule would be used anyway, so the rewards would not be what it expects.
         """
-        # A template writes its own end, and token ids stand as they were sent.
+        # A template writes its own end, and token ids are scored unchanged.
         is_raw = any(isinstance(sample, str) for sample in request.texts or ())
         expected = self._encoder.contract.add_eos and is_raw
         for number, flag in zip(request.row_numbers, request.add_eos or (), strict=False):
@@ -293,24 +304,24 @@ def _call(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) ->
     return function(*arguments, **named)
 
 
-def _refuse_row(number: int, error: Exception) -> RequestError:
-    """Clients read the row's number from the words, too."""
+def _row_error(number: int, error: Exception) -> RequestError:
+    """Build the error of a row; clients also read the row's number from the message."""
     message = f"row {number}: {one_line(error)}"
     return RequestError(message, FailureKind.bad_request, row=number)
 
 
 async def answer_of(ranks: Future[T]) -> T:
-    """Wait for a result of all ranks, and say what kind of failure it is if there is none.
+    """Wait for a result of the ranks, and convert an error to a ``RequestError``.
 
-    A task that is cancelled here cancels what it waits for.
+    If the task is cancelled, so is the work.
 
     Raises:
-        RequestError: they are gone, so that another server has to answer; or the model failed.
+        RequestError: the ranks are lost, so another server has to answer; or the model failed.
     """
     try:
         return await asyncio.wrap_future(ranks)
     except RanksLostError as error:
-        text = f"the server cannot go on: {one_line(error)}"
+        text = f"the server cannot continue: {one_line(error)}"
         raise RequestError(text, FailureKind.busy) from error
     except Exception as error:
         text = f"the model failed: {one_line(error)}"

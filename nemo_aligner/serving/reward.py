@@ -1,4 +1,4 @@
-"""The reward model of this server: its backend on every rank, and its service on rank 0."""
+"""The reward model of a server: its backend on every rank, and its service on rank 0."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from nemo_aligner.serving.scoring import (
 from nemo_aligner.utils.host_transfer import Arriving
 
 _COMPUTE = "compute rewards"
-# Name of this server among those of ``probe`` and ``statistics``.
+# This server's name in the answers of ``probe`` and ``statistics``.
 _LOCAL = "local"
 
 
 @dataclass(frozen=True)
 class RewardBackend:
-    """A scorer on every rank; ``prepare`` is called on each before it computes."""
+    """A scorer on every rank; ``prepare`` is called before each computation."""
 
     scorer: TokenScorer
     config: ServerConfig
@@ -51,7 +51,7 @@ class RewardBackend:
 
     @property
     def operations(self) -> Mapping[str, Operation]:
-        # Only a GPU computes while the host plans the next call.
+        # Only with a GPU can the host plan the next call while the device computes.
         return {_COMPUTE: Launch(self._begin) if torch.cuda.is_available() else self._compute}
 
     def reset_cache(self) -> None:
@@ -60,8 +60,8 @@ class RewardBackend:
     def start(self, ranks: ModelRanks) -> LocalService:
         if self.shaper is not None:
             self.shaper.check_file()
-        # Before the server says that it is ready: the first forward pass is slow, and may show that
-        # the model cannot run.
+        # Before the server reports that it is ready: the first forward pass is slow, and shows
+        # whether the model works.
         ranks.execute(_COMPUTE, [Row.of([0])])
         return LocalService(self, ranks)
 
@@ -74,26 +74,26 @@ class RewardBackend:
 
 
 class LocalService(ScoringService):
-    """Scores requests by the model of this server; its ``Service`` on rank 0."""
+    """Scores requests with the model of this server; it is the ``Service`` on rank 0."""
 
     def __init__(self, backend: RewardBackend, ranks: ModelRanks) -> None:
         super().__init__(backend.config)
         scorer, shaper = backend.scorer, backend.shaper
         self._scorer, self._shaper, self._config = scorer, shaper, backend.config
         self._parts = backend.template_parts
-        self._own_contract = scorer.contract if shaper is None else shaper.contract
-        self.contract = self._own_contract
-        self._contract_hash = self._own_contract.hash
+        self._contract = scorer.contract if shaper is None else shaper.contract
+        self.contract = self._contract
+        self._contract_hash = self._contract.hash
         self.fingerprint = scorer.fingerprint
-        takes_steps = shaper is None or shaper.takes_steps
-        # Whether answers tell the rewards of turns or steps; and the rule by which one reward is
-        # made of them, None where it is that of the last.
-        self._tells_steps = scorer.contract.has_steps and takes_steps
+        keeps_steps = shaper is None or shaper.keeps_steps
+        # Whether answers have the rewards of turns or steps.
+        self._returns_steps = scorer.contract.has_steps and keeps_steps
+        # How rewards of turns or steps are merged to one; None takes the last one.
         self._aggregate = None if scorer.contract.aggregate is None else scorer.contract.aggregation
         self._intake = Intake(
             scorer,
             backend.config,
-            has_steps=self._tells_steps or self._aggregate is not None,
+            has_steps=self._returns_steps or self._aggregate is not None,
             needs_lengths=shaper is not None and shaper.needs_lengths,
         )
         self._batcher = Batcher(
@@ -104,7 +104,7 @@ class LocalService(ScoringService):
         )
         self._reported_cached = 0
 
-    # As what the protocols ask.
+    # The interface of ScoringService.
 
     def counting_failures(self) -> AbstractContextManager[None]:
         return self._intake.counting_failures()
@@ -120,16 +120,16 @@ class LocalService(ScoringService):
         return self._parts
 
     async def read_contract(self) -> ScoringContract:
-        return self._own_contract
+        return self._contract
 
     async def find_contract(self) -> ScoringContract:
-        return self._own_contract
+        return self._contract
 
     async def probe(self) -> dict[str, str | None]:
         return {_LOCAL: None}
 
     async def statistics(self) -> dict[str, dict[str, float]]:
-        """Counts since the start, and the queue now; see ``Meter.statistics``."""
+        """Return counts since the start, and the length of the queue; see ``Meter.statistics``."""
         counts = self._scorer.counts
         return {
             _LOCAL: {
@@ -150,34 +150,34 @@ class LocalService(ScoringService):
             outputs = await answer_of(self._batcher.submit(encoded.rows))
             scored = self._read_outputs(encoded, outputs, is_probe)
         else:
-            scored = self._score_nothing()
+            scored = self._empty_rows()
         if not is_probe:
             seconds, count = time.monotonic() - begun, len(encoded.rows)
-            self._intake.meter.answered(seconds, count, encoded.num_tokens)
+            self._intake.meter.count_answer(seconds, count, encoded.num_tokens)
         return insert_refused(scored, encoded.errors)
 
-    def _score_nothing(self) -> ScoredRows:
-        """Rows of a request whose samples were all refused."""
-        rewards = np.zeros((0, len(self._own_contract.attributes)), dtype=np.float32)
-        steps = np.zeros(0, dtype=np.object_) if self._tells_steps else None
+    def _empty_rows(self) -> ScoredRows:
+        """Return no rows, for a request whose samples were all rejected."""
+        rewards = np.zeros((0, len(self._contract.attributes)), dtype=np.float32)
+        steps = np.zeros(0, dtype=np.object_) if self._returns_steps else None
         hashes = self._contract_hash, self.fingerprint
         return ScoredRows(rewards, {}, np.zeros(0, bool), *hashes, steps=steps)
 
     def _read_outputs(
         self, encoded: EncodedRequest, arrays: Sequence[np.ndarray], is_probe: bool
     ) -> ScoredRows:
-        """Make rewards of the outputs ``[s, M * A * K]`` of each row, and shape them."""
+        """Convert the outputs ``[s, M * A * K]`` of each row to rewards, and shape them."""
         outputs = np.concatenate(arrays)
         ends = np.cumsum([*map(len, arrays)])
         rewards, spread = self._scorer.read_outputs(outputs)
         encoded.check_finite(rewards, ends)
-        sample_rows = ends - 1  # of the reward of each sample as a whole
+        sample_rows = ends - 1  # rows with the reward of each whole sample
         if self._aggregate is not None:
-            # Of raw rewards: the rules of shaping are for a reward as the contract has it.
+            # Raw rewards are merged, because shaping rules apply to the contract's reward.
             merged = aggregate_texts(rewards, [0, *ends.tolist()], self._aggregate)
-            num_steps = len(rewards) if self._tells_steps else 0
+            num_steps = len(rewards) if self._returns_steps else 0
             rewards = np.concatenate([rewards[:num_steps], merged])
-            # Outputs and spreads have no such rule: a sample has those of its last step.
+            # Outputs and spreads cannot be merged: a sample has those of its last step.
             rows = np.append(np.arange(num_steps), sample_rows)
             outputs, spread = outputs[rows], None if spread is None else spread[rows]
             sample_rows = num_steps + np.arange(len(merged))
@@ -192,9 +192,11 @@ class LocalService(ScoringService):
         )
         if self._shaper is not None:
             scored = self._shaper.shape(scored, encoded.reply_tokens, counts=not is_probe)
-        return _part_by_sample(scored, encoded, ends, sample_rows) if self._tells_steps else scored
+        if not self._returns_steps:
+            return scored
+        return _split_by_sample(scored, encoded, ends, sample_rows)
 
-    # As a service of the server.
+    # The interface of Service.
 
     @property
     def scoring(self) -> ScoringService:
@@ -206,14 +208,14 @@ class LocalService(ScoringService):
 
     @property
     def _optional_outputs(self) -> tuple[str, ...]:
-        """Names of the outputs beside rewards, by shaping and by a head with several outputs."""
+        """Names of the outputs that shaping, or a head with several outputs, adds."""
         shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
-        read = () if self._scorer.contract.readout is None else ("spread", "outputs")
-        return (*shaped, *read, *(("steps",) if self._tells_steps else ()))
+        head = () if self._scorer.contract.readout is None else ("spread", "outputs")
+        return (*shaped, *head, *(("steps",) if self._returns_steps else ()))
 
     @property
     def startup_log(self) -> Sequence[str]:
-        contract = self._own_contract
+        contract = self._contract
         lines = [
             f"Scoring contract {contract.hash}",
             f"Model fingerprint {self.fingerprint or '(none)'}",
@@ -221,7 +223,10 @@ class LocalService(ScoringService):
         ]
         if contract.shaping is not None:
             rules = json.loads(contract.shaping).items()
-            lines += ["Shaped rewards:", *(f"  {name}: {_format(rule)}" for name, rule in rules)]
+            lines += [
+                "Shaped rewards:",
+                *(f"  {name}: {_format_rule(rule)}" for name, rule in rules),
+            ]
         if self._scorer.prefix_cache_bytes:
             tokens, size = self._config.prefix_cache_tokens, self._scorer.prefix_cache_bytes / 2**20
             lines.append(f"Prefix cache: {tokens:,} tokens, {size:,.0f} MiB on each rank")
@@ -247,40 +252,40 @@ class LocalService(ScoringService):
         self._batcher.close()
 
 
-def _part_by_sample(
+def _split_by_sample(
     scored: ScoredRows, encoded: EncodedRequest, ends: np.ndarray, sample_rows: np.ndarray
 ) -> ScoredRows:
-    """Rows of N samples, each with its ``steps``.
+    """Return the rows of N samples, each with its ``steps``.
 
     Args:
-        scored: a row for each turn or step, sample after sample; behind them the rows of whole
-            samples, if there are any.
+        scored: one row per turn or step, sample after sample, then the rows of whole samples, if
+            there are any.
         encoded: the samples.
-        ends: ``[N]`` ends of the rows of each sample's turns or steps.
-        sample_rows: ``[N]`` rows of the samples as a whole.
+        ends: ``[N]`` end of each sample's turns or steps in the rows.
+        sample_rows: ``[N]`` row of each whole sample.
     """
     steps = np.full(len(ends), None, dtype=np.object_)
     for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         steps[number] = StepRewards(scored.rewards[start:end], encoded.spans[number])
-    whole: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         name: values[sample_rows]
         for name, values in vars(scored).items()
-        if isinstance(values, np.ndarray) and name != "exceeded"  # which has a row for each sample
+        if isinstance(values, np.ndarray) and name != "exceeded"  # already a row per sample
     }
-    return replace(scored, **whole, steps=steps)
+    return replace(scored, **arrays, steps=steps)
 
 
-# Facts about rewards on each scale that their reader has to know; other scales need none.
+# Log lines that explain rewards on these scales; others need no explanation.
 _SCALES = {
     PROBABILITY: ["Rewards are probabilities, from 0 to 1"],
-    LOG_ODDS: ["Rewards are log-odds of a right step; their sigmoid is its probability"],
+    LOG_ODDS: ["Rewards are log-odds of a correct step; their sigmoid is its probability"],
 }
 
 
-def _format(rule: Any) -> str:
+def _format_rule(rule: Any) -> str:
     """Format a rule of shaping: hashes shortened, single numbers without brackets."""
     if isinstance(rule, dict):
-        return ", ".join(f"{name} {_format(value)}" for name, value in rule.items())
+        return ", ".join(f"{name} {_format_rule(value)}" for name, value in rule.items())
     if isinstance(rule, list):
-        return ", ".join(map(_format, rule))
+        return ", ".join(map(_format_rule, rule))
     return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]

@@ -1,4 +1,4 @@
-"""Run a server from its settings until it is told to stop: reward model or critic."""
+"""Run the server of a reward model or a critic from its settings, until it is stopped."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from nemo_aligner.utils.processes import environment, verb_command
 
 
 def run_server(config: ServeConfig) -> int:
-    """Serve the reward model on all ranks; the exit code.
+    """Serve the reward model on all ranks, and return the exit code.
 
     Raises:
-        AlignerError: settings or model cannot be used.
+        AlignerError: the settings or the model are invalid.
     """
     if config.rm_model_file is None:
         raise ConfigError("rm_model_file: it is not set, wanted a reward model's .nemo")
@@ -55,7 +55,7 @@ def run_server(config: ServeConfig) -> int:
         layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
             say(note)
-        models = [_load(file, config, layout, precision=config.precision) for file in files]
+        models = [_load_model(file, config, layout, precision=config.precision) for file in files]
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
@@ -65,7 +65,7 @@ def run_server(config: ServeConfig) -> int:
 
 
 def _check_fingerprint(files: Sequence[str], expected: str | None) -> None:
-    """Refuse another model than the expected one, before large weights are loaded."""
+    """Reject an unexpected model before its large weights are loaded."""
     if expected is not None:
         fingerprint = fingerprint_of_ensemble([read_fingerprint(file) for file in files])
         check_expected_fingerprint(
@@ -73,7 +73,7 @@ def _check_fingerprint(files: Sequence[str], expected: str | None) -> None:
         )
 
 
-def _load(
+def _load_model(
     file: str, config: ServeConfig | ServeCriticConfig, layout: ParallelLayout, **kinds: Any
 ) -> RewardScorer:
     say(f"loading {file} ...")
@@ -98,10 +98,10 @@ def _load(
 
 
 def run_critic_server(config: ServeCriticConfig) -> int:
-    """Serve a critic, and a reward model if asked for, on all ranks; the exit code.
+    """Serve a critic, and a reward model if configured, on all ranks; return the exit code.
 
     Raises:
-        AlignerError: settings, model or run cannot be used.
+        AlignerError: the settings, the model or the run are invalid.
     """
     if config.pretrained_checkpoint.restore_from_path is None:
         raise ConfigError(
@@ -114,17 +114,19 @@ def run_critic_server(config: ServeCriticConfig) -> int:
             say(note)
         run = open_critic(config, layout, lock)
         try:
-            return serve(_backends(config, run, layout), config.server, port)
+            return serve(_build_backends(config, run, layout), config.server, port)
         finally:
             run.loggers.close()
 
 
-def _backends(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout) -> list[Backend]:
+def _build_backends(
+    config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
+) -> list[Backend]:
     if not config.trainer.ppo.combine_rm_and_critic_server:
         return [CriticBackend(run, config)]
     path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
-    scorer = _load(path, config, layout, can_offload=True)
-    _check_reads_alike(path, scorer.contract, run.contract)
+    scorer = _load_model(path, config, layout, can_offload=True)
+    _check_same_encoding(path, scorer.contract, run.contract)
     critic = CriticBackend(run, config, scorer)
     rewards = RewardBackend(
         scorer,
@@ -135,59 +137,59 @@ def _backends(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout)
     return [critic, rewards]
 
 
-def _check_reads_alike(path: str, rewards: ScoringContract, critic: ScoringContract) -> None:
-    """Raise ConfigError if the reward model reads other token ids than the critic."""
+def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringContract) -> None:
+    """Raise ConfigError if the reward model encodes samples to other token ids than the critic."""
     for name in ("tokenizer_fingerprint", "seq_length"):
-        got, wanted = getattr(rewards, name), getattr(critic, name)
-        if got != wanted:
+        actual, expected = getattr(rewards, name), getattr(critic, name)
+        if actual != expected:
             raise ConfigError(
-                f"rm_model_file: {path}: got {name} {got}, wanted the critic's, {wanted}"
+                f"rm_model_file: {path}: got {name} {actual}, wanted the critic's, {expected}"
             )
 
 
-# A server in another process, for the duration of a block.
+# A server in another process, which runs during a block.
 
 START_S = 300
 STOP_S = 60
-_SHOWN_OF_LOG = 3000
+_SHOWN_CHARACTERS = 3000  # of the log, in an error
 
 
 @contextmanager
-def served(settings: Sequence[str], log: Path) -> Iterator[str]:
-    """The URL of a server with these settings, on a free port of this machine.
+def running_server(settings: Sequence[str], log: Path) -> Iterator[str]:
+    """Run a server with these settings on a free port of this machine, and yield its URL.
 
-    What it prints goes to ``log``.
+    What it prints goes to the file ``log``.
 
     Raises:
-        ServingError: it does not start; the message ends with the end of its log.
+        ServingError: it does not start; the message has the end of its log.
     """
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready")
-        own = ["server.port=0", f"server.ready_file={ready}"]
+        server_settings = ["server.port=0", f"server.ready_file={ready}"]
         with log.open("wb") as output:
             server = subprocess.Popen(
-                verb_command("serve", *settings, *own),
+                verb_command("serve", *settings, *server_settings),
                 stdout=output,
                 stderr=output,
                 env=environment(),
             )
         try:
-            yield _wait_for(server, ready, log)
+            yield _wait_until_ready(server, ready, log)
         finally:
-            _stop(server)
+            _stop_server(server)
 
 
-def _wait_for(server: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
+def _wait_until_ready(server: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
     end = time.monotonic() + START_S
     while not ready.exists():
         if server.poll() is not None or time.monotonic() > end:
-            said = log.read_text(errors="replace")[-_SHOWN_OF_LOG:]
-            raise ServingError(f"the server did not start; the end of {log}:\n{said}")
+            ending = log.read_text(errors="replace")[-_SHOWN_CHARACTERS:]
+            raise ServingError(f"the server did not start; the end of {log}:\n{ending}")
         time.sleep(0.2)
     return ready.read_text().strip()
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
+def _stop_server(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     try:
         server.wait(STOP_S)

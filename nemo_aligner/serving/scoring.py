@@ -1,12 +1,12 @@
-"""The interface between the HTTP front and what scores: in this process, or upstream servers.
+"""The interface between the HTTP front and the model: in this process, or on upstream servers.
 
-``ScoringService`` is what every protocol's route talks to. It has two implementations:
+Every protocol's route calls a ``ScoringService``. There are two implementations:
 
-* ``LocalService`` (``reward.py``): batcher, executor and the ranks of this very server;
+* ``LocalService`` (``reward.py``): the batcher, executor and ranks of this server;
 * ``UpstreamService`` (``upstream.py``): a client of other servers, for the gateway.
 
-What does not depend on where the model is lives here: the limit of rows in flight, completed turns,
-foreign chat templates, rows that were set aside before, and the drift of recent rewards.
+This file has what both share: the limit of rows in flight, completed turns, samples in a foreign
+chat template, rows that were rejected before scoring, and the drift of recent rewards.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
 
 # Advice to clients whose samples are written in another chat template.
 FOREIGN_ADVICE = (
-    "Send messages, which get the model's template, or write the texts with its template (the "
-    "field template of /v1/contract)"
+    "Send messages, which the server writes in the model's template, or write the texts in that "
+    "template (field template of /v1/contract)"
 )
 
 
 @dataclass(frozen=True)
 class TemplateParts:
-    """What the model's chat template writes at the end of a turn and around a sample.
+    """The texts that the model's chat template writes at the end of a turn and around a sample.
 
-    Either is None where the template has no such part.
+    Each is None if the template has no such part.
     """
 
     turn_end: TurnEnd | None = None
@@ -49,11 +49,11 @@ class ScoringService(ABC):
     """Scores requests for the routes of an HTTP front; for one event loop.
 
     Attributes:
-        contract: by which the newest rewards were made; None before any rewards, and for upstream
-            servers that publish none.
-        fingerprint: of the model that these rewards come from, likewise.
-        recent: the last rewards, for their drift.
-        limits: settings of the front, with the limits of a request.
+        contract: scoring contract of the newest rewards; None before the first rewards, and for
+            upstream servers that publish none.
+        fingerprint: fingerprint of the model of the newest rewards, or None, likewise.
+        recent: the latest rewards, to compute their drift.
+        limits: settings of the front, including the limits of a request.
     """
 
     def __init__(self, config: FrontConfig) -> None:
@@ -71,24 +71,24 @@ class ScoringService(ABC):
         return self._limit.rows_in_flight
 
     def counting_failures(self) -> AbstractContextManager[None]:
-        """Count a request as refused if a block fails; here nothing counts them."""
+        """Count a request as rejected if the block raises; by default nothing is counted."""
         return nullcontext()
 
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
     ) -> ScoredRows:
-        """Score a request's rows.
+        """Score the rows of a request.
 
         Args:
-            request: its samples; rows that it has refused already get NaN and their reasons.
-            sets_rows_aside: whether a row that cannot be scored gets NaN and its reason. Otherwise
-                the request fails as a whole.
-            is_probe: whether the rewards are nobody's: they belong neither to the recent ones nor
-                to the statistics of shaping, and the request is not counted. The model's calls and
-                their time are.
+            request: the samples; rows that it rejects already get NaN and their reasons.
+            sets_rows_aside: give NaN and a reason to a row that cannot be scored. Otherwise the
+                whole request fails.
+            is_probe: nobody uses the rewards. The request is not counted, and its rewards enter
+                neither the recent rewards nor the statistics of shaping. Only the model's calls
+                and their duration are counted.
 
         Raises:
-            RequestError: the request cannot be answered; ``row`` names the row that is at fault.
+            RequestError: the request cannot be answered; ``row`` is the row that is at fault.
         """
         with self._limit.admit(len(request.texts or request.token_lists or ())):
             scored = await self._score(request, sets_rows_aside, is_probe)
@@ -100,19 +100,19 @@ class ScoringService(ABC):
     async def _score(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
     ) -> ScoredRows:
-        """``answer`` for the rows that the request has not refused already."""
+        """Score the rows that the request does not reject already; see ``answer``."""
 
     @abstractmethod
     async def template_parts(self) -> TemplateParts:
-        """What the model's chat template writes around a sample.
+        """Return what the model's chat template writes around a sample.
 
         Raises:
-            RequestError: no server says.
+            RequestError: no server publishes it.
         """
 
     @abstractmethod
     async def read_contract(self) -> ScoringContract:
-        """The contract as it is published at this moment.
+        """Return the scoring contract that is published now.
 
         Raises:
             RequestError: no server answers, or it publishes none.
@@ -120,26 +120,26 @@ class ScoringService(ABC):
 
     @abstractmethod
     async def find_contract(self) -> ScoringContract | None:
-        """``read_contract``; None where the servers publish none, as NeMo-Aligner's.
+        """Like ``read_contract``, but None if the servers publish none, like NeMo-Aligner's.
 
         Raises:
-            RequestError: no server answers, or only with another failure.
+            RequestError: no server answers, or fetching the contract failed otherwise.
         """
 
     @abstractmethod
     async def probe(self) -> dict[str, str | None]:
-        """Why each server gives no rewards at the moment; None for those that do."""
+        """Map the name of each server to the reason why it gives no rewards now, or to None."""
 
     @abstractmethod
     async def statistics(self) -> Mapping[str, Mapping[str, float] | None]:
-        """What each server has counted since its start; None for those that do not answer."""
+        """Map the name of each server to its counts since the start; None if it is unreachable."""
 
     async def start(self) -> None:
-        """Begin what runs beside the requests, in the event loop of the front."""
+        """Start background tasks, in the event loop of the front."""
         return
 
     async def close(self) -> None:
-        """End what ``start`` has begun, once all requests are answered."""
+        """End background tasks, after all requests are answered."""
         return
 
     async def complete_turns(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
@@ -148,10 +148,10 @@ class ScoringService(ABC):
         The reward model's chat template may write more after the end of a turn than the policy's.
 
         Returns:
-            The request, and how many of its rows were completed.
+            The request, and the number of its rows that were completed.
 
         Raises:
-            RequestError: no server says what its template writes.
+            RequestError: no server publishes what its template writes.
         """
         turn = (await self.template_parts()).turn_end if self._completes_turns else None
         if turn is None:
@@ -160,11 +160,11 @@ class ScoringService(ABC):
             self._announced_turn_end = True
             print(
                 f"Raw texts that end with {turn.end!r} are completed to {turn.end + turn.rest!r}, "
-                "as the chat template has it (complete_turns)",
+                "as the chat template does (complete_turns)",
                 flush=True,
             )
         if request.texts is not None:
-            # A conversation gets its whole turn from the template.
+            # In conversations, the template writes whole turns.
             texts = [
                 turn.complete(text) if isinstance(text, str) else text for text in request.texts
             ]
@@ -177,10 +177,10 @@ class ScoringService(ABC):
         """Find raw texts and token rows that are not written in the model's chat template.
 
         Returns:
-            Their numbers in the whole request, and how each differs from a text in the template.
+            Row number in the request -> how the row differs from the template.
 
         Raises:
-            RequestError: no server says what its template writes.
+            RequestError: no server publishes what its template writes.
         """
         rows: Sequence[Any] = request.texts or request.token_lists or ()
         raw_rows = {
@@ -197,14 +197,14 @@ class ScoringService(ABC):
 
 
 def _count_changes(rows: Sequence[object], completed: Sequence[object]) -> int:
-    return sum(new != old for old, new in zip(rows, completed, strict=True))
+    return sum(after != sent for sent, after in zip(rows, completed, strict=True))
 
 
 def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
-    """Put the rows that were refused before scoring among those that were scored."""
+    """Insert rows of NaN for those that were rejected before scoring."""
     if not refused:
         return scored
-    # The scored rows are numbered from 0, without those that were refused before.
+    # The scored rows are numbered without the rejected ones.
     total = len(scored.rewards) + len(refused)
     rows = [row for row in range(total) if row not in refused]
     arrays: dict[str, Any] = {
@@ -221,20 +221,25 @@ def check_num_rows(request: ScoreRequest, config: FrontConfig) -> None:
     if request.num_rows > config.max_queue_rows:
         raise RequestError(
             f"got {request.num_rows} rows in a request, wanted at most {config.max_queue_rows} "
-            f"({config.section}.max_queue_rows). Send fewer at once",
+            f"({config.section}.max_queue_rows). Send fewer rows per request",
             FailureKind.too_large,
         )
 
 
-# Drift of recent rewards from those that the scoring contract was measured on.
+# Drift of recent rewards from the statistics in the scoring contract.
 
 
 @dataclass(frozen=True)
 class AttributeDrift:
-    """Mean and standard deviation of an attribute's last ``rows`` rewards.
+    """Statistics of the latest rewards of one attribute.
 
-    Against those of the contract, where it has them: ``mean_drift`` is how far the mean has moved,
-    in the contract's standard deviations, and ``std_ratio`` the deviation over the contract's.
+    Attributes:
+        rows: number of rewards.
+        mean: their mean.
+        std: their standard deviation.
+        mean_drift: (mean - the contract's mean) / the contract's standard deviation; None if the
+            contract has no statistics.
+        std_ratio: standard deviation / the contract's; None likewise.
     """
 
     rows: int
@@ -245,41 +250,41 @@ class AttributeDrift:
 
 
 class RecentRewards:
-    """The last rewards, at most ``most_rows`` of them; rows that have none do not count."""
+    """Keeps the latest rewards, at most ``most_rows``; rows without a reward are skipped."""
 
     def __init__(self, most_rows: int) -> None:
         self._most_rows = most_rows
-        self._kept = np.zeros((0, 0), dtype=np.float32)
+        self._rewards = np.zeros((0, 0), dtype=np.float32)
 
     def add(self, rewards: np.ndarray) -> None:
-        """``[N, A]`` more; of another number of attributes, they replace what was kept."""
+        """Add rewards ``[N, A]``; if A has changed, earlier rewards are dropped."""
         scored = rewards[np.isfinite(rewards).all(axis=1)]
-        # The backends' model was changed for one with other attributes.
-        if len(scored) and scored.shape[1] != self._kept.shape[1]:
-            self._kept = np.zeros((0, scored.shape[1]), dtype=np.float32)
+        # A differs if the backends' model was replaced.
+        if len(scored) and scored.shape[1] != self._rewards.shape[1]:
+            self._rewards = np.zeros((0, scored.shape[1]), dtype=np.float32)
         if len(scored):
-            self._kept = np.concatenate([self._kept, scored])[-self._most_rows :]
+            self._rewards = np.concatenate([self._rewards, scored])[-self._most_rows :]
 
     def drift(self, contract: ScoringContract | None) -> list[AttributeDrift]:
-        """Drift of each attribute; empty before any reward."""
-        if not len(self._kept):
+        """Compare each attribute with the contract; empty before the first reward."""
+        if not len(self._rewards):
             return []
-        kept = self._kept.astype(np.float64)
-        means, stds = kept.mean(axis=0), kept.std(axis=0)
+        rewards = self._rewards.astype(np.float64)
+        means, stds = rewards.mean(axis=0), rewards.std(axis=0)
         return [
             AttributeDrift(
-                len(kept), float(mean), float(std), *_against(contract, column, mean, std)
+                len(rewards), float(mean), float(std), *_drift_of(contract, column, mean, std)
             )
             for column, (mean, std) in enumerate(zip(means, stds, strict=True))
         ]
 
 
-def _against(
+def _drift_of(
     contract: ScoringContract | None, column: int, mean: float, std: float
 ) -> tuple[float | None, float | None]:
     if contract is None or contract.reward_mean is None or contract.reward_std is None:
         return None, None
-    usual = contract.reward_std[column]
-    if usual <= 0:
+    contract_std = contract.reward_std[column]
+    if contract_std <= 0:
         return None, None
-    return float((mean - contract.reward_mean[column]) / usual), float(std / usual)
+    return float((mean - contract.reward_mean[column]) / contract_std), float(std / contract_std)

@@ -1,7 +1,8 @@
-"""A server from start to end: ranks, HTTP front, Triton beside it, watch and drain.
+"""A server from start to end: the ranks, the HTTP front, Triton, and the drain at a stop.
 
-On rank 0 the main thread computes, the HTTP front answers in a thread of its own, and a third one
-(``_Leader``) starts both, watches them and ends them. The other ranks compute what rank 0 tells.
+On rank 0, the main thread computes, the HTTP front answers in another thread, and a third thread
+(``_Leader``) starts both, watches them and ends them. The other ranks run the operations that rank
+0 sends them.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
-_WATCH_SECS = 0.2  # a dead rank or Triton is noticed this late at most
-_LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
+_WATCH_SECS = 0.2  # interval in which a dead rank or Triton is noticed
+_LAST_WORDS_SECS = 1.0  # before the process dies, so that requests in flight get their error
 
 
 class ServerSocket:
-    """The port of a server, taken before its model is loaded; on rank 0 alone.
+    """The port of a server, bound on rank 0 before the model is loaded.
 
-    Use it as a context, so that the port is free again if the server does not start.
+    It is a context manager, which frees the port if the server does not start.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        """Collective: fail on all ranks where rank 0 cannot serve.
+        """Bind the port. Collective: if rank 0 cannot serve, all ranks raise.
 
         Raises:
-            ServingError: the port is taken, the host is no address of rank 0's machine, the token
-                cannot be read there, or Triton cannot be started.
+            ServingError: the port is taken, the host is not an address of rank 0's machine, the
+                token cannot be read there, or Triton cannot be started.
         """
         self.listener: socket.socket | None = None
         problems: list[str | None] = [None]
@@ -78,14 +79,14 @@ def _read_token(config: ServerConfig) -> str | None:
 
 
 def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket) -> int:
-    """Answer requests to all of ``backends`` until SIGTERM or SIGINT; every rank calls it.
+    """Answer requests to all ``backends`` until SIGTERM or SIGINT; every rank calls it.
 
     Returns:
-        The exit code, 0 after a drained stop. A server that cannot go on (a rank or Triton died)
-        answers what it holds with an error and ends the process with 1.
+        The exit code: 0 after requests in flight were answered. If a rank or Triton dies, the
+        server answers the requests in flight with an error, and the process exits with 1.
 
     Raises:
-        ServingError: it cannot start, on rank 0; the others are released.
+        ServingError: it cannot start. Only rank 0 raises; the others return.
     """
     ranks = ModelRanks(
         {name: call for backend in backends for name, call in backend.operations.items()},
@@ -94,7 +95,7 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
         config.worker_timeout_secs,
     )
     if ranks.rank != 0:
-        # The launcher signals every rank; rank 0 drains first, and the others compute for it.
+        # The launcher signals every rank. The others keep computing while rank 0 drains.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         ranks.run_worker()
@@ -102,11 +103,11 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
         return 0
     assert port.listener is not None
     leader = _Leader(backends, ranks, config, port.listener)
-    # An error at the start, such as a model that cannot run, must not leave workers waiting.
+    # If the start fails, e.g. because the model cannot run, the workers must still be stopped.
     try:
         ranks.run_leader(leader.run)
     except AlignerError:
-        if ranks.failure is None:  # the others have nothing to say to it
+        if ranks.failure is None:  # otherwise workers no longer answer
             ranks.stop()
         raise
     ranks.stop()
@@ -120,7 +121,7 @@ def _reset_caches(backends: Iterable[Backend]) -> None:
 
 
 class _Leader:
-    """Starts, watches and ends all that rank 0 runs beside the model."""
+    """Starts, watches and ends everything that runs on rank 0 next to the model."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _Leader:
         config: ServerConfig,
         listener: socket.socket,
     ) -> None:
-        """In the main thread, as signals are handled there."""
+        """Call it in the main thread, which handles signals."""
         self._backends, self._ranks, self._config = backends, ranks, config
         self._listener = listener
         self._signals: list[int] = []
@@ -138,7 +139,7 @@ class _Leader:
         self._reported = time.monotonic()
 
     def run(self) -> None:
-        """Serve until a signal; leave the process with exit code 1 if a part of it dies."""
+        """Serve until a signal arrives; exit the process with code 1 if a part of it dies."""
         services = [backend.start(self._ranks) for backend in self._backends]
         endpoints = [endpoint for service in services for endpoint in service.endpoints]
         scoring = next((service.scoring for service in services if service.scoring), None)
@@ -153,7 +154,7 @@ class _Leader:
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
         server.start(self._listener)
         door = self._open_triton(endpoints, token, server)
-        # What is loaded stays: the garbage collector need not look at it with each large request.
+        # The garbage collector need not scan what is loaded with each large request.
         gc.collect()
         gc.freeze()
         ready.write(url)
@@ -201,11 +202,11 @@ class _Leader:
     def _drain(
         self, server: FrontServer, door: TritonDoor | None, services: Sequence[Service]
     ) -> None:
-        # Triton first: the event loop of the front answers its requests.
+        # Triton first, because the event loop of the front answers its requests.
         stops = [*([door.stop] if door is not None else []), server.stop]
         drain = Thread(target=_call_all, args=[stops], name="drain", daemon=True)
         drain.start()
-        # Where a rank dies its launcher stops the others: what is in flight has no answer then.
+        # If a rank dies now, its launcher stops all ranks, and requests in flight fail.
         self._watch(lambda: not drain.is_alive(), services, [])
         if door is not None:
             door.close()
@@ -219,7 +220,7 @@ class _Leader:
         services: Sequence[Service],
         failures: Sequence[Callable[[], str | None]],
     ) -> None:
-        """Wait, and print the load; or leave with exit code 1, and the reason."""
+        """Wait and log the load; if a part of the server dies, exit with code 1."""
         while not is_over():
             reasons = [self._ranks.failure, *(failure() for failure in failures)]
             for reason in filter(None, reasons):
@@ -232,7 +233,7 @@ class _Leader:
             _die(self._ranks.failure)
 
     def _report(self, services: Sequence[Service]) -> None:
-        """Print the load since the last report, of each service that has had work."""
+        """Log the load since the last report, for each service that has had work."""
         self._reported = time.monotonic()
         for line in [service.report() for service in services]:
             if line is not None and self._config.report_every_secs:
@@ -240,17 +241,17 @@ class _Leader:
 
 
 def _call_all(stops: Sequence[Callable[[], None]]) -> None:
-    """Stop one part of the server after the other."""
+    """Call all functions, even if one of them raises."""
     for stop in stops:
         try:
             stop()
-        except Exception:  # the others have requests in flight all the same
+        except Exception:  # the other parts still have requests in flight
             logger.exception("a part of the server could not be stopped")
 
 
 def _die(failure: str) -> NoReturn:
-    """Exit at once with code 1; the other ranks notice and do the same."""
+    """Exit at once with code 1; the other ranks notice it and do the same."""
     with suppress(OSError):
-        print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
+        print(f"The server cannot continue: {failure}", file=sys.stderr, flush=True)
     time.sleep(_LAST_WORDS_SECS)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What a server is made of: a backend on every rank, and its service on rank 0."""
+"""The two protocols that ``server.py`` serves: a backend on every rank, a service on rank 0."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from nemo_aligner.serving.scoring import ScoringService
 
 
 class Service(Protocol):
-    """The endpoints of a backend with their queues and threads, on rank 0 while it serves."""
+    """A backend's endpoints with their queues and threads; it exists on rank 0 while serving."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]: ...
 
     @property
     def scoring(self) -> ScoringService | None:
-        """What the protocols of trainers ask; None for a service that gives no rewards."""
+        """The scoring service for the HTTP protocols; None for a service without rewards."""
 
     @property
     def startup_log(self) -> Sequence[str]:
-        """Lines for the log once the server answers."""
+        """Lines that are logged once the server answers."""
 
     async def statistics(self) -> Mapping[str, Mapping[str, float] | None]:
-        """What it has counted since its start, by the name of its model's server."""
+        """Map the name of each model server to its counts since the start; see ``Meter``."""
 
     def report(self) -> str | None:
-        """Load since the last report, in a line; None without any."""
+        """Describe the load since the last report in one line; None if there was none."""
 
     def stop(self) -> None:
-        """Finish what was submitted and end all threads; no request may be in flight."""
+        """Finish submitted work and end all threads; no request may be in flight."""
 
 
 class Backend(Protocol):
-    """The model's part of a service, which every rank has."""
+    """The part of a service that computes, on every rank."""
 
     @property
     def operations(self) -> Mapping[str, Operation]:
-        """Computations for all ranks, by names that no other backend has."""
+        """Functions that run on all ranks, by names that no other backend uses."""
 
     def reset_cache(self) -> None:
-        """Drop all caches: an operation has failed on some rank."""
+        """Drop all caches; called on every rank after an operation has failed on one of them."""
 
     def start(self, ranks: ModelRanks) -> Service:
-        """Rank 0: begin, with a first operation that shows whether the model can run."""
+        """On rank 0: run a first operation, which shows whether the model works, and start."""

@@ -1,6 +1,4 @@
-"""Secrets of a server: its bearer token from settings, checks of requests for it, and URLs without
-passwords.
-"""
+"""Secrets of a server: read and compare the bearer token, and hide passwords in URLs."""
 
 from __future__ import annotations
 
@@ -13,71 +11,71 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import ConfigError
 
-_WANTED = "one word of ASCII letters, digits and signs"
+_VALID_TOKEN = "one word of ASCII letters, digits and punctuation"
 
 
 def find_token(file: str | None, variable: str | None, key: str) -> str | None:
-    """The token that a file or an environment variable holds, None where neither is named.
+    """Read the token from a file or an environment variable; None if neither is configured.
 
-    ``key`` begins the names of both settings, which end in ``_file`` and ``_variable``; of a flag
-    with hyphens.
+    ``key`` is the common prefix of both settings, which end in ``_file`` and ``_variable``, or in
+    ``-file`` and ``-variable`` if the prefix is that of a command-line flag.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or is none that a header can have.
+        ConfigError: the token cannot be read, is empty, or cannot be sent in a header.
     """
     joint = "-" if key.startswith("--") else "_"
     if file is not None:
-        where = f"{key}{joint}file: {file}"
+        location = f"{key}{joint}file: {file}"
         try:
             token = Path(file).read_text(encoding="utf-8").strip()
-        except OSError as error:  # in words alone: the path is there already
-            raise ConfigError(f"{where}: {error.strerror}") from error
+        except OSError as error:  # only its reason, because the location has the path already
+            raise ConfigError(f"{location}: {error.strerror}") from error
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{location}: {error}") from error
     elif variable is not None:
-        where = f"{key}{joint}variable: {variable}"
+        location = f"{key}{joint}variable: {variable}"
         if variable not in os.environ:
-            raise ConfigError(f"{where}: it is not set, wanted {_WANTED}")
+            raise ConfigError(f"{location}: it is not set, wanted {_VALID_TOKEN}")
         token = os.environ[variable].strip()
     else:
         return None
     if not is_token(token):
-        raise ConfigError(f"{where}: it holds no token, wanted {_WANTED}")
+        raise ConfigError(f"{location}: it holds no token, wanted {_VALID_TOKEN}")
     return token
 
 
 def is_token(token: str) -> bool:
-    """Tell whether a header can carry it."""
+    """Tell whether a header can carry the token."""
     return bool(token) and token.isascii() and token.isprintable() and " " not in token
 
 
 def has_token(sent: Sequence[bytes], token: str) -> bool:
-    """Tell whether a request's ``Authorization`` headers are a single one with the token."""
+    """Tell whether a request has exactly one ``Authorization`` header, and the token is right."""
     if len(sent) != 1:
         return False
-    scheme, _, given = sent[0].strip().partition(b" ")
-    # In constant time: how much of it was right, nobody learns from the clock.
-    is_right = hmac.compare_digest(given.strip(), token.encode())
+    scheme, _, credentials = sent[0].strip().partition(b" ")
+    # In constant time, so that the duration does not reveal how many characters were right.
+    is_right = hmac.compare_digest(credentials.strip(), token.encode())
     return scheme.lower() == b"bearer" and is_right
 
 
 def hide_password(url: str) -> str:
-    """A URL for people and logs: without the user and password that a proxy may ask for in it."""
+    """Remove the user and password from a URL, for messages and logs."""
     return re.sub(r"^([a-zA-Z]+://)?[^/?#]*@", r"\1", url)
 
 
 def warn_of_open_server(host: str, token: str | None, key: str) -> None:
-    """Warn of a server without a token that other machines can reach."""
+    """Print a warning if other machines can reach a server that requires no token."""
     if token is None and not is_loopback(host):
         print(
-            f"Warning: {host} is reached from other machines, and there is no token ({key}_file, "
-            f"{key}_variable): whoever reaches the port is answered",
+            f"Warning: other machines can reach {host}, and no token is set ({key}_file, "
+            f"{key}_variable): anyone who reaches the port gets answers",
             flush=True,
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach the address."""
+    """Tell whether an address can be reached only from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

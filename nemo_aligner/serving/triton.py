@@ -1,9 +1,9 @@
-"""NVIDIA Triton as a side door: it answers the endpoints of the HTTP front, over gRPC, too.
+"""NVIDIA Triton next to the HTTP front: it serves the same endpoints, also over gRPC.
 
-``nemo-aligner serve`` answers by its own front (``server.py``). With ``server.triton_port`` it also
-starts Triton by PyTriton, for clients that need gRPC, perf_analyzer or Triton's own metrics. Triton
-passes one request at a time for each model to this process, where the endpoint answers it in the
-event loop of the front.
+``nemo-aligner serve`` answers through its own front (``server.py``). With ``server.triton_port`` it
+also starts Triton through PyTriton, for clients that need gRPC, perf_analyzer or Triton's metrics.
+For each model, Triton passes one request at a time to this process, where the endpoint answers it
+in the event loop of the front.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
 # HTTP, gRPC and metrics, in the order of Triton's own 8000, 8001 and 8002.
 _NUM_PORTS = 3
-# Ports below those that the kernel gives to outgoing connections: such a connection could take the
-# port between its check and Triton's start.
+# Ports below those that the kernel uses for outgoing connections: such a connection could take the
+# port between the check and the start of Triton.
 _ANY_PORT = range(20_000, 32_000)
 _NO_TRITON = "or set server.triton_port=null to serve without Triton"
 # Triton allows these functions only with PyTriton's access token, which is random and stays in this
-# process: they load models, map shared memory and write files. Clients need the other ones.
+# process: they load models, map shared memory and write files. Clients do not need them.
 _CLOSED_FUNCTIONS = ["shared-memory", "model-repository", "trace", "logging"]
 # Headers that carry the server's token: ours, and the one that PyTriton's clients send.
 _TOKEN_HEADER, _PYTRITON_HEADER = "authorization", "triton-access-token"
@@ -89,15 +89,15 @@ def check_triton(config: ServerConfig) -> None:
 
 
 def _free_ports(config: ServerConfig) -> int:
-    """Return the first of Triton's ports; Triton itself would wait two minutes for a taken one.
+    """Return the first of Triton's ports, checked here: Triton waits two minutes for a taken one.
 
     Raises:
-        ServingError: one is taken, or ``triton_host`` is no address of this machine.
+        ServingError: a port is taken, or ``triton_host`` is not an address of this machine.
     """
     host, first = config.triton_host, config.triton_port
     if first:
         for port in range(first, first + _NUM_PORTS):
-            problem = _why_taken(host, port)
+            problem = _try_to_listen(host, port)
             if problem is not None:
                 raise ServingError(
                     f"server.triton_port: {host}:{port} is not free: {problem}. Set it to the "
@@ -105,7 +105,7 @@ def _free_ports(config: ServerConfig) -> int:
                 )
         return first
     for first in random.SystemRandom().sample(_ANY_PORT, 100):
-        if all(_why_taken(host, first + offset) is None for offset in range(_NUM_PORTS)):
+        if all(_try_to_listen(host, first + offset) is None for offset in range(_NUM_PORTS)):
             return first
     raise ServingError(
         f"server.triton_host: {host} has no {_NUM_PORTS} free ports. Set it to an address of this "
@@ -113,10 +113,10 @@ def _free_ports(config: ServerConfig) -> int:
     )
 
 
-def _why_taken(host: str, port: int) -> Exception | None:
-    """Return the error of an attempt to listen there; None if the port is free."""
+def _try_to_listen(host: str, port: int) -> Exception | None:
+    """Try to listen on a port; return the error, or None if the port is free."""
     with socket.socket() as probe:
-        # As servers do: connections of an earlier server that are still closing do not count.
+        # Like servers: closing connections of an earlier server do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -126,13 +126,13 @@ def _why_taken(host: str, port: int) -> Exception | None:
 
 
 class TritonDoor:
-    """A running Triton that has the endpoints as its models."""
+    """A running Triton server, whose models are the endpoints."""
 
     def __init__(self, triton: Any, log: TritonLog, config: ServerConfig, port: int) -> None:
         self.url = f"http://{config.triton_host}:{port}"
         self._triton, self._log = triton, log
         self._guard = Guard(server_pid(triton), workspace_of(triton))
-        # Every endpoint needs both kinds of Triton's processes, the server and its Python stubs.
+        # Every endpoint needs both kinds of processes, Triton's server and its Python stubs.
         self._processes = triton_processes(os.getpid())
         self._config, self._port = config, port
 
@@ -145,19 +145,19 @@ class TritonDoor:
     ) -> TritonDoor:
         """Start Triton and wait until all endpoints are ready.
 
-        Call it in a thread that lives until ``stop`` is over: Linux ends Triton together with the
-        thread that started it.
+        Call it in a thread that lives until ``stop`` has returned: Linux ends Triton together with
+        the thread that started it.
 
         Args:
-            endpoints: what Triton answers; each becomes a model of its name.
+            endpoints: each becomes a model of Triton with its name.
             config: ports, address and log of Triton; ``triton_port`` is not None.
-            token: bearer token that inference requests need; None needs none.
+            token: bearer token that inference requests must have; None if none is required.
             loop: the running event loop in which the endpoints answer.
 
         Raises:
             ServingError: Triton does not become ready.
         """
-        # Again: the ports may have been taken while the model was loaded.
+        # Checked again: the ports may have been taken while the model was loaded.
         port = _free_ports(config)
         log = TritonLog(config.triton_log_file)
         print(f"Starting Triton, whose log is {log.path}", flush=True)
@@ -173,10 +173,10 @@ class TritonDoor:
 
     @property
     def startup_log(self) -> list[str]:
-        """Lines for the server's log once Triton answers."""
+        """Lines for the server's log after Triton has started."""
         host = self._config.triton_host
         lines = [
-            f"Triton answers the same at {self.url}, and over gRPC at {host}:{self._port + 1}; its "
+            f"Triton serves the same at {self.url}, and over gRPC at {host}:{self._port + 1}; its "
             f"metrics are at http://{host}:{self._port + 2}/metrics"
         ]
         if not is_loopback(host):
@@ -189,7 +189,7 @@ class TritonDoor:
         return lines
 
     def failure(self) -> str | None:
-        """Return why Triton cannot answer any more; None while it can."""
+        """Return the reason why Triton cannot answer any more; None while it can."""
         for pid, name in self._processes.items():
             if not is_running(pid):
                 return f"{name} (pid {pid}) died; {self._log.ending()}"
@@ -198,34 +198,34 @@ class TritonDoor:
         return f"Triton is not alive; {self._log.ending()}"
 
     def stop(self) -> None:
-        """Refuse new requests, answer those in flight, and end Triton.
+        """Reject new requests, answer the ones in flight, and end Triton.
 
-        The event loop has to run until this returns. The requests get ``exit_timeout_secs``.
+        The event loop must run until this returns. Requests get ``exit_timeout_secs`` to finish.
         """
         self._triton.stop()
 
     def close(self) -> None:
-        """Release what watches over Triton, after ``stop``."""
+        """Release the guard and the log, after ``stop``."""
         # Not earlier: while Triton drains, this process may still be killed.
         self._guard.dismiss()
         self._log.close()
 
 
-# The start.
+# Starting Triton.
 
 # Triton 2.51 puts 16 bytes for each chunk of a request on the stack of an HTTP thread
-# (CVE-2025-23310, CVE-2025-23311). Threads get this much address space, and use what they touch: a
-# request of 16 million chunks, which costs Triton 1 KB of memory for each chunk elsewhere.
+# (CVE-2025-23310, CVE-2025-23311). This much address space per thread, of which only the touched
+# part is used, suffices for a request of 16 million chunks, which costs Triton 1 KB each elsewhere.
 _STACK_BYTES = 256 * 2**20
 
 
 def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
     """Create PyTriton's server, without models and not yet running."""
-    # The stub loads the libpython of the running interpreter, and finds it only by this variable.
+    # The stub needs the libpython of this interpreter, and finds it only through this variable.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
-    # Tensors pass between PyTriton and its proxy within their messages. Its store of shared memory
-    # is a process of its own, and four calls to it for each request take 2 ms.
+    # Pass tensors within messages. PyTriton's tensor store in shared memory is another process, and
+    # needs four calls per request, which take 2 ms.
     os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
 
     from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
@@ -244,8 +244,8 @@ def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
             metrics_port=port + 2,
             exit_timeout_secs=config.exit_timeout_secs,
         ),
-        # PyTriton hands its access token to Triton on a command line, which every user of the
-        # machine can read. So it is a random one, and ``_answer_request`` compares the server's.
+        # PyTriton passes its access token to Triton on a command line, which every user of the
+        # machine can read. So that token is random, and ``_answer_request`` checks the server's.
         security_config=TritonSecurityConfig(restricted_endpoints=list(_CLOSED_FUNCTIONS)),
     )
 
@@ -253,8 +253,8 @@ def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
 def _run(triton: Any, log: TritonLog) -> None:
     """Run Triton until its models are ready.
 
-    PyTriton would wait two minutes for a Triton that has died, and hold the lock that its own
-    clean-up needs. So it waits in another thread, which is left behind in that case.
+    If Triton dies meanwhile, PyTriton waits for it for two minutes, and holds the lock that its own
+    clean-up needs. So PyTriton waits in another thread, which is abandoned in that case.
 
     Raises:
         ServingError: Triton does not become ready.
@@ -293,10 +293,10 @@ def _run(triton: Any, log: TritonLog) -> None:
 
 @contextlib.contextmanager
 def _large_thread_stacks() -> Iterator[None]:
-    """Give threads of programs that are started meanwhile a stack of ``_STACK_BYTES``.
+    """Give threads of programs that are started in a block a stack of ``_STACK_BYTES``.
 
-    The C library takes the size from the limit when a program starts. A limit that is unlimited
-    would mean its default of 2 MiB.
+    The C library takes the size from the resource limit when a program starts. If the limit is
+    "unlimited", it uses its default of 2 MiB instead.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     unlimited = resource.RLIM_INFINITY
@@ -327,7 +327,7 @@ def _bind(
         infer_func=infer,
         inputs=[Tensor(**vars(spec)) for spec in endpoint.inputs],
         outputs=[Tensor(**vars(spec)) for spec in endpoint.outputs],
-        # Without Triton's batcher each call has one request: the front's batcher gathers rows.
+        # Each call has one request, because the front's batcher replaces Triton's.
         config=ModelConfig(
             batching=endpoint.max_rows > 0, max_batch_size=endpoint.max_rows, batcher=None
         ),
@@ -350,7 +350,7 @@ async def _answer_request(
 
 
 def _sends_token(request: Any, token: str) -> bool:
-    """Check the headers that Triton has added to the request's parameters, as they were sent."""
+    """Check the token in the headers, which Triton adds to the parameters of a request."""
     headers = [(name.lower(), str(value)) for name, value in (request.parameters or {}).items()]
     sent = [value.encode() for name, value in headers if name == _TOKEN_HEADER]
     sent += [b"Bearer " + value.encode() for name, value in headers if name == _PYTRITON_HEADER]
@@ -359,21 +359,21 @@ def _sends_token(request: Any, token: str) -> bool:
 
 # Triton's processes and log on this machine.
 
-# Names as the kernel has them, in 15 letters.
+# Process names as the kernel reports them, cut to 15 characters.
 _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
-# The guard waits for the end of its input, which this process holds open. If it reads no word, this
-# process has died. PyTriton's helpers notice it a moment later, and may make shared memory until
-# then.
+# The guard blocks until its input ends. If it has read a word, Triton was stopped properly. If not,
+# this process has died; then it kills Triton, and waits a second, because PyTriton's helpers may
+# still create shared memory until they notice the death.
 _GUARD = """
 trap "" INT TERM HUP QUIT
 read -r word
 [ -n "$word" ] || { kill -KILL "-$0" 2>/dev/null; sleep 1; }
 rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
 """
-# Of Triton's log, shown with an error.
+# How much of Triton's log is shown with an error, and kept in memory.
 _SHOWN_LINES, _KEPT_CHARACTERS = 20, 8000
 
 
@@ -390,11 +390,11 @@ def triton_processes(root: int) -> dict[int, str]:
     return {
         child: _TRITON_PROCESSES[name]
         for child, name in names.items()
-        if name in _TRITON_PROCESSES and _descends(child, root, parents)
+        if name in _TRITON_PROCESSES and _is_descendant(child, root, parents)
     }
 
 
-def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
+def _is_descendant(pid: int, root: int, parents: Mapping[int, int]) -> bool:
     while pid in parents and pid != root:
         pid = parents[pid]
     return pid == root
@@ -410,9 +410,9 @@ def is_running(pid: int) -> bool:
 
 
 class Guard:
-    """Ends Triton, whose processes are those of session ``server``, when this process ends.
+    """A process that ends Triton (session ``server``) when this process ends, even if it is killed.
 
-    However that happens: Triton runs in a session of its own, and would keep clients waiting and
+    Triton runs in another session, so it would otherwise survive, keep its clients waiting and
     leave its files behind.
     """
 
@@ -427,19 +427,19 @@ class Guard:
         )
 
     def dismiss(self) -> None:
-        """Remove what is left of Triton, which has ended."""
+        """Remove the remaining files of Triton, which has ended, and end the guard."""
         self._process.communicate(b"ended\n")
 
 
 class TritonLog:
-    """Triton's output: a file, and its last lines in memory.
+    """Triton's output: a log file, and its last lines in memory.
 
-    ``path`` is appended to; None is a file in the system's temporary folder that is removed when
-    this process ends.
+    ``path`` is appended to. None means a file in the system's temporary folder, which is removed
+    when this process ends.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Raise ServingError if it cannot be written."""
+        """Raise ServingError if the file cannot be written."""
         try:
             self._folder = make_temporary("nemo_aligner_triton_") if path is None else None
             self.path = Path(path or "triton.log")
@@ -454,7 +454,7 @@ class TritonLog:
         self._last: deque[str] = deque(maxlen=_KEPT_CHARACTERS)
 
     def write(self, text: str | bytes) -> None:
-        """Add what Triton has printed, which comes in pieces; a full disk ends no server."""
+        """Append a piece of Triton's output; errors such as a full disk are ignored."""
         if isinstance(text, bytes):
             text = text.decode("utf-8", errors="replace")
         self._last.extend(text)
@@ -462,7 +462,7 @@ class TritonLog:
             self._file.write(text)
 
     def ending(self) -> str:
-        """Return its last lines under a heading, for an error."""
+        """Return the last lines with a heading, for an error."""
         lines = [line for line in "".join(self._last).splitlines() if line.strip()]
         if not lines:
             return "Triton's log is empty"
@@ -470,7 +470,7 @@ class TritonLog:
         return "\n  ".join([f"the end of Triton's log{path}:", *lines[-_SHOWN_LINES:]])
 
     def close(self) -> None:
-        """Write nothing more; a temporary file is removed."""
+        """Close the log; a temporary file is removed."""
         with contextlib.suppress(OSError):
             self._file.close()
         if self._folder is not None:

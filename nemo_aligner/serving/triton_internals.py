@@ -1,4 +1,4 @@
-"""Features of Triton that PyTriton 0.7 does not offer; only this file touches its internals."""
+"""Features of Triton that PyTriton 0.7 does not offer; only this file uses its private names."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from nemo_aligner.utils.errors import ServingError
 
-# The function in PyTriton's model.py that ``_ERRORS`` replaces; its callers look it up by name.
+# The function in PyTriton's model.py that ``_ERRORS`` overrides; it is looked up by name.
 _REPLACED = (
     b"\ndef _wrap_response(response: Response, requested_outputs_names, model_outputs_dict):"
 )
-# PyTriton answers an exception by a 500 that has tracebacks of both processes. Triton's own error,
-# with its code and one line, is a response like any other.
+# For an exception, PyTriton answers status 500 with the tracebacks of both processes. These lines
+# answer with an error of Triton instead, which has a code and one line.
 _ERRORS = b'''
 
 _wrap_tensors = _wrap_response
 
 
 def _wrap_response(response, requested_names, outputs):
-    """Tensors, or the error ``CODE message`` that stands in their place."""
+    """Return the tensors of a response, or the error ``CODE message`` that replaces them."""
     if response.data is None or "error" not in response.data:
         return _wrap_tensors(response, requested_names, outputs)
     code, message = bytes(response.data["error"].reshape(-1)[0]).decode().split(" ", 1)
@@ -30,23 +30,25 @@ def _wrap_response(response, requested_names, outputs):
 
 
 def bind_with_errors(triton: Any, **binding: Any) -> None:
-    """``triton.bind`` of a model whose answer may be the one tensor ``error``, ``CODE message``.
+    """Bind a model like ``triton.bind``; its answer may be one tensor ``error``: ``CODE message``.
 
-    PyTriton gives the object that it makes of a binding to nobody.
+    PyTriton does not return the object that it creates for a binding, so it is found by comparison.
 
     Raises:
-        ServingError: this PyTriton is not the version that is extended here.
+        ServingError: the installed PyTriton is not version 0.7.
     """
-    earlier = list(triton._model_manager.models)
+    earlier_models = list(triton._model_manager.models)
     triton.bind(**binding)
     for model in triton._model_manager.models:
-        if model not in earlier:
-            model.get_proxy_model_files = _with_errors(model.get_proxy_model_files)
+        if model not in earlier_models:
+            model.get_proxy_model_files = _add_error_support(model.get_proxy_model_files)
 
 
-def _with_errors(plain: Callable[[], dict[str, bytes]]) -> Callable[[], dict[str, bytes]]:
+def _add_error_support(
+    original: Callable[[], dict[str, bytes]],
+) -> Callable[[], dict[str, bytes]]:
     def get_proxy_model_files() -> dict[str, bytes]:
-        files = plain()
+        files = original()
         (name,) = (name for name in files if name.endswith("/model.py"))
         if _REPLACED not in files[name]:
             raise ServingError(
@@ -59,10 +61,11 @@ def _with_errors(plain: Callable[[], dict[str, bytes]]) -> Callable[[], dict[str
 
 
 def start_in_own_session() -> None:
-    """Have Triton's process stand in a session of its own.
+    """Make Triton's process start in a session of its own.
 
-    torchrun ends a process group as one; apart from it, Triton can drain. PyTriton starts Triton by
-    ``sh`` and passes no options on, so it is a default of all that ``sh`` starts.
+    torchrun kills its whole process group; in another session, Triton can still drain. PyTriton
+    starts Triton through ``sh`` without options, so this sets a default for everything that ``sh``
+    starts.
     """
     import sh
 
@@ -70,43 +73,43 @@ def start_in_own_session() -> None:
 
 
 def hand_output_to(triton: Any, write: Callable[[str], None]) -> None:
-    """Have ``write`` called with what Triton and its Python stubs print, instead of stdout.
+    """Call ``write`` with what Triton and its Python stubs print, instead of printing it.
 
-    PyTriton makes the object that starts Triton's process just before it starts it.
+    PyTriton creates the object that starts Triton's process only immediately before the start.
     """
-    plain = triton._initialize_server
+    original = triton._initialize_server
 
     def initialize() -> None:
-        plain()
+        original()
         triton._triton_server._record_logs = write
 
     triton._initialize_server = initialize
 
 
 def start_process(triton: Any) -> None:
-    """Start Triton's process, without waiting for it: the first half of ``triton.run``."""
+    """Start Triton's process, but do not wait until it is ready: half of ``triton.run``."""
     triton._run_server()
 
 
 def server_pid(triton: Any) -> int:
-    """Return the process of a running Triton, which is also its session."""
+    """Return the process id of a running Triton, which is also its session id."""
     return triton._triton_server._tritonserver_running_cmd.pid
 
 
 def call_at_exit(triton: Any, cleans_up: Callable[[], bool]) -> None:
-    """Have a function called when Triton's process ends by itself.
+    """Call ``cleans_up`` when Triton's process ends by itself.
 
     It returns whether PyTriton shall clean up then.
     """
-    plain = triton._on_tritonserver_exit
+    original = triton._on_tritonserver_exit
 
     def handle_exit(*status: Any) -> None:
         if cleans_up():
-            plain(*status)
+            original(*status)
 
     triton._on_tritonserver_exit = handle_exit
 
 
 def workspace_of(triton: Any) -> Path:
-    """Return the folder of Triton's model store, which PyTriton removes at a stop alone."""
+    """Return the folder of Triton's model store, which PyTriton removes only at a normal stop."""
     return Path(triton._workspace.path)

@@ -1,4 +1,4 @@
-"""The gateway's scoring service: requests are scored by upstream servers."""
+"""The gateway's scoring service: upstream servers score the requests."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 from nemo_aligner.utils.errors import ServingError, one_line
 
-# When a backend comes back is unknown, so clients are asked to retry soon.
+# It is unknown when a backend comes back, so clients shall try again soon.
 _RETRY_AFTER_S = 1
 
 
 class UpstreamService(ScoringService):
-    """Forwards requests to the backends of a client."""
+    """Forwards requests to the backends, through a ``RewardClient``."""
 
     def __init__(self, client: RewardClient, config: GatewayConfig) -> None:
         super().__init__(config)
         self._publishes_none = False
         self._client = client
-        # Read once: both follow from the chat template, which the contract's hash covers.
+        # Cached: both depend only on the chat template, which the contract's hash covers.
         self._parts: TemplateParts | None = None
         self._startup_check: asyncio.Task[None] | None = None
 
@@ -49,20 +49,20 @@ class UpstreamService(ScoringService):
                     await self._client.turn_end_async(), await self._client.sample_frame_async()
                 )
             except ServingError as error:
-                raise _unreachable(error) from error
+                raise _unreachable_error(error) from error
         return self._parts
 
     async def read_contract(self) -> ScoringContract:
         try:
             return await self._fetch_contract()
         except ServingError as error:
-            raise _unreachable(error) from error
+            raise _unreachable_error(error) from error
 
     async def find_contract(self) -> ScoringContract | None:
         try:
             return await self._fetch_contract_if_any()
         except ServingError as error:
-            raise _unreachable(error) from error
+            raise _unreachable_error(error) from error
 
     async def probe(self) -> dict[str, str | None]:
         return await self._client.probe_async()
@@ -80,12 +80,12 @@ class UpstreamService(ScoringService):
             if scored.model_fingerprint is not None:
                 self.fingerprint = scored.model_fingerprint
         except RefusedError as error:
-            # A backend's other refusals, such as of the gateway's own token, are not the sender's.
+            # Other rejections, e.g. of the gateway's own token, are not the fault of the sender.
             kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
             raise RequestError(one_line(error.message), kind, row=row) from error
         except ServingError as error:
-            raise _unreachable(error) from error
+            raise _unreachable_error(error) from error
         except Exception as error:
             raise public_failure(error) from error
         return scored
@@ -102,13 +102,13 @@ class UpstreamService(ScoringService):
         )
 
     async def _note_contract(self, contract_hash: str | None) -> None:
-        """Read the contract of new rewards, which names and weighs their attributes.
+        """Fetch the contract of new rewards, which has the names and weights of attributes.
 
-        Only where its hash is new: another request for each answer would double them.
+        Only if the hash is new: a second request for each answer would double the load.
         """
         if self.contract is not None and contract_hash in (None, self.contract.hash):
             return
-        if self._publishes_none and contract_hash is None:  # NeMo-Aligner's, as read before
+        if self._publishes_none and contract_hash is None:  # still a NeMo-Aligner server
             return
         self._publishes_none = await self._fetch_contract_if_any() is None
 
@@ -126,26 +126,26 @@ class UpstreamService(ScoringService):
             return None
 
     async def _warn_of_missing_backends(self) -> None:
-        """Warn of the backends that give no rewards; the gateway waits for them all the same."""
+        """Print a warning for each backend that gives no rewards; the gateway starts anyway."""
         try:
             states = await self.probe()
         except ServingError as error:
             print(
                 f"Warning: the backends could not be checked: {one_line(error)}. "
-                "GET /ready says which give rewards.",
+                "GET /ready tells which of them give rewards.",
                 flush=True,
             )
             return
         for url, reason in states.items():
             if reason is not None:
                 print(
-                    f"Warning: {url}: {one_line(reason)}; requests get a 503 while no backend "
-                    "answers (GET /ready says which do)",
+                    f"Warning: {url}: {one_line(reason)}; requests get status 503 while no "
+                    "backend answers (GET /ready tells which do)",
                     flush=True,
                 )
 
 
-def _unreachable(error: ServingError) -> RequestError:
-    """The failure of a request that no backend has answered."""
+def _unreachable_error(error: ServingError) -> RequestError:
+    """Build the failure of a request that no backend has answered."""
     text = f"no backend answers: {error.trouble}" if isinstance(error, NoServerError) else error
     return RequestError(one_line(text), FailureKind.unreachable, _RETRY_AFTER_S)

@@ -25,7 +25,7 @@ from nemo_aligner.contract.contract import NoTemplateError, OverlongError, Scori
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.demo import build_demo_pairs
 from nemo_aligner.data.readers import ReaderConfig, parse_file
-from nemo_aligner.serving.run import served
+from nemo_aligner.serving.run import running_server
 from nemo_aligner.tools.invariance import (
     SERVER,
     Row,
@@ -185,7 +185,7 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
     settings = [f"rm_model_file={checkpoint}", f"precision={precision}"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(settings, Path(folder, "log")) as url,
+        running_server(settings, Path(folder, "log")) as url,
         RewardClient(url) as client,
     ):
         return {"alone": score_alone(client.score, texts), "all together": client.score(texts)}

@@ -118,7 +118,7 @@ def _score_at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
     """Compute the rewards ``[N, A]`` of all variants at one layout, by the variant's name."""
-    layout = initialize_layout(**sizes.given)
+    layout = initialize_layout(**sizes.arguments)
     rewards = _score_in_batches(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
         _free_memory()
@@ -130,7 +130,7 @@ def _score_at_layout(
 
 def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> np.ndarray:
     """Compute the rewards ``[N, A]`` in fp32, each in a batch of one."""
-    layout = initialize_layout(**sizes.given)
+    layout = initialize_layout(**sizes.arguments)
     scorer = load_scorer(checkpoint, layout, precision=Precision.fp32, micro_batch_tokens=2**30)
     rewards = score_alone(partial(score_all, scorer), texts)
     destroy_layout()
@@ -193,7 +193,7 @@ def _score_in_training(
         lora=base.shape.lora,
         reply_marker=contract.reply_marker,
     )
-    by_length = pretrained.model.rotation_by_length
+    by_length = pretrained.model.length_dependent_rope
     packs = [
         replace(pack, rows=indices[pack.rows])
         for pack in pack_sequences(sequences, contract.seq_length, None, by_length)

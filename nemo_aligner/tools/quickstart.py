@@ -21,7 +21,7 @@ from pathlib import Path
 from nemo_aligner.checkpoint.nemo.archive import read_model_config
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, REPORT_NAME
 from nemo_aligner.data.texts import write_first_replies
-from nemo_aligner.serving.run import served
+from nemo_aligner.serving.run import running_server
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import environment, show_command, verb_command
 
@@ -158,7 +158,7 @@ def _serve_and_score(output: Path, reward_model: Path, heldout: Path) -> None:
     heading("Serving")
     setting = f"rm_model_file={reward_model}"
     print(f"$ nemo-aligner serve {setting} &", flush=True)
-    with served([setting], output / "server.log") as url:
+    with running_server([setting], output / "server.log") as url:
         print(f"the reward model answers at {url}")
         # Write the first held-out prompt with its replies in the form that the server takes.
         replies = output / "two_replies.jsonl"

@@ -10,7 +10,7 @@ from tests.harness.once import Once
 
 @pytest.fixture(scope="session")
 def inputs(once: Once) -> Path:
-    """Base checkpoints and data sets."""
+    """Base checkpoints and data sets of all cases."""
     return once("layouts_inputs", layouts.write_inputs)
 
 
@@ -22,7 +22,7 @@ def plain(once: Once, inputs: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def one_process(once: Once, inputs: Path, plain: Path) -> Path:
-    """A run of each case by one process, some of them evaluated; see ``layouts.py``."""
+    """A run of each case by one process, and some evaluations; see ``layouts.py``."""
 
     def build(folder: Path) -> None:
         layouts.train_one_process(inputs, plain, folder)

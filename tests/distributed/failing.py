@@ -1,4 +1,4 @@
-"""A world in which ranks fail: ``python failing.py WHO WHAT``, for tests of who says so."""
+"""Ranks that fail, to test which of them reports an error: ``python failing.py WHO WHAT``."""
 
 from __future__ import annotations
 

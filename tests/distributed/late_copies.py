@@ -1,6 +1,7 @@
-"""Copies beside a GPU's kernels, played on a CPU: each is made as late as it may be.
+"""Simulate on a CPU the copies that run next to a GPU's kernels, each as late as possible.
 
-So who writes to what is being copied spoils the copy, and who reads it too early finds zeros.
+If code overwrites the source of a pending copy, the copy is spoiled; if it reads the target too
+early, it finds zeros.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_aligner.utils import host_transfer
 
-_LONGEST_S = 1.0  # that a thread waits for an update, which may not come
+_LONGEST_S = 1.0  # a thread waits at most this long for an update
 
 
 class LateStream(TorchFunctionMode):
-    """Keeps what it is to copy until somebody waits for it."""
+    """Delays its copies until somebody waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class _Event:
 
 
 def play_late_copies(patch: Callable[[Any, str, Any], None]) -> LateStream:
-    """``patch(owner, name, value)`` is ``setattr``, or what undoes it."""
+    """Install the simulation; ``patch(owner, name, value)`` is ``setattr``, or one that undoes."""
     beside, compute = LateStream(), LateStream()
 
     @contextmanager

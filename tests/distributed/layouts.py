@@ -1,4 +1,4 @@
-"""Trainings that several layouts make alike: what is trained on what, and where."""
+"""Trainings that must give the same result at several layouts: cases, data and layouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS_OF_PAIRS = ("model.head.reads=step_ends", 'model.data.step_separator=";"')
 MLP_HEAD = ("model.head.bias=true", "model.head.mlp_size=24")
 FROZEN = ("model.freeze_layers=2", "model.optim.sched.name=constant")
 RECOMPUTE = "model.activations_checkpoint_granularity=full"
-# A file of no known format, whose fields are named.
+# A file in a custom format, whose fields are configured.
 NAMED = {"prompt": "question", "chosen": "good", "rejected": "bad"}
 OF_PAIRS = [known for known in FORMATS.values() if known.kind is RecordKind.comparison]
 THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -43,13 +43,13 @@ THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_head
 
 @dataclass(frozen=True)
 class Case:
-    """A training, and the one of one process that it has to be like (its own, if not named).
+    """A training, and the run of one process that it must equal (the case's own, if not named).
 
     Attributes:
-        stops: after PART steps, and goes on.
-        wide: the base model has three query groups; at TP=2 a fourth, of zeros.
-        evaluated: on which data the model of one process is evaluated afterwards, if any.
-        rtol: of losses and gradient norms; above a hundred-thousandth of nothing else.
+        stops: it stops after PART steps, and is resumed.
+        wide: the base model has three query groups; at TP=2 a fourth of zeros is added.
+        evaluated: data on which the model of one process is evaluated afterwards, if any.
+        rtol: tolerance of losses and gradient norms; above 1e-5 it applies to nothing else.
     """
 
     settings: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ CASES = {
             "model.objective_kwargs={length_correlation_penalty: 5.0, learn_length_bias: true}",
         )
     ),
-    # Rewards of steps: masks of dropout, a learned scalar beside them, and the rule for a text.
+    # Rewards of steps: dropout masks, a learned scalar, and the rule for a whole sample.
     "trajectories": Case(
         (
             *LORA,
@@ -127,7 +127,7 @@ CASES = {
     "frozen": Case(FROZEN, stops=True),
     "fp16": Case((*FROZEN, "trainer.precision=fp16"), stops=True, evaluated="pairs", rtol=1e-3),
 }
-PLAIN = ("ranking", "lora")  # what every kind of layout trains
+PLAIN = ("ranking", "lora")  # trained at every kind of layout
 TP2 = ("model.tensor_model_parallel_size=2",)
 PP2 = ("model.pipeline_model_parallel_size=2",)
 CP2 = ("model.context_parallel_size=2",)
@@ -151,7 +151,7 @@ LAYOUTS = {
 
 
 def write_inputs(folder: Path) -> None:
-    """Base checkpoints and data sets."""
+    """Write base checkpoints and data sets."""
     tiny.write_base_nemo(folder / "base.nemo")
     wide = tiny.write_base_nemo(folder / "wide.nemo", **THREE_GROUPS)
     tiny.run_verb(
@@ -171,7 +171,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def rankings(count: int) -> Iterator[dict[str, Any]]:
-    """Of two to four replies, some of them tied: the more often one thanks, the better it is."""
+    """Draw two to four replies, some of them tied; a reply with more thanks is better."""
     rng = random.Random(0)
     for number in range(count):
         ranks = [0, *rng.choices(range(4), k=rng.randint(1, 3))]
@@ -181,7 +181,7 @@ def rankings(count: int) -> Iterator[dict[str, Any]]:
 
 
 def trajectories(count: int) -> Iterator[dict[str, str]]:
-    """Pairs of replies of one to four steps; every step of the better one thanks."""
+    """Draw pairs of replies of one to four steps; every step of the better one thanks."""
     rng = random.Random(0)
 
     def reply(thanks: str) -> str:
@@ -210,10 +210,10 @@ def train(
     folder: Path,
     *others: jobs.Job,
 ) -> None:
-    """By one launch FOLDER/LAYOUT/CASE for each case of each layout, and with its name two files.
+    """Train all cases of the layouts in one launch: FOLDER/LAYOUT/CASE, and two files for each.
 
-    CASE.said and CASE.evaluated have what its training and its evaluation said. ``others`` are
-    done, too.
+    CASE.said and CASE.evaluated have the output of its training and of its evaluation. ``others``
+    are cases that are trained in addition.
     """
     listed = {
         folder / layout / name: train_in_parts(inputs, CASES[name], layout, folder / layout / name)
@@ -230,7 +230,7 @@ def train(
 
 
 def train_in_parts(inputs: Path, case: Case, layout: str, folder: Path) -> list[jobs.Job]:
-    """A training, or two where it is to go on from the first; of one process its evaluation."""
+    """Train once, or stop and resume; in one process, evaluate, too."""
     is_stopped = case.stops and layout != "one"
     parts = [
         jobs.Job(
@@ -245,7 +245,7 @@ def train_in_parts(inputs: Path, case: Case, layout: str, folder: Path) -> list[
 
 
 def evaluate(run: Path, data: Path, *settings: str) -> jobs.Job:
-    """Of what a run wrote: RUN/report.json and RUN/rewards.jsonl."""
+    """Evaluate a run: writes RUN/report.json and RUN/rewards.jsonl."""
     keys = [f"data.{key}_key={name}" for key, name in NAMED.items()] if "named" in data.stem else []
     files = [f"output={run / 'report.json'}", f"output_rewards={run / 'rewards.jsonl'}"]
     given = [f"rm_model_file={archive(run)}", f"data.path={data}", *keys, *files, *settings]
@@ -257,7 +257,7 @@ def train_plain(inputs: Path, folder: Path) -> None:
 
 
 def train_one_process(inputs: Path, plain: Path, folder: Path) -> None:
-    """What the layouts are compared with: a run of each case."""
+    """Train each case in one process, with which the layouts are compared."""
     names = [name for name in CASES if name not in (*PLAIN, "onednn")]
     train(inputs, {"one": names}, 1, folder)
     for name in PLAIN:
@@ -265,12 +265,12 @@ def train_one_process(inputs: Path, plain: Path, folder: Path) -> None:
 
 
 def curve(folder: Path, name: str) -> list[float]:
-    """A number of every step."""
+    """Return one number of every step."""
     return list(tiny.logged(folder)[name].values())
 
 
 def validated(folder: Path) -> dict[str, float]:
-    """Every metric of the last validation, of uneven shards and a last pack half full."""
+    """Return all metrics of the last validation, with uneven shards and a half full pack."""
     return {
         name: values[STEPS]
         for name, values in tiny.logged(folder).items()
@@ -283,6 +283,6 @@ def archive(folder: Path) -> Path:
 
 
 def score(path: Path, inputs: Path, layout: ParallelLayout) -> np.ndarray:
-    """The rewards ``[37, attributes]`` of the chosen replies of the pairs, in one process."""
+    """Score the chosen replies of the pairs in one process: rewards ``[37, attributes]``."""
     texts = [tiny.chat(row["prompt"], row["chosen"]) for row in rows_of(inputs / "pairs.jsonl")]
     return score_all(load_scorer(path, layout), texts)

@@ -1,4 +1,4 @@
-"""``one_rank.py``: each collective on a group of one rank, in a process of its own."""
+"""Run each collective of ``one_rank.py`` on a group of one rank, in a separate process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def on_tensors(group: dist.ProcessGroup | None) -> None:
         received = torch.zeros(6)
         function(received, given, group=group)
         assert received.equal(given), function
-        # As megatron-core does for the gradients of a data parallel group.
+        # Like megatron-core, for the gradients of a data parallel group.
         received, other = torch.zeros(6), torch.zeros(6)
         if function is not dist.all_to_all_single:
             with _coalescing_manager(group or dist.group.WORLD, async_ops=True) as works:
@@ -53,7 +53,7 @@ def on_tensors(group: dist.ProcessGroup | None) -> None:
             works.wait()
             assert received.equal(given), function
             assert other.equal(given + 1), function
-    # A part of a buffer and itself.
+    # A part of a buffer, scattered onto itself.
     dist.reduce_scatter_tensor(same, same, group=group)
     assert same.equal(given)
 

@@ -1,4 +1,4 @@
-"""``score_by_peft.py ADAPTER PAIRS``: what peft gives the chosen replies, as the card says it."""
+"""``score_by_peft.py ADAPTER PAIRS``: score chosen replies with peft, as the model card shows."""
 
 from __future__ import annotations
 

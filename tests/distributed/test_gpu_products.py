@@ -1,4 +1,4 @@
-"""Products by cuBLAS's rules: trials of their sizes, and chunks of those that agree."""
+"""Matmuls by cuBLAS's rules: the trial of chunk sizes, and chunks of identical sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from nemo_aligner.distributed import gpu_products
 from nemo_aligner.distributed.gpu_products import (
     chunk_sizes,
-    cut,
     invariant_linear_on_gpu,
     row_multiple,
+    split_rows,
 )
 
 
@@ -20,20 +20,20 @@ def test_rows_are_cut_into_few_chunks() -> None:
     sizes = gpu_products._SIZES
     for count in (1, 40, 100, 1000, 2000, 5000, 7000, 7900, 20_000):
         padded = count + -count % row_multiple(count, 64)
-        assert sum(cut(padded, sizes)) == padded <= max(64 + count, 1.07 * count)
-        assert len(cut(padded, sizes)) <= 2 + padded // 8192
-    # Few rows cost as much as 256, and padding costs what it multiplies.
-    assert cut(100, (64, 1024)) == (64, 64)
-    assert cut(700, (64, 1024)) == (1024,)
-    assert cut(3100, (64, 1024)) == (1024, 1024, 1024, 64)
+        assert sum(split_rows(padded, sizes)) == padded <= max(64 + count, 1.07 * count)
+        assert len(split_rows(padded, sizes)) <= 2 + padded // 8192
+    # Few rows cost as much as 256, and padding costs as much as other rows.
+    assert split_rows(100, (64, 1024)) == (64, 64)
+    assert split_rows(700, (64, 1024)) == (1024,)
+    assert split_rows(3100, (64, 1024)) == (1024, 1024, 1024, 64)
     assert row_multiple(5000, 1024) == 1024
 
 
 def test_trial_takes_sizes_whose_sums_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows are summed in two parts, and 1,024 in an order that depends on the place."""
+    """Few rows are summed in two parts, and 1,024 in an order that depends on the position."""
 
     def by_parts(rows: Tensor, weight: Tensor, parts: list[int]) -> Tensor:
-        """In products of one shape, because a CPU has other orders for others."""
+        """Multiply in chunks of one shape, because a CPU sums in another order for others."""
         pairs = zip(rows.float().split(parts, 1), weight.float().split(parts, 1), strict=True)
         terms = [torch.cat([F.linear(few, its) for few in some.split(64)]) for some, its in pairs]
         return torch.stack(terms).sum(0)

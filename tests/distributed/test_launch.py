@@ -1,4 +1,4 @@
-"""A process group of one, with a launcher and without; which layouts fit a world."""
+"""A process group of one, with and without a launcher, and which layouts fit a world size."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_fp32_stays_fp32_where_the_environment_asks_for_tf32() -> None:
     told = tiny.environment(TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
     done = run_code(code, environment=told)
     assert done.stdout.split() == ["high", "highest"], done.stderr
-    assert "fp32 matrix products were set to reduced precision ('high'" in done.stderr
+    assert "fp32 matmuls were set to reduced precision ('high'" in done.stderr
 
 
 def select(monkeypatch: pytest.MonkeyPatch, local_rank: int, gpus: int, torchrun: bool) -> str:

@@ -1,4 +1,4 @@
-"""Collectives of one rank: every function of torch.distributed that is called on such groups."""
+"""Every function of torch.distributed that is called on groups of one rank."""
 
 from __future__ import annotations
 

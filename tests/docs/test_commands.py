@@ -30,7 +30,7 @@ ELSEWHERE = {
     "bash scripts/gpu_first_hour.sh": "tests/benchmarks/test_gpu_first_hour.py",
     "curl http://127.0.0.1:5555": "tests/serving/test_page.py",
     "nemo-aligner serve rm_model_file=megatron_gpt.nemo server.triton_port": (
-        "tests/serving/transports/triton/test_door.py"
+        "tests/paths/serving/test_triton_server.py"
     ),
     "nemo-aligner train --config conf/train_reward_model.yaml pretrained": TRACKING,
     "nemo-aligner import": "tests/checkpoint/test_importing.py",

@@ -24,7 +24,7 @@ from tests.data.files import published, rows_of
 from tests.harness import tiny
 from tests.harness.environments import vllm_python
 from tests.harness.heads import served
-from tests.serving.engine import company
+from tests.serving.engine import batch_invariance as company
 
 PAIRS = "pairs/hh-rlhf/helpful-base-test.jsonl.gz"
 
@@ -120,7 +120,7 @@ def assert_same_bits(case: company.Case, names: Sequence[str], folder: Path) -> 
     cases = str(company.write_cases(folder / "cases.json", {"HH": case}))
     nothing = {"HH": {"fp32": 0, "bf16": 0}}
     done = tiny.run_script(
-        "tests/serving/engine/company.py", cases, *names, processes=len(names), timeout=900
+        "tests/serving/engine/batch_invariance.py", cases, *names, processes=len(names), timeout=900
     )
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(names, nothing)
 

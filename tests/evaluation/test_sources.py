@@ -268,4 +268,4 @@ def test_server_of_another_protocol_is_named_by_its_path(server: ScriptedServer)
         server.answer = lambda body, answer=answer: (404, answer)
         error = refusal(ServingError, query, server.url, ["a"])
         urls = (f"{server.url}/classify", f"{server.url}/get_reward")
-        assert all(part in error for part in (*urls, "HTTP 404", "no KServe server")), error
+        assert all(part in error for part in (*urls, "HTTP 404", "not a KServe server")), error

@@ -190,7 +190,7 @@ def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
     for rank in range(wanted.num_ranks):
         backend = ONE_RANK if wanted.num_ranks == 1 else "nccl"
         dist.init_process_group(backend, rank=rank, world_size=wanted.num_ranks)
-        layout = initialize_layout(**wanted.given)
+        layout = initialize_layout(**wanted.arguments)
         found["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
         found["collectives"].append(dict(watch.collectives))
         destroy_layout()

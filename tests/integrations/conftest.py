@@ -1,4 +1,4 @@
-"""A tiny reward model behind a server and its gateway, for all tests of this folder."""
+"""A tiny reward model behind a server and a gateway, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def write_models(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def reward_model(once: Once) -> Path:
-    """With the attributes helpfulness and verbosity."""
+    """A reward model with the attributes helpfulness and verbosity."""
     return once("integrations", write_models) / "rm.nemo"
 
 
 @pytest.fixture(scope="session")
 def policy(reward_model: Path) -> Path:
-    """With the tokenizer of the reward model."""
+    """A policy with the tokenizer of the reward model."""
     return reward_model.parent / "policy"
 
 
@@ -58,7 +58,7 @@ def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 @pytest.fixture(scope="session")
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of one whose rewards are sums of characters."""
+    """The URL of a server whose rewards are sums of characters."""
     with running(tmp_path_factory.mktemp("fake"), FAKE, *QUICK) as started:
         yield started.url
 

@@ -1,4 +1,4 @@
-"""NeMo Gym 0.7 in an environment of its own, with this project's resources server in it."""
+"""NeMo Gym 0.7 in a separate environment, with this project's resources server in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_SECS = 120
 
 
 def gym_python() -> Path:
-    """It asks for Python 3.13.14, and runs on any 3.13."""
+    """It requires Python 3.13.14, but runs on any 3.13."""
     base = python_of("3.13")
 
     def make(folder: Path) -> None:
@@ -34,7 +34,7 @@ def gym_python() -> Path:
 
 
 def gym_folder(folder: Path) -> Path:
-    """As a checkout of Gym, with nothing but the resources server in it."""
+    """A folder like a checkout of Gym that has only the resources server."""
     (folder / "resources_servers").mkdir(parents=True)
     drop_in(folder)
     return folder
@@ -55,7 +55,7 @@ def run(
 
 @contextlib.contextmanager
 def environment_server(python: Path, folder: Path, **options: Any) -> Iterator[str]:
-    """The URL of the resources server, started as Gym starts it: ``app.py`` and a config."""
+    """The URL of the resources server, started like Gym does: ``app.py`` and a config."""
     port, head = free_port(), {"host": "127.0.0.1", "port": free_port()}
     served = {"entrypoint": "app.py", "domain": "rlhf", "host": "127.0.0.1", "port": port}
     config = {
@@ -109,7 +109,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def serve_command(folder: Path) -> list[str]:
-    """``nemo-aligner`` of this Python, for a process that has another one."""
+    """The command ``nemo-aligner`` of this Python, for a process that runs another Python."""
     script = folder / "nemo-aligner"
     script.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m nemo_aligner "$@"\n')
     script.chmod(0o755)

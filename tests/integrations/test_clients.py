@@ -1,4 +1,4 @@
-"""The clients of other projects, their own code, against a running server and its gateway."""
+"""Other projects' own clients against a running server and its gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
 CLOSE = {"rtol": 0, "atol": 1e-5}
 RERANKERS = (
     "litellm==1.110.2",
-    "cohere==6.1.0",  # the newest that LlamaIndex takes
+    "cohere==6.1.0",  # the newest version that LlamaIndex accepts
     "openai==3.57.0",
     "llama-index-postprocessor-cohere-rerank==0.10.0",
     "llama-index-postprocessor-jinaai-rerank==0.6.0",
@@ -44,7 +44,7 @@ CHATS = [
 
 
 def printed(python: str | Path, script: str, *arguments: Any) -> Any:
-    """What a client's script prints last."""
+    """Return what a client's script prints last."""
     done = subprocess.run(
         [str(python), str(CLIENTS / script), *map(str, arguments)],
         capture_output=True,
@@ -69,7 +69,7 @@ def test_openrlhf_s_executor(
     found = openrlhf_client.ask(folder, f"{gateway}/get_reward", policy, pairs, modules)
     assert [each["query"] for each in found] == ["".join(pair) for pair in pairs]
     rewards = score_all(scorer, [each["query"] for each in found])
-    # One reply at a time: each answer is a list of one reward.
+    # One reply per request, so each answer is a list of one reward.
     sums = rewards.sum(axis=1, keepdims=True)
     np.testing.assert_allclose([each["reward"] for each in found], sums, **CLOSE)
     assert [each["scores"] for each in found] == [each["reward"] for each in found]
@@ -82,7 +82,7 @@ def test_verl_s_reward_loop(
 ) -> None:
     folder = package("verl==0.9.1")
     found = verl_client.ask(folder, urlsplit(gateway).netloc, policy, CHATS, modules)
-    # It writes the reward model's template itself, and takes the BOS off that vLLM would add.
+    # It writes the reward model's template itself, and removes the BOS that vLLM would add.
     assert found[2]["text"] == "user\nwhy<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
     last = score_all(scorer, [each["text"] for each in found])[
         :, -1
@@ -132,7 +132,7 @@ def test_vllm_s_objects_of_classify(gateway: str, scorer: RewardScorer) -> None:
 
 
 def test_what_vllm_s_objects_have_written(gateway: str, scorer: RewardScorer) -> None:
-    """The same where vLLM is not there, by bodies and answers of its 0.32."""
+    """The same without vLLM, with recorded bodies and answers of vLLM 0.32."""
     recorded = json.loads(RECORDED.read_text())
     wanted = {name: set(fields) for name, fields in recorded["answer"].items()}
     for case, body in zip(CASES, recorded["bodies"], strict=True):
@@ -153,7 +153,7 @@ def posted(url: str, body: Any) -> Any:
 
 
 def test_every_protocol_of_a_prompt_and_its_reply_gives_the_bits_of_score(gateway: str) -> None:
-    """As slime, clients of Text Embeddings Inference and of SGLang, and NeMo Gym post them."""
+    """As slime, TEI's and SGLang's clients, and NeMo Gym post them."""
     for asked, said in CHATS:
         prompt, reply = asked["content"], said["content"]
         (whole,) = posted(f"{gateway}/score", {"text_1": prompt, "text_2": reply})["data"]
@@ -168,7 +168,7 @@ def test_every_protocol_of_a_prompt_and_its_reply_gives_the_bits_of_score(gatewa
         (ranked,) = (rank for rank in found["/rerank"] if rank["index"] == 1)
         rewards = [found["/remote_rm"], ranked["score"], *found["/compare"]["rewards"]]
         assert rewards == [whole["score"]] * 3, prompt
-        # Each attribute, of the conversation and of the text that its template writes.
+        # Each attribute, for the conversation and for the raw text that its template writes.
         (row,) = posted(f"{gateway}/classify", {"messages": [asked, said]})["data"]
         predicted = posted(f"{gateway}/predict", {"inputs": [prompt, reply]})
         named = {each["label"]: each["score"] for each in predicted}
@@ -180,7 +180,7 @@ def test_every_protocol_of_a_prompt_and_its_reply_gives_the_bits_of_score(gatewa
 
 @pytest.fixture(scope="module")
 def rerank_python() -> Path:
-    """A python with the clients of services that rank documents."""
+    """A Python with the clients of reranking services."""
 
     def make(folder: Path) -> None:
         make_environment(folder, *RERANKERS)
@@ -189,7 +189,7 @@ def rerank_python() -> Path:
 
 
 def test_rerank_clients_get_the_rewards_of_score(gateway: str, rerank_python: Path) -> None:
-    """LiteLLM's asks TEI for numbers from 0 to 1: the sigmoids of the rewards."""
+    """LiteLLM requests TEI's scores from 0 to 1: the sigmoids of the rewards."""
     prompt, replies = CHATS[0][0]["content"], [chat[1]["content"] for chat in CHATS]
     pairs = posted(f"{gateway}/score", {"text_1": prompt, "text_2": replies})["data"]
     rewards = [pair["score"] for pair in pairs]
@@ -203,7 +203,7 @@ def test_rerank_clients_get_the_rewards_of_score(gateway: str, rerank_python: Pa
 
 
 def test_sample_in_another_template_is_told_from_the_models(gateway: str) -> None:
-    """By a real server's template; one that verl has cut off before its first turn, too."""
+    """With the template of a real server; also a sample that verl has cut before its first turn."""
     body = "user\nwhy<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
     llama = "<|start_header_id|>user<|end_header_id|>\n\nwhy<|eot_id|>"
     texts = [f"<|im_start|>{body}", body, f"{llama}no<|eot_id|>", f"<|im_start|>{body[:-12]}"]

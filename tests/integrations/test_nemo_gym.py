@@ -1,4 +1,4 @@
-"""NeMo Gym runs the resources server, and gets the rewards of the scorer."""
+"""NeMo Gym runs the resources server, and gets the same rewards as from the scorer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def body(reply: str, **more: Any) -> dict[str, Any]:
 def test_environment_answers_in_gym_and_the_simple_agent_ends_its_rollouts_at_a_gateway(
     python: Path, folder: Path, gateway: str
 ) -> None:
-    # Out of reach of our conftest.py.
+    # In a folder that our conftest.py does not reach.
     tests = [shutil.copy(CLIENTS / name, folder) for name in ("gym_app.py", "simple_agent.py")]
     done = gym.run(python, folder, "-m", "pytest", "-q", *tests, GATEWAY=gateway)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -65,10 +65,10 @@ CLIP = "shaping.clip=[1.4, 1.6]"
 
 
 def servers_that_clip() -> list[int]:
-    """Those that were started with the setting of the test."""
+    """Find the servers that were started with this test's setting."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if CLIP.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
@@ -105,7 +105,7 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
 
 
 def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="wanted NeMo Gym's checkout"):
+    with pytest.raises(ConfigError, match="wanted a checkout of NeMo Gym"):
         drop_in(tmp_path)
     (tmp_path / "resources_servers").mkdir()
     target = drop_in(tmp_path)
@@ -114,5 +114,5 @@ def test_it_is_dropped_into_a_checkout_of_gym_once(tmp_path: Path) -> None:
     assert {"app.py", "configs/reward_model.yaml", "data/example.jsonl", "README.md"} <= names
     rows = [json.loads(line) for line in (target / "data/example.jsonl").open()]
     assert all(row["responses_create_params"]["input"] for row in rows)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         drop_in(tmp_path)

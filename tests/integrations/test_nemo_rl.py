@@ -1,4 +1,4 @@
-"""NeMo RL's environment: its interface, in process and by servers."""
+"""NeMo RL's environment: its interface, in process and on servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = SimpleNamespace(system_prompt=None, prompt=None)
 
 
 def said(question: str, answer: str) -> list[dict[str, Any]]:
-    """A log as NeMo RL has it: tokens stand beside each text."""
+    """Build a message log like NeMo RL: messages also have token ids."""
     return [
         {"role": "user", "content": question, "token_ids": torch.tensor([1, 2])},
         {"role": "assistant", "content": answer, "token_ids": torch.tensor([3])},
@@ -36,7 +36,7 @@ def said(question: str, answer: str) -> list[dict[str, Any]]:
 
 
 class Sums:
-    """Scores as the fake server does, in this process."""
+    """Scores like the fake server, in this process."""
 
     closed = 0
 
@@ -72,7 +72,7 @@ def test_a_step_gives_what_nemo_rl_reads() -> None:
 
 
 def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
-    """As of nemo_rl/environments/interfaces.py: a rollout unpacks all six."""
+    """A rollout unpacks all six fields; see nemo_rl/environments/interfaces.py."""
     assert EnvironmentReturn._fields == (
         "observations",
         "metadata",
@@ -85,7 +85,7 @@ def test_the_fields_of_a_return_are_those_of_nemo_rl_in_its_order() -> None:
 
 def test_the_attributes_are_weighed_by_the_contract_where_none_is_named() -> None:
     step = environment(attribute=None).step([said("a", "b")], [None])
-    assert step.rewards.tolist() == [97.5]  # the sum, and half of what is minus that
+    assert step.rewards.tolist() == [97.5]  # the sum, plus half of its negative
 
 
 def test_a_bare_conversation_beside_a_log_is_taken_for_its_prompt() -> None:
@@ -112,7 +112,9 @@ def test_tools_and_calls_of_a_log_are_scored_with_it() -> None:
 
 
 def test_a_reply_that_is_refused_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(DataError, match=r"1 of 2 .* sample 1: the text is empty; refused_reward"):
+    with pytest.raises(
+        DataError, match=r"1 of 2 .* sample 1: the text is empty. Set refused_reward"
+    ):
         environment().step([said("a", "b"), said("", "")], [None, None])
 
 
@@ -121,7 +123,7 @@ def test_a_reply_that_is_refused_gets_the_reward_of_the_settings_and_is_counted(
 ) -> None:
     refusing = environment(refused_reward=-5)
     assert refusing.step([said("a", "b"), said("", "")], [None] * 2).rewards.tolist() == [195, -5]
-    assert "sample 1: the text is empty; they get -5" in caplog.text
+    assert "sample 1: the text is empty; their reward is -5" in caplog.text
     _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
     assert metrics["reward_model_env/num_refused"] == 1
 
@@ -133,12 +135,12 @@ def test_a_prompt_that_is_refused_with_any_reply_is_not_the_policys_doing(
     logs += [said("a<|im_end|>", "c<|im_end|>")]
     refusing = environment(refused_reward=-5)
     assert refusing.step(logs, [None] * 4).rewards.tolist() == [195, -5, 0, 0]
-    assert "1 of 4 replies cannot be scored; sample 1: a mark; they get -5" in caplog.text
-    assert "2 of 4 prompts cannot be scored; sample 2: a mark; they get 0" in caplog.text
+    assert "1 of 4 replies cannot be scored; sample 1: a mark; their reward is -5" in caplog.text
+    assert "2 of 4 prompts cannot be scored; sample 2: a mark; their reward is 0" in caplog.text
     _, metrics = refusing.global_post_process_and_metrics({"message_log": []})
     counted = [metrics[f"reward_model_env/num_refused{name}"] for name in ("", "_prompts")]
     assert counted == [1, 2]
-    with pytest.raises(DataError, match=r"1 of 1 prompts cannot be scored; sample 0: a mark; .*"):
+    with pytest.raises(DataError, match=r"1 of 1 prompts cannot be scored; sample 0: a mark. .*"):
         environment().step(logs[2:3], [None])
 
 
@@ -189,7 +191,7 @@ def test_an_environment_is_shut_down_once() -> None:
         ({"url": "http://x:1", "rm_model_file": "a"}, "got both of url and rm_model_file"),
         ({"rm_model_file": "a", "dtensor_cfg": {"enabled": True}}, "env: unknown key dtensor_cfg"),
         ({"rm_model_file": "a", "cpu_offload": True, "prefix_cache_tokens": 9}, "cpu_offload: got"),
-        ({"rm_model_file": "a", "model": {"tensor_model_parallel_size": 2}}, "by torchrun"),
+        ({"rm_model_file": "a", "model": {"tensor_model_parallel_size": 2}}, "with torchrun"),
     ],
 )
 def test_settings_that_do_not_fit_are_errors(config: Mapping[str, Any], wanted: str) -> None:
@@ -239,7 +241,7 @@ class TestInProcess:
         ]
         weights = local._rewarder._weights
         assert (weights is not None and not weights.is_on_device) == cpu_offload
-        with local._rewarder._weights_here():
+        with local._rewarder._weights_on_device():
             wanted = score_all(local._rewarder._scorer, bare)[:, 1]
         assert step.rewards[:2].tolist() == wanted.tolist()
         assert step.rewards[2] == 0.0
@@ -306,7 +308,7 @@ def test_a_prompt_that_is_too_long_has_no_part_in_the_loss(tokenizer_folder: Pat
 
 
 def test_it_is_registered_where_nemo_rl_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The four names of NeMo RL that are used, as its sources have them."""
+    """With stand-ins for the four names of NeMo RL that are used."""
     environments: dict[str, str] = {}
     processors: dict[str, Any] = {}
     pythons: dict[str, str] = {}

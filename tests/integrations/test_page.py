@@ -1,4 +1,4 @@
-"""What docs/rl_trainers.md shows, run against a server and a gateway in front of it."""
+"""The examples of docs/rl_trainers.md, run against a server and a gateway in front of it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_reward_function_of_verl(
 
 
 def curl(words: list[str], url: str) -> Any:
-    """The answer to a command of the page."""
+    """Run a command of the page, and return the answer."""
     program, address, option, header, data, body = words
     assert (program, option, data) == ("curl", "-H", "-d")
     name, value = header.split(": ")
@@ -135,5 +135,5 @@ def test_gym_gets_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     runpy.run_module(words[2], run_name="__main__")
     folder = tmp_path / "resources_servers" / "reward_model"
     assert (folder / "README.md").is_file()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         drop_in(tmp_path)

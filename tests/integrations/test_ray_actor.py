@@ -1,4 +1,4 @@
-"""NeMo RL's environment in an actor of ray itself."""
+"""NeMo RL's environment as a real ray actor."""
 
 from __future__ import annotations
 

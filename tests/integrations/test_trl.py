@@ -1,4 +1,4 @@
-"""TRL's reward function: what it makes of prompts, completions, and of a server's answers."""
+"""TRL's reward function: what it sends for prompts and completions, and how it reads answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serving.fake_server import CONTRACT, total
 
 
 class Client:
-    """Scores as the fake server does; an empty text is refused."""
+    """A fake client that scores like the fake server and rejects empty texts."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -75,7 +75,7 @@ def test_tools_are_those_of_the_row_or_of_the_trainer() -> None:
     client = Client()
     reward = RewardFunction(client, "sum", "good", [tool])  # type: ignore[arg-type]
     rows = [None, [{**tool, "row": 1}], json.dumps([tool])]
-    # Arrow has every row's keys in each.
+    # In Arrow, every row has the keys of all rows.
     given = [None, [{**tool, "row": 1, "other": None}], rows[2]]
     assert reward(prompts=[asked] * 3, completions=[said] * 3, tools=given) == [1.0] * 3
     whole = [*asked, *said]
@@ -105,7 +105,7 @@ def test_a_refused_completion_has_nan_and_is_logged() -> None:
 
 
 def test_what_does_not_belong_together_is_an_error() -> None:
-    with pytest.raises(TypeError, match="got str and list, wanted texts, or lists of messages"):
+    with pytest.raises(TypeError, match="got str and list, wanted strings, or lists of messages"):
         reward_of(Client())(["a"], [[{"role": "assistant", "content": "c"}]])
     with pytest.raises(ValueError, match=r"shorter|longer"):
         reward_of(Client())(["a"], ["b", "c"])
@@ -119,7 +119,7 @@ def test_a_server_that_is_gone_ends_training_with_its_url() -> None:
 
 
 def test_turns_of_a_completion_make_one_reward() -> None:
-    """Those of the prompt do not count, nor does a refused row."""
+    """Turns of the prompt are left out, and a rejected row stays NaN."""
     turns = np.array([[-9, 9], [2, 1], [-1, 3], [0, -4]], dtype=np.float32)
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
     prompt = [asked, said, asked]
@@ -141,7 +141,7 @@ def test_turns_of_a_completion_make_one_reward() -> None:
             exceeded = np.zeros(len(texts), dtype=bool)
             return ScoredRows(rewards, errors, exceeded, CONTRACT.hash, steps=steps)
 
-    # Of the last three of either attribute; sum and minus weigh 1 and 0.5.
+    # Over the last three turns of both attributes; sum and minus weigh 1 and 0.5.
     log_sigmoid = [-np.log1p(np.exp(-own)).sum() for own in turns[1:].astype(float).T]
     for how, (first, second) in {
         "last": (0.0, -4.0),
@@ -157,7 +157,7 @@ def test_turns_of_a_completion_make_one_reward() -> None:
         assert reward([prompt], [[said, asked, said, asked, said]]) == found[:1]
 
     class Merging(Stepped):
-        """Of a model whose contract has a rule: its rewards are those of whole texts."""
+        """A client of a model whose contract has a rule: its rewards are those of samples."""
 
         def contract(self) -> ScoringContract:
             return replace(CONTRACT, scored_position="turns", aggregate="min")
@@ -169,7 +169,7 @@ def test_turns_of_a_completion_make_one_reward() -> None:
     for how, wanted in ((None, -30.0), (Aggregate.last, -2.0), (Aggregate.min, -3.0)):
         reward = RewardFunction(Merging(), None, "good", None, how)  # type: ignore[arg-type]
         assert reward(["abc"], ["defgh"]) == [wanted], how
-    # A model without them has none to make one of.
+    # A model without steps has none to merge.
     plain = RewardFunction(Client(), "sum", "good", None, Aggregate.min)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="aggregate: got min, but the server answers no"):
         plain(["a"], ["b"])

@@ -22,8 +22,8 @@ from tests.harness import families, tiny
 from tests.models.attention.backend_packs import RandomPack, cases_of, check_backend
 from tests.models.graphed import PACKS, gradients, load
 from tests.models.test_pointwise import check_implementation
+from tests.serving.engine.batch_invariance import LONGEST, Case, draw_texts, traffic, write_cases
 from tests.serving.engine.cached_layouts import score_ahead, scorers
-from tests.serving.engine.company import LONGEST, Case, draw_texts, traffic, write_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -120,7 +120,7 @@ def test_rewards_have_the_same_bits_in_any_company_on_a_gpu(tmp_path: Path) -> N
     archive = tiny.write_reward_nemo(tmp_path / "reward.nemo", seq_length=LONGEST)
     case = Case(str(archive), draw_texts(100, LONGEST, 90), orders=6)
     cases = write_cases(tmp_path / "cases.json", {"tiny": case})
-    script, settings = "tests/serving/engine/company.py", {"CUDA_VISIBLE_DEVICES": "0"}
+    script, settings = "tests/serving/engine/batch_invariance.py", {"CUDA_VISIBLE_DEVICES": "0"}
     done = tiny.run_script(script, str(cases), "one", env=settings, fresh=True)
     assert json.loads(done.stdout.splitlines()[-1]) == {"one": {"tiny": {"fp32": 0, "bf16": 0}}}
 

@@ -1,11 +1,11 @@
-"""NeMo-Aligner's own clients, with stand-ins for what they import of NeMo, ask a server.
+"""NeMo-Aligner's own clients query a server; stand-ins replace what they import from NeMo.
 
-``python aligner_client.py FOLDER`` with the folder of their unpacked source; this package, which
-has the same name, is not loaded. The job on stdin has ``port``, and for ``RemoteGPTRMClient``
-``batches``, of which each has tokens, lengths and ``pad_to_length``; the last line is what comes of
-them, in their order. For ``RemoteGPTRMCriticClient`` it has a ``rollout`` with what one of its PPO
-has, and the last line is what comes of each of: values and rewards with one server for both and
-with one for each, a step of training, a save, values.
+``python aligner_client.py FOLDER`` gets the folder of their unpacked source. Our package, which has
+the same name, is not loaded. A job is read from stdin. For ``RemoteGPTRMClient`` it has ``port``
+and ``batches`` with tokens, lengths and ``pad_to_length``; the last line of the output has their
+answers in the same order. For ``RemoteGPTRMCriticClient`` it has a ``rollout`` of their PPO; the
+last line has values and rewards from one server, the same from two servers, the result of a
+training step, of a save, and values again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from omegaconf import OmegaConf
 
 
 def stand_in(name: str, **members: Any) -> None:
-    """A module that is imported instead of the one with this name."""
+    """Register an empty module that is imported under this name."""
     module = ModuleType(name)
     vars(module).update(members)
     sys.modules[name] = module
 
 
 def stand_in_for_nemo(source: Path) -> None:
-    """One rank's world; packages of NeMo-Aligner lead to its files, past their ``__init__``."""
+    """Stand in for NeMo with a world of one rank, and skip NeMo-Aligner's ``__init__`` files."""
     torch.cuda.current_device = lambda: "cpu"
     stand_in("nemo")
     stand_in("nemo.utils", logging=logging.getLogger("nemo"))
@@ -75,7 +75,7 @@ def ask_for_rewards(port: int, batches: list[dict[str, Any]]) -> list[dict[str, 
     clients = {pad: make_client("RemoteGPTRMClient", port, pad) for pad in pads}
     futures = []
     for batch in batches:
-        # As generation gives them: a view of a larger buffer, not contiguous.
+        # Like the output of generation: a view of a larger buffer, not contiguous.
         tokens = torch.tensor(batch["tokens"])
         view = torch.nn.functional.pad(tokens, (0, 3))[:, : tokens.size(1)]
         rollout = {"response_tokens": view, "response_lengths": torch.tensor(batch["lengths"])}

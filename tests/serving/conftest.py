@@ -1,6 +1,6 @@
-"""Servers with a fake scorer, with a tiny model or of this process, for the tests of this folder.
+"""Fixtures of this folder: servers with a fake scorer, with a tiny model, or in this process.
 
-What is started once per run answers only; tests that stop or kill a server start their own.
+Session fixtures are only queried. Tests that stop or kill a server start one themselves.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.harness.once import Once
 from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.servers import FAKE, QUICK, SERVE, Server, running
 
-MAX_ROWS = 16  # of a request to the model's server
+MAX_ROWS = 16  # most rows of a request to the model's server
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real server around a fake scorer."""
+    """A server process around a fake scorer."""
     folder = tmp_path_factory.mktemp("server")
     with running(folder, FAKE, *QUICK, "max_batch_size=32") as started:
         yield started
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def archive(once: Once) -> Path:
-    """A tiny reward model of two attributes."""
+    """The archive of a tiny reward model with two attributes."""
 
     def build(folder: Path) -> None:
         tiny.write_reward_nemo(folder / "rm.nemo", seq_length=64, overlong=Overlong.truncate_left)
@@ -43,7 +43,7 @@ def archive(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def model_server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real server of that model."""
+    """A server process of that model."""
     settings = [
         f"rm_model_file={archive}",
         "server.port=0",
@@ -59,7 +59,7 @@ def model_server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def scorer(archive: Path, layout: Any) -> Any:
-    """That model in this process."""
+    """A scorer of that model in this process."""
     from nemo_aligner.serving.engine.scorer import load_scorer
 
     return load_scorer(archive, layout, micro_batch_tokens=128)
@@ -67,7 +67,7 @@ def scorer(archive: Path, layout: Any) -> Any:
 
 @pytest.fixture
 def servers() -> Iterator[list[Misbehaving]]:
-    """Three of this process that are not there yet; each goes in the end."""
+    """Three servers of this process that do not listen yet; all are stopped at the end."""
     made = [Misbehaving() for _ in range(3)]
     yield made
     for each in made:

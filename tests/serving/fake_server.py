@@ -1,8 +1,8 @@
 """A real server around a scorer without a model: ``python fake_server.py key=value ...``.
 
-The reward of a token list is its sum; texts become one id per character. Some ids mean trouble:
-666 fails on every rank, 667 kills the last rank, 668 fails on the last rank alone, 700 takes 3
-seconds, 701 gives NaN. Every call is noted as ``BATCH sequences tokens`` on stdout.
+The reward of a token list is its sum; texts become one id per character. Special ids: 666 fails on
+every rank, 667 kills the last rank, 668 fails only on the last rank, 700 takes 3 seconds, 701 gives
+NaN. Every call is logged as ``BATCH sequences tokens`` on stdout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONTRACT = ScoringContract(
 
 
 def total(text: str) -> float:
-    """The reward of a text."""
+    """Return the reward of a text."""
     return float(sum(map(ord, text)))
 
 
@@ -95,7 +95,7 @@ class FakeScorer:
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
         token_lists = [row.ids.tolist() for row in rows]
         tokens = sum(len(ids) for ids in token_lists)
-        # In one piece: another thread's flush between its parts let the other rank's line in.
+        # In one piece: a flush by another thread between two parts let another rank's line in.
         print(f"BATCH {len(token_lists)} {tokens}\n", end="", flush=True)
         marks = {ids[0] for ids in token_lists}
         last = self._rank == self._world_size - 1
@@ -105,7 +105,7 @@ class FakeScorer:
             os._exit(9)
         if 700 in marks:
             time.sleep(3)
-        # Each rank sums a part, like a tensor parallel model.
+        # Each rank sums a part, like in a tensor parallel model.
         mine = [float(sum(ids[self._rank :: self._world_size])) for ids in token_lists]
         rewards = torch.tensor(mine)
         if self._world_size > 1:
@@ -116,7 +116,7 @@ class FakeScorer:
 
 
 def main(arguments: Sequence[str]) -> int:
-    # Only here: tests import this file for its contract.
+    # Imported here, because tests import this file only for its contract.
     from nemo_aligner.serving.reward import RewardBackend
     from nemo_aligner.serving.server import ServerSocket, serve
 

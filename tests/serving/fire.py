@@ -1,4 +1,4 @@
-"""Requests by the thousand, each of which has its own right answer, and clients that leave."""
+"""Thousands of requests with known answers, and clients that leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLIENTS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent, and what has to come back: numbers, or a status and a part of the message."""
+    """A request and its expected answer: numbers, or a status and a part of the message."""
 
     path: str
     body: Any
@@ -43,7 +43,7 @@ class Request:
 
 
 def numbers(path: str, answer: Any) -> Any:
-    """The rewards in a protocol's answer: the first column of the gateway's."""
+    """Return the rewards in an answer of any protocol; the first column of the gateway's."""
     if path == INFER:
         return answer["outputs"][0]["data"]
     if path == "/v1/rewards":
@@ -57,7 +57,7 @@ def numbers(path: str, answer: Any) -> Any:
 
 
 def words(answer: Any) -> str:
-    """Why a request has no rewards, in any protocol's form."""
+    """Return the error message in an answer of any protocol."""
     said = answer["detail"] if "detail" in answer else answer["error"]
     text = said["message"] if isinstance(said, dict) else said
     assert isinstance(text, str), answer
@@ -65,7 +65,7 @@ def words(answer: Any) -> str:
 
 
 async def send_all(url: str, requests: Sequence[Request]) -> float:
-    """How many seconds it took; every answer is checked."""
+    """Send all requests, check every answer, and return the seconds that it took."""
     waiting = iter(requests)
 
     async def client(session: Any) -> None:
@@ -83,7 +83,7 @@ async def send_all(url: str, requests: Sequence[Request]) -> float:
 
 
 async def leave(url: str, requests: Sequence[Request]) -> None:
-    """Clients that go in the middle of what they send."""
+    """Clients that leave in the middle of a request."""
     for number, request in enumerate(requests):
         _, writer = await asyncio.open_connection(*url[7:].split(":"))
         headers = {"Host": "x", "Content-Length": len(request.data), **request.headers}

@@ -1,4 +1,4 @@
-"""Calls of the gateway's application in this process, and a client that scores by itself."""
+"""Calls of the gateway's application in this process, and a fake client that computes rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 
 
 def gateway_front(client: Any, token: str | None = None, **settings: Any) -> Front:
-    """The front of a gateway with this client, as ``nemo-aligner gateway`` makes it."""
+    """Create a gateway's front with this client, like ``nemo-aligner gateway``."""
     config = GatewayConfig(**settings)
     service = UpstreamService(client, config)
     endpoints = reward_endpoints(service, 16, kserve.OPTIONAL_NAMES)
@@ -42,7 +42,7 @@ class Answer:
 
 
 def call(app: Any, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-    """POST where there is a body (as JSON, or bytes as they are), else GET."""
+    """POST if there is a body (JSON, or bytes unchanged), otherwise GET."""
     return asyncio.run(call_async(app, path, body, headers))
 
 
@@ -80,7 +80,7 @@ async def call_async(
 
 
 class FakeClient:
-    """Rewards of fake_server.py, without a server; empty texts are refused."""
+    """A client without a server: rewards like fake_server.py; empty texts are rejected."""
 
     def __init__(self, contract: ScoringContract | None = CONTRACT, columns: int = 2) -> None:
         self.contract, self.columns = contract, columns
@@ -142,3 +142,41 @@ class FakeClient:
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:
         return self.counted
+
+
+# One valid body for each route.
+GOOD = {
+    "/v1/rewards": {"texts": ["ab"]},
+    "/get_reward": {"query": ["ab"]},
+    "/remote_rm": {"prompt": "a", "response": "b", "label": None},
+    "/classify": {"input": "ab"},
+    "/pooling": {"input": "ab"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/predict": {"inputs": "ab"},
+    "/rerank": {"query": "a", "texts": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"], "top_n": 1},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/verify": {
+        "responses_create_params": {"input": "a"},
+        "response": {"output": [{"role": "assistant", "content": "b"}]},
+    },
+    "/compare": {
+        "conversation_history": [{"role": "user", "content": "a"}],
+        "response_objs": [{"output": [{"role": "assistant", "content": "b"}]}],
+    },
+}
+
+
+def make(client: FakeClient | None = None, token: str | None = None, **settings: Any) -> Any:
+    """Create a gateway's front; ``settings`` are those of ``gateway``."""
+    return gateway_front(client or FakeClient(), token, **settings)
+
+
+def message(answer: Any) -> str:
+    """Return the error message of an answer, whatever the form of its protocol."""
+    error = answer.json
+    error = error["detail"] if "detail" in error else error["error"]
+    error = error["message"] if isinstance(error, dict) else error
+    assert isinstance(error, str)
+    return error

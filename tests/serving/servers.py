@@ -1,4 +1,4 @@
-"""Servers in processes of their own, as a user starts them, for tests to ask and to kill."""
+"""Servers in separate processes, started like a user does, for tests that query or kill them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.harness.once import TURNS
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"
-SERVE = "serve"  # the verb
+SERVE = "serve"  # the verb of nemo-aligner
 QUICK = ("heartbeat_secs=0.5", "exit_timeout_secs=10")
 
 
 @dataclass
 class Server:
-    """A running server: its URL, and rank 0 first among its processes."""
+    """A running server: its URL and its processes, rank 0 first."""
 
     url: str
     ranks: list[subprocess.Popen[bytes]]
@@ -47,7 +47,7 @@ class Server:
     def post(
         self, body: dict[str, Any] | bytes, timeout: float = 30.0
     ) -> tuple[int, dict[str, Any]]:
-        """Plain JSON over HTTP: the status, and the answer."""
+        """Send plain JSON over HTTP; return the status and the answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/v2/models/reward_model/infer", data=data)
         try:
@@ -57,7 +57,7 @@ class Server:
             return error.code, json.loads(error.read())
 
     def processes(self, name: str = "") -> list[int]:
-        """What is left of the server: its processes with ``name`` in their command line."""
+        """Find the server's remaining processes with ``name`` in their command line."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -67,18 +67,18 @@ class Server:
         return found
 
     def wait(self, timeout: float) -> list[int]:
-        """Every rank's exit code; an error when one is still running after ``timeout`` seconds."""
+        """Wait for all ranks and return their exit codes; fail after ``timeout`` seconds."""
         end = time.monotonic() + timeout
         return [rank.wait(max(0.1, end - time.monotonic())) for rank in self.ranks]
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 30.0) -> list[int]:
-        """Signal every rank, as a launcher does."""
+        """Signal every rank, like a launcher."""
         for rank in self.ranks:
             rank.send_signal(number)
         return self.wait(timeout)
 
     def assert_nothing_is_left(self, within: float = 5) -> None:
-        """No process, and no file of Triton's."""
+        """Assert that no process and no file of Triton is left."""
         end = time.monotonic() + within
         while self.processes() and time.monotonic() < end:
             time.sleep(0.1)
@@ -88,7 +88,7 @@ class Server:
         assert self.segments() == []
 
     def segments(self) -> list[str]:
-        """Its shared memory."""
+        """List the server's segments of shared memory."""
         patterns = [f"/dev/shm/pytrtion{rank.pid}-*" for rank in self.ranks]
         return [found for pattern in patterns for found in glob.glob(pattern)]
 
@@ -106,9 +106,8 @@ def running(
 ) -> Iterator[Server]:
     """Start ``script`` with a ready file, and make sure that it is gone afterwards.
 
-    By ``torchrun`` it is the one process that ``ranks`` of the server has. ``folder`` is for what
-    it writes, ``current`` is its current one, ``variables`` are added to its environment, and
-    ``python`` runs it.
+    With ``ranks`` it runs under ``torchrun``. ``folder`` is for its files, ``current`` is its
+    working directory, ``variables`` are added to its environment, and ``python`` runs it.
     """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
     section = "gateway." if arguments[:1] == ("gateway",) else "server."
@@ -123,7 +122,7 @@ def running(
 
 @contextlib.contextmanager
 def gateway(folder: Path, *settings: str) -> Iterator[Server]:
-    """A gateway in a process of its own, at any free port, that is gone afterwards."""
+    """Run a gateway in another process on a free port; it is gone afterwards."""
     command = ["-m", "nemo_aligner", "gateway", "gateway.port=0", *settings, "gateway.ready_file="]
     with _running(folder, [sys.executable, *command], 1, ROOT, {}) as started:
         yield started
@@ -133,9 +132,9 @@ def gateway(folder: Path, *settings: str) -> Iterator[Server]:
 def _running(
     folder: Path, command: list[str], ranks: int, current: Path, added: Mapping[str, str]
 ) -> Iterator[Server]:
-    """Run ``command``, whose last word is to be followed by the ready file."""
+    """Run ``command``, which ends with the name of the setting for the ready file."""
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
-    # Short paths: sockets have at most 108 letters.
+    # Short paths, because those of sockets have at most 108 characters.
     home, temporary = (Path(tempfile.mkdtemp(prefix=name)) for name in ("triton", "served"))
     environment = {
         **os.environ,
@@ -164,7 +163,7 @@ def _running(
                 os.kill(pid, signal.SIGKILL)
         for rank_process in server.ranks:
             rank_process.wait()
-        # What clears up was killed, too, and a process to come may have the same number.
+        # Its clean-up was killed, too, and a later process may get the same number.
         for segment in server.segments():
             os.unlink(segment)
         shutil.rmtree(home)
@@ -181,13 +180,13 @@ def wait_for(ready: Path, server: Server) -> str:
 
 
 def json_request(name: str, datatype: str, rows: list[list[Any]]) -> dict[str, Any]:
-    """One input of a KServe v2 request, as plain JSON."""
+    """Build one input of a KServe v2 request as plain JSON."""
     flat = [value for row in rows for value in row]
     return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}
 
 
 def tokens_request(rows: list[list[int]], *lengths: int) -> list[dict[str, Any]]:
-    """The inputs of token ids; without lengths each row is whole."""
+    """Build the inputs for token ids; without lengths, each row has its full length."""
     lengths = lengths or tuple(map(len, rows))
     return [
         json_request("tokens", "INT64", rows),
@@ -199,7 +198,7 @@ def check_refused(
     post: Callable[[dict[str, Any]], tuple[int, dict[str, Any]]],
     cases: Sequence[tuple[list[dict[str, Any]], str]],
 ) -> None:
-    """Assert that each request gets a 400 of one line that has its message."""
+    """Assert that each request gets a 400 with its one-line message."""
     wrong = []
     for inputs, message in cases:
         status, answer = post({"inputs": inputs})
@@ -210,6 +209,6 @@ def check_refused(
 
 
 def batches(server: Server) -> list[tuple[int, int]]:
-    """Sequences and tokens of every call of a fake server's scorer."""
+    """Read the sequences and tokens of every call from a fake server's log."""
     lines = [line.split() for line in server.output().splitlines() if line.startswith("BATCH")]
     return [(int(sequences), int(tokens)) for _, sequences, tokens in lines]

@@ -1,203 +1,320 @@
-"""A critic over HTTP: beside a reward model or alone, learning, killed, and started again."""
+"""The critic's service without a server or a model: requests share a lock and get own answers."""
 
 from __future__ import annotations
 
-import signal
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.serving.client import RewardCriticClient
-from nemo_aligner.serving.protocols.critic import DEFAULT_URL
-from nemo_aligner.utils.errors import ServingError
-from tests.docs.pages import blocks
-from tests.harness import tiny
-from tests.harness.once import Once
-from tests.serving.servers import SERVE, Server, running
-from tests.serving.test_aligner_client import run_client
-from tests.serving.test_attacks import attacks_on_tensors, check_survives
-from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
+from nemo_aligner.config.load import load_config
+from nemo_aligner.config.serving import ServeCriticConfig
+from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
+from nemo_aligner.serving.engine.batcher import ReadWriteLock
+from nemo_aligner.serving.engine.executor import RanksLostError
+from nemo_aligner.serving.failures import FailureKind
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.run import _check_same_encoding, run_critic_server
+from nemo_aligner.training.critic import ValueStep
+from nemo_aligner.utils.errors import ConfigError, ServingError
+from tests.serving.answers import Failure, answered
+from tests.serving.fake_server import CONTRACT
 
-SERVE_CRITIC = "examples/serve_ppo_critic.py"
-ROLLOUT, NEXT = make_rollout(11), make_rollout(12)
-LENGTHS = [WIDTH - row for row in range(ROWS)]
-TEXTS = [row[:length].tolist() for row, length in zip(ROLLOUT.tokens, LENGTHS, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def model(once: Once) -> Path:
-
-    def build(folder: Path) -> None:
-        tiny.write_hf_reward_model(folder / "hf", max_position_embeddings=64)
-        convert_hf_to_nemo(folder / "hf", folder / "rm.nemo")
-
-    return once("served_critic", build) / "rm.nemo"
+WAIT_S = 30
+ROLLOUT = {
+    "tokens": np.ones((2, 3), dtype=np.int64),
+    "returns": np.zeros((2, 2), dtype=np.float32),
+    "prev_values": np.zeros((2, 2), dtype=np.float32),
+    "mask": np.ones((2, 2), dtype=np.float32),
+}
+STEPS = [ValueStep(1, 0.5, 3, 1.0, 0.1, 0.0), ValueStep(2, 1.0, 1, None, 0.1, 0.0)]
 
 
-def settings(model: Path, folder: Path, *more: str) -> list[str]:
-    where = [
-        f"pretrained_checkpoint.restore_from_path={model}",
-        f"exp_manager.explicit_log_dir={folder / 'run'}",
-        "server.port=0",
-    ]
-    return [*SETTINGS, *where, *more]
+class Ranks:
+    """Records the operations for all ranks; the test answers them explicitly."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._answers: list[Future[Any]] = []
+        self._came = threading.Condition()
+
+    def submit(self, operation: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._came:
+            self.calls.append((operation, arguments))
+            self._answers.append(answer)
+            self._came.notify_all()
+        return answer
+
+    def wait_for(self, count: int) -> list[str]:
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.calls) >= count, WAIT_S), self.calls
+        return [operation for operation, _ in self.calls]
+
+    def begin(self, number: int) -> None:
+        """Start call ``number``, so that it cannot be cancelled any more."""
+        assert self._answers[number].set_running_or_notify_cancel()
+
+    def finish(self, number: int, found: Any = None) -> None:
+        """Answer a call: a token's value is the call's number plus an eighth per position."""
+        operation, arguments = self.calls[number]
+        if operation == VALUES:
+            found = [number + np.arange(len(row.ids)) / 8 for row in arguments[0]]
+        if isinstance(found, Exception):
+            self._answers[number].set_exception(found)
+        else:
+            self._answers[number].set_result(found)
 
 
-@pytest.fixture(scope="module")
-def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Both on the same two stages of a pipeline; each leaves the device while the other works."""
-    folder = tmp_path_factory.mktemp("both")
-    more = [
-        "trainer.ppo.combine_rm_and_critic_server=true",
-        "trainer.ppo.offload_idle_model=true",
-        "model.offload_adam_states=true",
-        "model.pipeline_model_parallel_size=2",
-        f"server.max_request_bytes={ServerConfig().max_request_bytes}",  # a critic's is larger
-    ]
-    with running(folder, SERVE_CRITIC, *settings(model, folder, *more), ranks=2) as server:
-        yield server
-        assert server.stop() == [0, 0], server.output()[-3000:]
-        server.assert_nothing_is_left()
+class Asked:
+    """A service, and an event loop in which requests wait."""
+
+    def __init__(self, *settings: str, tokens_per_call: int = 100) -> None:
+        run: Any = SimpleNamespace(
+            contract=CONTRACT,
+            tokenizer=SimpleNamespace(vocab_size=1000),
+            learner=SimpleNamespace(tokens_per_call=tokens_per_call, step=0),
+            checkpoints=SimpleNamespace(folder="run", latest=lambda: None),
+        )
+        self.ranks: Any = Ranks()
+        config = load_config(ServeCriticConfig, settings)
+        self.service = CriticService(run, config, self.ranks, has_rewards=False)
+        self.endpoints = {each.name: each for each in self.service.endpoints}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def ask(self, name: str, inputs: dict[str, np.ndarray]) -> Future[Any]:
+        answering: Callable[..., Coroutine[Any, Any, Any]] = self.endpoints[name].answer
+        return asyncio.run_coroutine_threadsafe(answered(answering(inputs)), self._loop)
+
+    def infer(self, *lengths: int) -> Future[Any]:
+        return self.ask("critic_infer", kserve.encode_tokens([[1] * each for each in lengths]))
 
 
-def arrays(rollout: Rollout) -> list[np.ndarray]:
-    return list(vars(rollout).values())
+def values(future: Future[Any]) -> list[list[float]]:
+    found = future.result(WAIT_S)
+    assert not isinstance(found, Failure), found
+    return found["values"].tolist()
 
 
-def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarray]:
-    """``[N]``, and ``[N, WIDTH]`` with zeros after the end of each sequence."""
-    found = client.infer(TEXTS)
-    assert found.rewards is not None
-    assert [len(row) for row in found.values] == LENGTHS
-    return found.rewards, np.stack([np.pad(v, (0, WIDTH - len(v))) for v in found.values])
+def test_critic_answers_a_request_whole_before_it_learns_and_what_comes_then_waits() -> None:
+    asked = Asked(tokens_per_call=2)
+    first = asked.infer(2, 2, 1)
+    assert asked.ranks.wait_for(2) == [VALUES, VALUES]
+    train = asked.ask("critic_train", ROLLOUT)
+    save = asked.ask("critic_save", {})
+    inputs = kserve.encode_tokens([[1, 2]])
+    inputs["tokens"] = np.pad(inputs["tokens"], ((0, 0), (0, 2)))
+    later = asked.ask("critic_infer", inputs)
+    asked.ranks.finish(0)
+    asked.ranks.finish(1)
+    # Training that came after it begins only after its last row.
+    assert asked.ranks.wait_for(3) == [VALUES] * 3
+    asked.ranks.finish(2)
+    assert values(first) == [[0.0, 0.125], [1.0, 1.125], [2.0, 0.0]]
+    assert asked.ranks.wait_for(4)[3:] == [TRAIN]
+    assert not later.done()
+    asked.ranks.finish(3, STEPS)
+    assert train.result(WAIT_S)["loss_mean"].tolist() == [(0.5 * 3 + 1.0) / 4]
+    assert asked.ranks.wait_for(5)[4:] == [SAVE]
+    asked.ranks.finish(4, "critic.nemo")
+    assert save.result(WAIT_S)["status"].tolist() == [0]
+    assert asked.ranks.wait_for(6)[5:] == [VALUES]
+    asked.ranks.finish(5)
+    # Padded to the width of its request.
+    assert values(later) == [[5.0, 5.125, 0.0, 0.0]]
+    assert later.result()["values"].dtype == np.float32
 
 
-def test_critic_survives_what_ends_others_and_says_how_it_is(both: Server) -> None:
-    """What a critic has learned since its last save would be lost."""
-    with RewardCriticClient(both.url) as client:
-        for path in ("/v2/models/critic_infer/infer", "/v2/models/critic_train/infer"):
-            check_survives(
-                both,
-                attacks_on_tensors(path),
-                lambda: b"".join(array.tobytes() for array in rewards_and_values(client)),
-            )
-    for path, content in (("health", "ok"), ("ready", "ready"), ("metrics", 'backend="critic"')):
-        with urllib.request.urlopen(f"{both.url}/{path}", timeout=30) as page:
-            assert content in page.read().decode(), path
+def test_critic_refuses_what_comes_while_it_trains_where_that_is_set() -> None:
+    asked = Asked("trainer.ppo.infer_while_training=refuse")
+    train = asked.ask("critic_train", ROLLOUT)
+    assert asked.ranks.wait_for(1) == [TRAIN]
+    refused = asked.infer(1).result(WAIT_S)
+    assert refused == Failure("the critic is training; retry after 1 s", FailureKind.busy)
+    asked.ranks.finish(0, STEPS)
+    train.result(WAIT_S)
+    answered = asked.infer(1)
+    asked.ranks.wait_for(2)
+    asked.ranks.finish(1)
+    assert values(answered) == [[1.0]]
 
 
-def test_one_server_for_both_has_the_numbers_of_two_also_after_training(
-    model: Path, both: Server, once: Once, tmp_path: Path
-) -> None:
-    folders = [tmp_path / name for name in ("rewards", "critic")]
-    for folder in folders:
-        folder.mkdir()
-    of_rewards = f"rm_model_file={model}", "server.port=0", "ensemble.k=2"
-    with (
-        running(folders[0], SERVE, *of_rewards) as rewards,
-        running(folders[1], SERVE_CRITIC, *settings(model, folders[1])) as critic,
-        RewardCriticClient(critic.url, reward_url=rewards.url) as two,
-        RewardCriticClient(both.url) as one,
-    ):
-        # What does nothing is said first.
-        assert "note: ensemble.k does nothing\n  with ensemble.files=[]" in rewards.output()
-        assert "note: model.optim.sched.min_lr does nothing" in critic.output()
-        of_two = rewards_and_values(two)
-        for got, wanted in zip(rewards_and_values(one), of_two, strict=True):
-            assert got.dtype == np.float32
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
-        rollout = {
-            "response_tokens": ROLLOUT.tokens.tolist(),
-            "response_lengths": LENGTHS,
-            "returns": ROLLOUT.returns.tolist(),
-            "values": ROLLOUT.prev_values.tolist(),
-            "mask": ROLLOUT.mask.tolist(),
-        }
-        by_aligner = run_client(once, tmp_path, both, rollout=rollout)
-        loss = two.train(*arrays(ROLLOUT))
-        after = rewards_and_values(two)
-        np.testing.assert_allclose(rewards_and_values(one)[1], after[1], rtol=0, atol=1e-5)
-    assert np.abs(after[1] - of_two[1]).max() > 0.01
-    np.testing.assert_allclose(by_aligner["loss_mean"], [loss], rtol=1e-5)
-    for name, wanted in (("combined", of_two), ("apart", of_two), ("after", after)):
-        got = by_aligner[name]
-        assert got["dtype"] == "torch.float32"
-        np.testing.assert_allclose(got["rewards"], of_two[0], rtol=0, atol=1e-5)
-        # Its client leaves out the last value.
-        np.testing.assert_allclose(got["values"], wanted[1][:, :-1], rtol=0, atol=1e-5)
-    check_memory(both)
-
-
-def check_memory(server: Server) -> None:
-    """What the start shows: bytes on the device go down by what leaves it, and come back."""
-    lines = server.output().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("Memory of rank 0"))
-    rows = [line.rsplit(maxsplit=2) for line in lines[start + 1 : start + 6]]
-    device = {name.strip(): float(mib.replace(",", "")) for name, mib, _ in rows}
-    assert list(device) == ["before", "scoring", "values", "training", "values again"]
-    assert device["before"] > device["training"] > device["values"] == device["values again"]
-    assert device["scoring"] == device["values"]
-    # Weights, gradients and two moments in fp32, and the reward model's weights.
-    np.testing.assert_allclose(device["before"] / device["values"], 5, rtol=0.1)
-
-
-@pytest.mark.smoke
-def test_what_cannot_be_learned_from_is_refused_and_changes_nothing(both: Server) -> None:
-    tokens, returns, prev_values, mask = arrays(ROLLOUT)
-    bad_returns = returns.copy()
-    bad_returns[0, 3] = np.nan
-    wrong = {
-        r"returns: got shape \[7, 18\], wanted \[7, 19\]": (returns[:, 1:], mask),
-        r"returns, row 0: got a number that is not finite at 3": (bad_returns, mask),
-        r"mask: got only zeros in rows 0 to 3": (returns, 0 * mask),
-        r"returns: got shape \[7, 19, 1\]|unexpected shape": (returns[..., None], mask),
+def test_critic_refuses_a_rollout_that_is_unfit_before_it_reaches_a_rank() -> None:
+    bad, wide = FailureKind.bad_request, np.ones((2, 3), dtype=np.float32)
+    unfit: dict[str, tuple[FailureKind, dict[str, np.ndarray]]] = {
+        "got no inputs, wanted tokens, returns, prev_values, mask": (bad, {}),
+        "mask: got shape [2, 3], wanted [2, 2]": (bad, {**ROLLOUT, "mask": wide}),
+        "tokens, row 0: got token id 5000, wanted 0 to 999": (
+            bad,
+            {**ROLLOUT, "tokens": np.full((2, 3), 5000)},
+        ),
+        "got a request of 31936032 bytes, wanted at most 1000000": (
+            FailureKind.too_large,
+            {name: np.zeros((999, 999)) for name in ROLLOUT},
+        ),
     }
-    with RewardCriticClient(both.url) as client:
-        before = rewards_and_values(client)
-        for message, (some_returns, some_mask) in wrong.items():
-            with pytest.raises(ServingError, match=message) as refusal:
-                client.train(tokens, some_returns, prev_values, some_mask)
-            assert refusal.value.status == 400  # type: ignore[attr-defined]
-        with pytest.raises(ServingError, match="gradient norm of inf; the weights") as failure:
-            client.train(tokens, 1e30 * returns, prev_values, mask)
-        assert failure.value.status == 500  # type: ignore[attr-defined]
-        after = rewards_and_values(client)
-    assert all(map(np.array_equal, before, after))
+    asked = Asked("server.max_request_bytes=1000000")
+    for message, (kind, inputs) in unfit.items():
+        failure = asked.ask("critic_train", inputs).result(WAIT_S)
+        assert failure.message.startswith(message)
+        assert failure.kind is kind, message
+    assert asked.ranks.calls == []
 
 
-def test_the_page_runs_from_its_first_line_of_python_to_its_last(
-    both: Server, capsys: pytest.CaptureFixture[str]
+def test_critic_says_why_a_training_fails_and_begins_the_next_one() -> None:
+    failed = Failure("the model failed: step 1: a loss", FailureKind.internal)
+    lost = Failure("the server cannot continue: a rank died", FailureKind.busy)
+    for error, said in (
+        (ServingError("step 1: a loss"), failed),
+        (RanksLostError("a rank died"), lost),
+    ):
+        asked = Asked()
+        first, second = (asked.ask("critic_train", ROLLOUT) for _ in range(2))
+        asked.ranks.wait_for(1)
+        asked.ranks.finish(0, error)
+        assert first.result(WAIT_S) == said
+        asked.ranks.wait_for(2)
+        asked.ranks.finish(1, STEPS)
+        assert second.result(WAIT_S)["loss_mean"].size == 1
+
+
+def test_values_that_nobody_waits_for_are_not_computed_and_training_goes_on() -> None:
+    asked = Asked(tokens_per_call=2)
+    train = asked.ask("critic_train", ROLLOUT)
+    asked.ranks.wait_for(1)
+    asked.ranks.begin(0)
+    gone = asked.infer(*[1] * 64)
+    save = asked.ask("critic_save", {})
+    live = asked.infer(2)
+    lock = asked.service._lock
+    wait_until(lambda: len(lock._waiting) == 3)
+    for cancelled in (gone, save, train):
+        assert cancelled.cancel()
+    wait_until(lambda: len(lock._waiting) == 1)
+    # Started work is not abandoned, and values wait for its end.
+    assert lock.is_exclusive
+    asked.ranks.finish(0, STEPS)
+    assert asked.ranks.wait_for(2) == [TRAIN, VALUES]
+    asked.ranks.finish(1)
+    assert values(live) == [[1.0, 1.125]]
+    gone = asked.infer(*[1] * 64)
+    asked.ranks.wait_for(4)
+    asked.ranks.begin(2)
+    save = asked.ask("critic_save", {})
+    wait_until(lambda: lock.is_exclusive)
+    assert gone.cancel()
+    # Cancelled values release the critic, even while their call still runs.
+    assert asked.ranks.wait_for(5)[2:] == [VALUES, VALUES, SAVE]
+    asked.ranks.finish(2)
+    asked.ranks.finish(4, "critic.nemo")
+    assert save.result(WAIT_S)["status"].tolist() == [0]
+    asked.service.stop()
+
+
+def test_training_and_saving_are_noted_though_their_senders_have_left(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    names: dict[str, Any] = {}
-    for block in blocks(tiny.ROOT / "docs" / "critic.md", "python"):
-        exec(compile(block.replace(DEFAULT_URL, both.url), "critic.md", "exec"), names)
-    names["client"].close()
-    lengths, shape, loss = capsys.readouterr().out.splitlines()
-    assert (lengths, shape) == ("[4, 2]", "(2,)")
-    assert float(loss) == pytest.approx(0.005, rel=1e-3)
+    asked = Asked()
+    run: Any = asked.service._run
+    train = asked.ask("critic_train", ROLLOUT)
+    asked.ranks.wait_for(1)
+    asked.ranks.begin(0)
+    assert train.cancel()
+    run.learner.step = 2
+    asked.ranks.finish(0, STEPS)
+    save = asked.ask("critic_save", {})
+    asked.ranks.wait_for(2)
+    asked.ranks.begin(1)
+    assert save.cancel()
+    # The server stops while saving goes on.
+    stopping = threading.Thread(target=asked.service.stop)
+    stopping.start()
+    time.sleep(0.05)
+    assert stopping.is_alive()
+    asked.ranks.finish(1, "critic.nemo")
+    stopping.join(WAIT_S)
+    assert not stopping.is_alive()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "step 1",
+        "step 2",
+        "saved critic.nemo and the state to resume from",
+    ]
 
 
-def test_a_server_that_is_killed_goes_on_from_what_was_saved(model: Path, tmp_path: Path) -> None:
-    arguments = settings(model, tmp_path, "model.tensor_model_parallel_size=2")
-    losses, values = [], []
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        (tmp_path / "ready").unlink(missing_ok=True)
-        with running(tmp_path, SERVE_CRITIC, *arguments, ranks=2) as server:
-            with RewardCriticClient(server.url) as client:
-                if number == signal.SIGKILL:
-                    client.train(*arrays(ROLLOUT))
-                    client.save()
-                losses.append(client.train(*arrays(NEXT)))
-                values.append(client.infer(TEXTS).values)
-            codes = server.stop(number)
-            server.assert_nothing_is_left()
-            assert codes == [-number if number == signal.SIGKILL else 0] * 2
-    assert losses[0] == losses[1]
-    assert all(map(np.array_equal, *values))
+def test_critic_refuses_values_of_too_many_bytes_and_no_tokens_that_its_bytes_hold() -> None:
+    asked = Asked("server.max_request_bytes=100")
+    refused = asked.infer(7, 6).result(WAIT_S)
+    assert refused == Failure(
+        "got a request of 128 bytes, wanted at most 100 (server.max_request_bytes). Send fewer "
+        "rows per request",
+        FailureKind.too_large,
+    )
+    server = ServeCriticConfig().server
+    num_bytes = np.dtype(np.int64).itemsize * server.max_request_tokens
+    assert num_bytes == server.max_request_bytes == 2**28
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
+    lock, first, last = ReadWriteLock(), Future[str](), Future[str]()
+
+    def refuse() -> Future[str]:
+        raise ValueError("closed")
+
+    failing = lock.submit(lambda: first, exclusive=True)
+    refused = lock.submit(refuse, exclusive=True)
+    next_one = lock.submit(lambda: last, exclusive=False)
+    assert lock.is_exclusive
+    first.set_exception(KeyError("a"))
+    with pytest.raises(KeyError):
+        failing.result(0)
+    with pytest.raises(ValueError, match="closed"):
+        refused.result(0)
+    last.set_result("B")
+    assert next_one.result(0) == "B"
+    assert not lock.is_exclusive
+
+
+def test_critic_offers_its_contract_and_says_at_its_end_what_was_never_saved(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = Asked()
+    names = ["critic_infer", "critic_train", "critic_save", "contract"]
+    assert [*asked.endpoints] == names
+    assert asked.endpoints["critic_train"].max_rows == 0
+    run: Any = asked.service._run
+    said = []
+    for step, saved in [(0, 0), (1, 0), (2, 2), (5, 2)]:
+        run.learner.step = step
+        asked.service._saved_step = saved
+        asked.service.stop()
+        said.append(capsys.readouterr().out.strip())
+    assert said == [
+        "",
+        "step 1 was never saved (critic_save); a restart begins at step 0",
+        "",
+        "steps 3 to 5 were never saved (critic_save); a restart continues from step 2",
+    ]
+
+
+def test_critic_is_refused_a_reward_model_that_reads_other_tokens_and_no_checkpoint() -> None:
+    _check_same_encoding("rm.nemo", CONTRACT, CONTRACT)
+    with pytest.raises(ConfigError, match=r"rm\.nemo: got seq_length 64, wanted .*65"):
+        _check_same_encoding("rm.nemo", CONTRACT, replace(CONTRACT, seq_length=65))
+    with pytest.raises(ConfigError, match="restore_from_path: it is not set"):
+        run_critic_server(ServeCriticConfig())

@@ -1,4 +1,4 @@
-"""A gateway as a user starts it, in front of a running server: every way to begin and to end."""
+"""A gateway process in front of a running server: every way to start and to stop it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rewards(answer: tuple[int, Any]) -> list[float]:
 def ask_at_once(
     url: str, texts: list[str], backends: list[Misbehaving], then: Callable[[], None]
 ) -> list[tuple[int, Any]]:
-    """A request for each text side by side, and once the backends have them all, ``then``."""
+    """Send a request per text concurrently; call ``then`` when the backends have all of them."""
 
     async def ask(session: Any, text: str) -> tuple[int, Any]:
         async with session.post(f"{url}/v1/rewards", json={"texts": [text]}) as answer:
@@ -83,8 +83,8 @@ def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is
     with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.retry_s=0.3") as started:
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{started.url}/ready", timeout=10)
-        refused = "connection refused: nobody listens there"
-        warning = f"Warning: {lone.url}: {refused}; requests get a 503"
+        refused = "connection refused: no server listens there"
+        warning = f"Warning: {lone.url}: {refused}; requests get status 503"
         assert eventually(lambda: warning in started.output())
         begun = time.monotonic()
         status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})
@@ -95,7 +95,7 @@ def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is
             assert ready.status == 200
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
         maps = Path(f"/proc/{started.ranks[0].pid}/maps").read_text()
-        assert ("uvloop" in maps, "libtorch" in maps) == (True, False)  # it holds no model
+        assert ("uvloop" in maps, "libtorch" in maps) == (True, False)  # no model, so no torch
         lone.answer = in_a_while
         texts = [str(number) for number in range(8)]
         stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
@@ -125,9 +125,11 @@ def test_of_two_backends_one_may_die_among_requests(
             words = json.load(ready)["backends"]
         assert words[second.url] == "ready"
         assert "connection refused" in words[first.url]
-        # The log has once that it left, and once that it came back.
+        # The log has one line when it left, and one when it came back.
         name = f"{first.url}, reward_model"
-        lost = f"{name}: connection lost before the whole answer came; it is left out until"
+        lost = (
+            f"{name}: the connection was lost before the answer was complete; it gets no requests"
+        )
         assert started.output().count(lost) == 1
         assert "answers again" not in started.output()
         first.come()
@@ -170,7 +172,7 @@ def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> N
             post(url, {"texts": ["ab"]}, bearer)
         for wrong, words in {
             started.url: "not trusted (self-signed certificate). Set the environment variable SSL_",
-            lone.url.replace("http:", "https:"): "does not answer by TLS. Use http:// in the URL",
+            lone.url.replace("http:", "https:"): "does not speak TLS. Use http:// in the URL",
         }.items():
             assert words in failure(wrong)[1]
         request = urllib.request.Request(f"{started.url}/v1/contract", headers=bearer)
@@ -198,7 +200,7 @@ def test_gateway_that_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
 def test_idle_connection_is_kept_for_as_long_as_the_setting_says(
     lone: Misbehaving, tmp_path: Path
 ) -> None:
-    """Longer than aiohttp keeps one to use it again, by default: 15 s."""
+    """Longer than the 15 s for which aiohttp reuses a connection by default."""
     assert GatewayConfig().keep_alive_secs == 75
     with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.keep_alive_secs=2") as started:
         connection = HTTPConnection(urlsplit(started.url).netloc, timeout=10)
@@ -207,7 +209,7 @@ def test_idle_connection_is_kept_for_as_long_as_the_setting_says(
             assert connection.getresponse().read()
             time.sleep(pause_s)
         idle_since = time.monotonic()
-        assert connection.sock.recv(1) == b""  # it was closed
+        assert connection.sock.recv(1) == b""  # the server has closed it
         assert 1 < time.monotonic() - idle_since < 8
         connection.close()
 

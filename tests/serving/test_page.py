@@ -1,4 +1,4 @@
-"""What README and the pages on serving show of calls, run against a server and a gateway."""
+"""The commands of README and the pages on serving, run against a server and a gateway."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = ("README.md", "docs/getting_started.md", "docs/tasks.md", "docs/cluster
 PAGES = [*(ROOT / name for name in OTHERS), SERVING, PROTOCOLS]
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"
 TEXT, ASKED, SAID = "What is red? A rose.", "What is red?", "A rose."
-# The reward that the answer to each command has, by its route.
+# The expected reward of each command, by its route.
 REWARDS = {
     "/get_reward": total(TEXT) / 2,
     "/classify": total(TEXT),
@@ -38,7 +38,7 @@ REWARDS = {
     "/predict": total(TEXT),
     "/rerank": total(ASKED + SAID) / 2,
     "/v1/rerank": total(ASKED + SAID) / 2,
-    "/v2/rerank": total(ASKED + "The sky.") / 2,  # the best alone
+    "/v2/rerank": total(ASKED + "The sky.") / 2,  # only the best one
     "/compare": total(ASKED + SAID) / 2,
     "/verify": total(ASKED + SAID) / 2,
 }
@@ -47,7 +47,7 @@ INFER = "/v2/models/reward_model/infer"
 
 
 def curls(page: Path) -> list[list[str]]:
-    """The words of every curl command of a page, and of what follows it in its block."""
+    """Split every curl command of a page, and the command after it in the block, into words."""
     shells = [block for block in blocks(page, "bash") if "curl " in block]
     text = "".join(block[block.index("curl ") :] for block in shells)
     found: list[list[str]] = []
@@ -60,7 +60,7 @@ def curls(page: Path) -> list[list[str]]:
 
 
 def ask(address: str, *rest: str) -> str:
-    """As curl does it, with or without ``-d BODY``."""
+    """Send a request like curl, with or without ``-d BODY``."""
     data = rest[1].encode() if rest else None
     with urllib.request.urlopen(address, data=data, timeout=30) as answer:
         return answer.read().decode()
@@ -102,7 +102,7 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
 def test_every_curl_is_answered_with_the_reward_of_its_text(
     server: Server, fronted: Server
 ) -> None:
-    """By the server, and by a gateway in front of it."""
+    """From the server, and from a gateway in front of it."""
     commands = [words for page in PAGES for words in curls(page)]
     assert len(commands) > 30
     for url in (server.url, fronted.url):
@@ -138,7 +138,7 @@ def reward_of_request(body: str) -> float:
 
 
 def test_every_route_and_metric_has_its_row(server: Server, fronted: Server) -> None:
-    """And every route a command; docs/settings.md has the settings."""
+    """Every route also has a command; docs/settings.md has the settings."""
     text = PROTOCOLS.read_text()
     described = json.loads(ask(f"{server.url}/openapi.json"))["paths"]
     assert json.loads(ask(f"{fronted.url}/openapi.json"))["paths"] == described

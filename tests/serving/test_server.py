@@ -1,4 +1,4 @@
-"""A real server around a fake scorer: its client, bad company, every way to begin and to end."""
+"""A server process around a fake scorer: its client, bad requests, and ways to start and stop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_server_answers_plain_json(server: Server) -> None:
     found = {name: json.loads(text) for name, (text,) in outputs.items()}
     assert found["contract"] == CONTRACT.to_dict()
     assert found["statistics"]["tokens_per_call"] == 256
-    assert found["turn_end"] is None  # its contract has no template
+    assert found["turn_end"] is None  # the contract has no chat template
     said = server.output()
     assert "Serving contract, reward_model at" in said
     assert f"{server.url}/docs" in said
@@ -80,9 +80,9 @@ def test_server_answers_a_bad_request_in_one_line_and_goes_on(server: Server) ->
 def test_client_of_a_real_server_has_every_form_of_request_and_answer(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What its own format and Triton's make of it; tests/serving/client has servers of its own."""
+    """Requests in its own and in Triton's format; tests/serving/client has fake servers."""
     chat = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Grüße"}]
-    many = ["x" * (1 + i % 7) for i in range(100)]  # the server refuses more than 32
+    many = ["x" * (1 + i % 7) for i in range(100)]  # the server accepts at most 32 per request
     rows = [[7] * length for length in (5, 1, 60)] * 20
     gone = f"http://127.0.0.1:{free_port()}"
     with RewardClient([server.url, gone], timeout_s=30) as client:
@@ -107,7 +107,7 @@ def test_client_of_a_real_server_has_every_form_of_request_and_answer(
         scored = client.score_rows(["a" * 100, "", "b"])
         assert scored.exceeded.tolist() == [True, False, False]
         assert scored.rewards[0, 0] == 64 * ord("a")
-        assert "1 of 3 texts were cut" in caplog.text
+        assert "1 of 3 samples were cut" in caplog.text
         assert (scored.contract_hash, [*scored.errors]) == (CONTRACT.hash, [1])
         scored = asyncio.run(client.score_token_rows_async([[1], [-1]]))
         assert scored.rewards[0].tolist() == [1.0, -1.0]
@@ -129,7 +129,7 @@ def test_server_gathers_what_comes_while_it_is_busy(server: Server) -> None:
 
 @contextmanager
 def scoring(folder: Path, *settings: str, **how: Any) -> Iterator[tuple[Server, Future[Any]]]:
-    """A server in the middle of a call of three seconds, and the answer that is to come."""
+    """A server that is computing a call of three seconds, and the future of its answer."""
     with running(folder, FAKE, *settings, **how) as server, ThreadPoolExecutor(1) as pool:
         yield server, begin_slow(server, pool)
 
@@ -157,7 +157,7 @@ def test_server_that_is_full_says_when_to_come_again_and_a_stop_answers_what_is_
         assert status == 503
         assert answer["error"].startswith("the queue is full (1 rows wait of 2, ")
         assert answer["error"].endswith("retry after 1 s")
-        with RewardClient(server.url) as client:  # which does
+        with RewardClient(server.url) as client:  # which answers
             assert client.score(["a", "b"])[:, 0].tolist() == [97, 98]
         check_slow_answer(slow)
         slow = begin_slow(server, pool)
@@ -167,7 +167,7 @@ def test_server_that_is_full_says_when_to_come_again_and_a_stop_answers_what_is_
 
 
 def test_server_of_two_ranks_that_is_stopped_answers_what_is_in_flight(tmp_path: Path) -> None:
-    """Errors of ranks, idleness and losses are tried without a server, in test_ranks.py."""
+    """engine/test_executor.py tests errors, idleness and lost ranks without a server."""
     with scoring(tmp_path, *QUICK, ranks=2) as (server, slow):
         assert server.stop() == [0, 0], server.output()[-3000:]
         check_slow_answer(slow)
@@ -190,15 +190,15 @@ def test_server_ends_when_a_worker_is_killed_while_it_scores(tmp_path: Path, lau
         server.assert_nothing_is_left(within=killed + 10 - time.monotonic())
         status, answer = slow.result()
         assert status == 503
-        assert by_torchrun or answer["error"].startswith("the server cannot go on: a rank died")
-        assert "The server cannot go on: " in server.output()
+        assert by_torchrun or answer["error"].startswith("the server cannot continue: a rank died")
+        assert "The server cannot continue: " in server.output()
 
 
 def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:
     with scoring(tmp_path, *QUICK, ranks=2) as (server, slow):
         server.ranks[0].kill()
         assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
-        assert isinstance(slow.exception(), OSError)  # nobody is left to answer it
+        assert isinstance(slow.exception(), OSError)  # no process is left to answer it
         server.assert_nothing_is_left()
 
 
@@ -210,7 +210,7 @@ sys.exit(run_ranks(sys.argv[1:], 2))
 
 
 def start_and_fail(*arguments: str, **variables: str) -> str:
-    """Start a server that cannot start; what it says."""
+    """Start a server that cannot start, and return its output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Requests that another server scores, and how far its rewards of late are from the contract's."""
+"""The gateway's service: upstream servers score, and recent rewards drift from the contract's."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.serving.scoring import AttributeDrift, RecentRewards
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
+from tests.serving.answers import Failure, answered
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient
-from tests.serving.services.answers import Failure, answered
 
 TWO = ScoreRequest(texts=["ab", "c"])
 

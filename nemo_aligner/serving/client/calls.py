@@ -1,4 +1,4 @@
-"""Common base of clients: calls with one deadline, in a thread or in the caller's loop."""
+"""Common base of clients: calls with one deadline, in a thread or in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from nemo_aligner.utils.errors import ConfigError, ServingError
 T = TypeVar("T")
 Client = TypeVar("Client", bound="ServerClient[Any]")
 
-# A fork has its parent's sockets, but neither the thread nor the right to close them.
+# Background threads that a fork has inherited. The child has their sockets, but neither the thread
+# nor the right to close the sockets, so their objects must never be freed.
 _NEVER_FREED: list[Background[Any]] = []
 
 
 class Connections(Protocol):
-    """Connections to servers, made and used in one event loop."""
+    """Connections to servers, created and used in one event loop."""
 
     def trouble(self) -> str:
-        """Reasons why servers are unavailable."""
+        """List the reasons why servers are unavailable."""
 
     async def close(self) -> None:
         """Close the sockets."""
@@ -38,10 +39,10 @@ C = TypeVar("C", bound=Connections)
 
 
 class ServerClient(Generic[C]):
-    """Asks servers from a thread beside the program; safe to use from several threads.
+    """Sends requests from a background thread; safe to use from several threads.
 
-    A client that is not closed lets its connections go when nothing refers to it any more; a
-    program that ends does not wait for what it has in flight.
+    If a client is not closed, its connections are closed when it is garbage-collected. A program
+    that ends does not wait for requests in flight.
     """
 
     def __init__(
@@ -51,17 +52,22 @@ class ServerClient(Generic[C]):
         connect: Callable[[], C],
         in_callers_loop: bool = False,
     ) -> None:
-        """``name`` begins errors; ``connect`` is called in the thread, or in the caller's loop.
+        """Prepare a client without connecting it.
 
-        It is called at the first request, so that a client can be made before a fork.
+        Args:
+            name: prefix of error messages.
+            timeout_s: deadline of one call, in seconds.
+            connect: opens the connections, in the thread or the caller's event loop. It is called
+                at the first request, so that a client can be created before a fork.
+            in_callers_loop: asyncio methods run in the event loop that calls them.
         """
         self._name = name
         self._timeout_s = timeout_s
         self._connect = connect
-        self._lock = Lock()  # callers of several threads start one background
+        self._lock = Lock()  # several threads must not start a background thread each
         self._background: Background[C] | None = None
         self._in_callers_loop = in_callers_loop
-        self._here: C | None = None
+        self._local_connections: C | None = None
         self._is_closed = False
 
     def __enter__(self: Client) -> Client:
@@ -74,35 +80,37 @@ class ServerClient(Generic[C]):
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and self._background is not None:
-            self._background.leave()  # nobody will read the answers
+            self._background.leave()  # nobody will read the pending answers
         self.close()
 
     def close(self) -> None:
-        """Finish what was submitted, and let the connections go."""
+        """Wait for submitted calls, and close the connections."""
         self._is_closed = True
         if self._background is not None and self._background.belongs_here():
             self._background.close()
 
     async def aclose(self) -> None:
-        """Let the connections of the caller's loop go; nothing may be in flight."""
-        if self._here is not None:
-            await self._here.close()
+        """Close the connections of the caller's event loop; no call may be in flight."""
+        if self._local_connections is not None:
+            await self._local_connections.close()
 
-    def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> Future[T]:
-        """Run ``work(connections, *given)`` in the background, for ``timeout_s`` at most."""
-        limited = partial(_in_time, work, given, self._timeout_s, self._name)
-        return self._started().submit(limited)
+    def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
+        """Run ``work(connections, *args)`` in the background for at most ``timeout_s``."""
+        limited = partial(_run_with_timeout, work, args, self._timeout_s, self._name)
+        return self._ensure_background().submit(limited)
 
-    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
+    async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Like ``_submit``, for asyncio."""
         if not self._in_callers_loop:
-            return await asyncio.wrap_future(self._submit(work, *given))
-        if self._here is None:
-            self._here = self._connect()
-        return await _in_time(work, given, self._timeout_s, self._name, self._here)
+            return await asyncio.wrap_future(self._submit(work, *args))
+        if self._local_connections is None:
+            self._local_connections = self._connect()
+        return await _run_with_timeout(
+            work, args, self._timeout_s, self._name, self._local_connections
+        )
 
-    def _started(self) -> Background[C]:
-        """Background thread of this process, started if it has none; a fork never has one.
+    def _ensure_background(self) -> Background[C]:
+        """Return the background thread of this process; start it at first, and after a fork.
 
         Raises:
             ServingError: the client is closed.
@@ -115,31 +123,33 @@ class ServerClient(Generic[C]):
                 _NEVER_FREED.append(inherited)
                 self._background = None
             if self._background is None:
-                # It does not refer to this client, or that would never be freed.
+                # It must not refer to this client, which could never be freed otherwise.
                 self._background = Background(self._connect)
                 weakref.finalize(self, self._background.leave).atexit = False
             return self._background
 
     def _wait(self, future: Future[T]) -> T:
         if self._background is not None and self._background.is_current():
-            future.cancel()  # the thread would wait for itself
-            raise RuntimeError("a callback of a future may not wait for another: submit a future")
+            future.cancel()  # otherwise the thread would wait for itself
+            raise RuntimeError(
+                "a callback of a future must not wait for another call; use the *_future methods"
+            )
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # an interruption: the server is spared what nobody waits for
+            future.cancel()  # e.g. KeyboardInterrupt: spare the server work that nobody waits for
             raise
 
 
-async def _in_time(
+async def _run_with_timeout(
     work: Callable[..., Coroutine[Any, Any, T]],
-    given: Sequence[Any],
+    args: Sequence[Any],
     timeout_s: float,
     name: str,
     connections: C,
 ) -> T:
     try:
-        return await asyncio.wait_for(work(connections, *given), timeout_s)
+        return await asyncio.wait_for(work(connections, *args), timeout_s)
     except asyncio.TimeoutError:
         trouble = connections.trouble()
         raise ServingError(
@@ -148,19 +158,19 @@ async def _in_time(
         ) from None
 
 
-# The event loop of a client, in a thread of its own: requests from any thread share connections,
+# The event loop of a client runs in a thread, so that requests from all threads share connections
 # and are in flight while the program computes.
 
 
 class Background(Generic[C]):
-    """Runs coroutines in a thread that holds connections to servers, until it is told to leave.
+    """A thread that owns connections to servers, and runs coroutines until ``leave`` is called.
 
-    A process that ends does not wait for it, as nobody would read its answers.
+    It is a daemon: a process that ends does not wait for it, because nobody would read the answers.
     """
 
     def __init__(self, connect: Callable[[], C]) -> None:
-        """Start the thread; raise what ``connect``, called in it, raises."""
-        self._process = os.getpid()  # threads do not survive a fork; see belongs_here
+        """Start the thread and call ``connect`` in it; raise what ``connect`` raises."""
+        self._process = os.getpid()  # a fork does not inherit threads; see belongs_here
         self._lock = Lock()
         self._running: set[Future[Any]] = set()
         begun: Future[None] = Future()
@@ -173,15 +183,15 @@ class Background(Generic[C]):
         begun.result()
 
     def belongs_here(self) -> bool:
-        """True if its thread is one of this process, and was not left behind by a fork."""
+        """Tell whether the thread runs in this process, and not in the parent of a fork."""
         return self._process == os.getpid()
 
     def is_current(self) -> bool:
-        """True in its own thread, as in a future's callback."""
+        """Tell whether the caller runs in this thread, e.g. in the callback of a future."""
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run ``work``: the future of its result; cancelling it cancels the work."""
+        """Start ``work``, and return a future of its result; cancelling it cancels the work."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)
@@ -189,7 +199,7 @@ class Background(Generic[C]):
         return future
 
     def close(self) -> None:
-        """Wait for everything that was submitted, and close the connections."""
+        """Wait for all submitted work, and close the connections."""
         with self._lock:
             running = list(self._running)
         wait(running)
@@ -197,9 +207,9 @@ class Background(Generic[C]):
         self._thread.join()
 
     def leave(self) -> None:
-        """Cancel everything that runs, and end the thread soon."""
+        """Cancel running work, and let the thread end soon."""
         if self.belongs_here():
-            with suppress(RuntimeError):  # it has ended before
+            with suppress(RuntimeError):  # the loop is closed already
                 self._loop.call_soon_threadsafe(self._leaving.set)
 
     def _forget(self, future: Future[Any]) -> None:
@@ -215,34 +225,37 @@ class Background(Generic[C]):
             return
         begun.set_result(None)
         await self._leaving.wait()
-        # Requests first, as they use the connections that are closed then.
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        # Requests are cancelled first, because they use the connections that are closed next.
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._pool.close()
 
 
 def check_token(token: str | None) -> None:
-    """Raise ConfigError for a token that no header can carry; it is not shown."""
+    """Raise ConfigError if a header cannot carry the token; the message does not show it."""
     if token is not None and not is_token(token):
-        raise ConfigError("token: it is no token, wanted one word of ASCII letters, digits, signs")
+        raise ConfigError(
+            "token: it has characters that a header cannot carry; use one word of ASCII letters, "
+            "digits and punctuation"
+        )
 
 
-def checked_urls(urls: Sequence[str]) -> list[str]:
-    """Complete the URLs, each once.
+def complete_urls(urls: Sequence[str]) -> list[str]:
+    """Add ``http://`` where a scheme is missing, and drop duplicates.
 
     Raises:
-        ConfigError: there is none, or one is no URL.
+        ConfigError: there is no URL, or one of them is invalid.
     """
-    checked = []
+    complete = []
     for url in urls:
-        whole = (url if "://" in url else f"http://{url}").rstrip("/")
-        parts = urlsplit(whole)
-        is_whole = parts.scheme in ("http", "https") and parts.hostname
-        if not is_whole or parts.query or parts.fragment:
+        full_url = (url if "://" in url else f"http://{url}").rstrip("/")
+        parts = urlsplit(full_url)
+        is_valid = parts.scheme in ("http", "https") and parts.hostname
+        if not is_valid or parts.query or parts.fragment:
             raise ConfigError(f"url: got {hide_password(url)!r:.80}, wanted http://host:port")
-        checked.append(whole)
-    if not checked:
-        raise ConfigError("url: got no URL, wanted http://host:port, or several")
-    return list(dict.fromkeys(checked))
+        complete.append(full_url)
+    if not complete:
+        raise ConfigError("url: got no URL, wanted http://host:port, or a list of such URLs")
+    return list(dict.fromkeys(complete))

@@ -1,4 +1,4 @@
-"""Causes of failed connections, in words that say what to change."""
+"""Explain why a connection to a server failed, and what to change."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ import aiohttp
 from nemo_aligner.utils.errors import short
 
 CONNECT_S = 3.0
-# A request for rewards is limited by the call's deadline alone, as the model may be slow. A
-# handshake costs a server nothing, so a late answer means that it hangs.
+# A request for rewards is limited only by the deadline of the call, as the model may be slow. A
+# handshake costs a server nothing, so a late answer means that the server hangs.
 HANDSHAKE_S = 10.0
 
 
 def cause_of(error: BaseException) -> str:
-    """Cause of a failed connection, in few words."""
+    """Describe the cause of a failed connection in a few words."""
     text = str(error)
     if isinstance(error, aiohttp.ClientSSLError):
-        return _cause_in_tls(error)
+        return _tls_cause_of(error)
     if isinstance(error, aiohttp.ClientConnectorError) and (
         isinstance(error.os_error, ConnectionRefusedError) or "Connect call failed" in text
     ):
-        return "connection refused: nobody listens there"
+        return "connection refused: no server listens there"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return f"no such host: {error.host}"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"no connection within {CONNECT_S:g} s"
     if isinstance(error, asyncio.TimeoutError):
-        return f"it accepts connections, but gave no answer within {HANDSHAKE_S:g} s"
+        return f"the server accepts connections, but did not answer within {HANDSHAKE_S:g} s"
     if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
-        return "connection lost before the whole answer came"
+        return "the connection was lost before the answer was complete"
     return short(text) or type(error).__name__
 
 
-def _cause_in_tls(error: aiohttp.ClientSSLError) -> str:
+def _tls_cause_of(error: aiohttp.ClientSSLError) -> str:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         reason = getattr(error.certificate_error, "verify_message", "") or str(error)
         if "mismatch" in reason:
-            return f"{short(reason)}. Use a name in the URL that the server's certificate has"
+            return (
+                f"{short(reason)}. Use a host name in the URL that is in the server's certificate"
+            )
         return (
-            f"its certificate is not trusted ({short(reason)}). Set the environment variable "
-            "SSL_CERT_FILE to a PEM file with the certificate of its authority, or with its own if "
-            "it is self-signed"
+            f"the server's certificate is not trusted ({short(reason)}). Set the environment "
+            "variable SSL_CERT_FILE to a PEM file with the certificate of its authority, or with "
+            "the certificate itself if it is self-signed"
         )
     if getattr(error.os_error, "reason", "") == "WRONG_VERSION_NUMBER":
-        return "it does not answer by TLS. Use http:// in the URL, or set up the server's TLS"
+        return "the server does not speak TLS. Use http:// in the URL, or set up TLS on the server"
     return short(str(error))

@@ -1,4 +1,4 @@
-"""RewardCriticClient: values and rewards of rollouts, and a critic that learns from them."""
+"""RewardCriticClient: values and rewards of token sequences, and training of a critic on them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
+from nemo_aligner.serving.client.calls import ServerClient, check_token, complete_urls
 from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.reward import (
     PartialRequest,
     RowCollector,
-    encoded,
+    encode_request,
     split_tokens,
     token_rows,
 )
@@ -25,7 +25,7 @@ from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.critic import Valued
+from nemo_aligner.serving.protocols.critic import CriticValues
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import ServingError, shown
 
@@ -33,7 +33,7 @@ TokenLists = Sequence[Sequence[int]]
 
 
 class _Connections:
-    """To the three endpoints of a critic, and to the servers of a reward model."""
+    """Connections to the three endpoints of a critic, and to the servers of a reward model."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class _Connections:
         def connect(urls: Sequence[str], name: str) -> ServerPool:
             return ServerPool(urls, name, ContractCheck(expect), *patience, max_connections, token)
 
-        # Three models of one Triton, each of which is ready, or not, by itself.
+        # Three models of one Triton server; each becomes ready by itself.
         self.infer = connect([url], wire.INFER_NAME)
         self.train = connect([url], wire.TRAIN_NAME)
         self.save = connect([url], wire.SAVE_NAME)
@@ -56,20 +56,20 @@ class _Connections:
         self._pools = [pool for pool in pools if pool is not None]
 
     def trouble(self) -> str:
-        """Reasons why servers are unavailable."""
+        """List the reasons why servers are unavailable."""
         return "; ".join(filter(None, (pool.trouble() for pool in self._pools)))
 
     async def close(self) -> None:
-        """Let the sockets go."""
+        """Close the sockets."""
         for pool in self._pools:
             await pool.close()
 
 
 class RewardCriticClient(ServerClient[_Connections]):
-    """Asks a critic for values, has it learn, and has it saved; rewards come from where they are.
+    """Queries a PPO critic for values and rewards, trains it and has it saved.
 
-    A critic with ``combine_rm_and_critic_server`` gives both in one answer. With ``reward_url``,
-    of one or several servers of a reward model, these are asked for rewards at the same time.
+    A critic with ``combine_rm_and_critic_server`` answers values and rewards together. With
+    ``reward_url``, one or several servers of a reward model are queried for rewards concurrently.
     """
 
     def __init__(
@@ -84,150 +84,151 @@ class RewardCriticClient(ServerClient[_Connections]):
         max_connections: int = 16,
         token: str | None = None,
     ) -> None:
-        """As ``RewardClient``; ``expect`` and ``token`` are those of critic and reward model.
+        """Prepare the client; parameters are like those of ``RewardClient``.
 
-        What trains or saves is sent once: where its answer is lost, it may have been done.
+        ``expect`` and ``token`` apply to the critic and to the reward model. Training and saving
+        are requested only once: if an answer is lost, the server may have executed the request.
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, a URL is none, or the token
-                is not one word.
+            ConfigError: ``expect`` is neither a contract nor a hash, a URL is invalid, or a header
+                cannot carry the token.
         """
         check_token(token)
-        (critic,) = checked_urls([url])
+        (critic,) = complete_urls([url])
         rewards = [reward_url] if isinstance(reward_url, str) else list(reward_url or ())
-        reward_urls = checked_urls(rewards) if rewards else []
-        ContractCheck(expect)  # here, and not in the thread, it is refused if it is none
+        reward_urls = complete_urls(rewards) if rewards else []
+        ContractCheck(expect)  # raises here already, and not later in the thread
         connect = partial(
             _Connections, critic, reward_urls, expect, (wait_s, retry_s), max_connections, token
         )
         super().__init__(f"{critic}, critic", timeout_s, connect)
 
-    def infer(self, token_lists: TokenLists) -> Valued:
-        """Values of N token sequences, and rewards.
+    def infer(self, token_lists: TokenLists) -> CriticValues:
+        """Compute values, and rewards if there is a reward model, of N token sequences.
 
         Raises:
-            ServingError: a sequence is empty, a server refused it (in its words), there is none,
-                or it failed.
-            TypeError: ``token_lists`` is no list of lists.
+            ServingError: a sequence is empty, a server rejected it (with its reason), failed, or
+                does not answer.
+            TypeError: ``token_lists`` is not a list of lists.
         """
         return self._wait(self.infer_future(token_lists))
 
-    def infer_future(self, token_lists: TokenLists) -> Future[Valued]:
+    def infer_future(self, token_lists: TokenLists) -> Future[CriticValues]:
         """Like ``infer``, in the background."""
         return self._submit(_infer, token_rows(token_lists))
 
     def train(
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
     ) -> float:
-        """Have the critic learn from a rollout; the mean of its loss before each update.
+        """Train the critic on a rollout; return the mean of the loss before each update.
 
         Shapes and meanings are those of ``data.rollout.Rollout``.
 
         Raises:
-            ServingError: an array has other than two dimensions, or the server refused it, failed,
-                or is gone; it is not sent again.
+            ServingError: an array does not have two dimensions, or the server rejected the rollout,
+                failed, or does not answer. The request is not repeated.
         """
         return self._wait(self.train_future(tokens, returns, prev_values, mask))
 
     def train_future(
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
     ) -> Future[float]:
-        """Like ``train``, in the background; the arrays may not be changed until it is done."""
+        """Like ``train``, in the background; do not change the arrays before it is done."""
         arrays = {"returns": returns, "prev_values": prev_values, "mask": mask}
         rollout = Rollout(
-            _matrix("tokens", tokens, "[N, S]"),
-            **{name: _matrix(name, given, "[N, S - 1]") for name, given in arrays.items()},
+            _check_matrix("tokens", tokens, "[N, S]"),
+            **{name: _check_matrix(name, array, "[N, S - 1]") for name, array in arrays.items()},
         )
-        return self._submit(_train, rollout)
+        return self._submit(_train_critic, rollout)
 
     def save(self) -> None:
-        """Have the critic saved; it is on the disk when this returns.
+        """Have the critic save itself; the checkpoint is on disk when this returns.
 
         Raises:
-            ServingError: it could not be saved, or the server is gone.
+            ServingError: saving failed, or the server does not answer.
         """
         self._wait(self.save_future())
 
     def save_future(self) -> Future[None]:
         """Like ``save``, in the background."""
-        return self._submit(_save)
+        return self._submit(_save_critic)
 
 
-async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) -> Valued:
+async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) -> CriticValues:
     if not token_lists:
-        return Valued([], np.zeros(0, dtype=np.float32))
-    values = asyncio.ensure_future(_values(connections.infer, token_lists))
+        return CriticValues([], np.zeros(0, dtype=np.float32))
+    values = asyncio.ensure_future(_fetch_values(connections.infer, token_lists))
     if connections.rewards is None:
         return await values
-    rewards = asyncio.ensure_future(_rewards(connections.rewards, token_lists))
+    rewards = asyncio.ensure_future(_fetch_rewards(connections.rewards, token_lists))
     try:
         await asyncio.gather(values, rewards)
-    finally:  # where one has failed, nobody wants the other
+    finally:  # if one has failed, the other is not needed
         values.cancel(), rewards.cancel()
-    return Valued(values.result().values, rewards.result())
+    return CriticValues(values.result().values, rewards.result())
 
 
-async def _values(pool: ServerPool, token_lists: list[Sequence[int]]) -> Valued:
+async def _fetch_values(pool: ServerPool, token_lists: list[Sequence[int]]) -> CriticValues:
     limit, _ = await pool.limit()
-    whole = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
-    replies = await _all_values(pool, whole.chunks(limit))
+    call = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
+    replies = await _request_all_values(pool, call.split(limit))
     rows = [row for reply in replies for row in reply.values]
-    # What a server sends is as wide as the request's longest sequence.
+    # A server pads all rows of a request to its longest sequence.
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
     rewards = [reply.rewards for reply in replies if reply.rewards is not None]
-    return Valued(values, np.concatenate(rewards) if rewards else None)
+    return CriticValues(values, np.concatenate(rewards) if rewards else None)
 
 
-async def _all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[Valued]:
-    found = await asyncio.gather(*(_ask_for_values(pool, part) for part in parts))
-    return [reply for replies in found for reply in replies]
+async def _request_all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[CriticValues]:
+    answers = await asyncio.gather(*(_request_values(pool, part) for part in parts))
+    return [reply for replies in answers for reply in replies]
 
 
-async def _ask_for_values(pool: ServerPool, part: PartialRequest) -> list[Valued]:
-    """The answer to a request; to its halves where it has too many bytes."""
+async def _request_values(pool: ServerPool, part: PartialRequest) -> list[CriticValues]:
+    """Send a request; if it has too many bytes, send its halves."""
     try:
-        return [await pool.ask_for(encoded(part), len(part.rows), _read_values)]
+        return [await pool.send_request(encode_request(part), len(part.rows), _read_values)]
     except RefusedError as refusal:
         if refusal.is_too_large and len(part.rows) > 1:
-            return await _all_values(pool, part.chunks(-(-len(part.rows) // 2)))
+            return await _request_all_values(pool, part.split(-(-len(part.rows) // 2)))
         if refusal.row is None or refusal.row >= len(part.rows):
             raise
         raise refusal.of_row(part.rows[refusal.row]) from refusal
 
 
-def _read_values(outputs: Tensors, server: str) -> Valued:
+def _read_values(outputs: Tensors, server: str) -> CriticValues:
     try:
         return wire.decode_values(outputs)
     except KeyError:
         raise ServingError(f"{server}: the answer has no values") from None
 
 
-async def _rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.ndarray:
-    """``[N]``, attributes merged by the weights of the server's scoring contract."""
-    # PPO needs a reward of every row of a rollout, so one that is refused is an error.
+async def _fetch_rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.ndarray:
+    """Fetch rewards ``[N]``, with attributes merged by the weights of the scoring contract."""
+    # PPO needs a reward for every row of a rollout, so a rejected row is an error.
     split = partial(split_tokens, token_lists)
     scored = await RowCollector(pool, "raise").collect(len(token_lists), split, None)
     if scored.rewards.shape[1] == 1:
         return scored.rewards[:, 0]
-    return one_reward(scored.rewards, (await pool.ask_contract()).attribute_weights)
+    return one_reward(scored.rewards, (await pool.fetch_contract()).attribute_weights)
 
 
-async def _train(connections: _Connections, rollout: Rollout) -> float:
+async def _train_critic(connections: _Connections, rollout: Rollout) -> float:
     inputs = wire.encode_rollout(rollout)
-    return await connections.train.ask_for(inputs, 1, _read_loss, again=False)
+    return await connections.train.send_request(inputs, 1, _read_loss, may_repeat=False)
 
 
-def _matrix(name: str, given: object, wanted: str) -> np.ndarray:
-    """Numbers in rows; whether they fit each other, the server says."""
+def _check_matrix(name: str, value: object, expected: str) -> np.ndarray:
+    """Convert to a matrix of numbers; the server checks whether the matrices fit each other."""
     try:
-        array = np.asarray(given)
+        array = np.asarray(value)
     except ValueError:
-        got = "rows of different lengths"
+        actual = "rows of different lengths"
     else:
         if array.ndim == 2 and array.dtype.kind in "biuf":
             return array
-        got = f"shape {list(array.shape)}" if array.ndim != 2 else shown(given)
-    raise RefusedError("client", 400, f"{name}: got {got}, wanted {wanted}")
+        actual = f"shape {list(array.shape)}" if array.ndim != 2 else shown(value)
+    raise RefusedError("client", 400, f"{name}: got {actual}, wanted {expected}")
 
 
 def _read_loss(outputs: Tensors, server: str) -> float:
@@ -237,6 +238,6 @@ def _read_loss(outputs: Tensors, server: str) -> float:
         raise ServingError(f"{server}: the answer has no loss_mean") from None
 
 
-async def _save(connections: _Connections) -> None:
+async def _save_critic(connections: _Connections) -> None:
     inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
-    await connections.save.ask_for(inputs, 1, lambda outputs, server: None, again=False)
+    await connections.save.send_request(inputs, 1, lambda outputs, server: None, may_repeat=False)

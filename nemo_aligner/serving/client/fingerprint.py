@@ -1,8 +1,8 @@
-"""Which model the rewards of a client come from: its servers' fingerprints, compared.
+"""Compare the model fingerprints of a client's servers: which weights do rewards come from?
 
-The scoring contract does not cover the weights. With ``expect_fingerprint`` only the model of that
-fingerprint is accepted. Without it a client goes on when another model takes a server's place, and
-logs a warning, once for each further model.
+The scoring contract does not cover the weights. With ``expect_fingerprint``, only the model with
+that fingerprint is accepted. Without it, a client continues if a server's model is replaced, and
+logs one warning for each new model.
 """
 
 from __future__ import annotations
@@ -18,44 +18,45 @@ _FINGERPRINT = re.compile("[0-9a-f]{32}")
 
 
 class FingerprintCheck:
-    """Compares the fingerprints that servers publish and answer with.
+    """Compares the fingerprints that servers publish and send with rewards.
 
     Attributes:
-        latest: the fingerprint that was accepted last; None before any, and from a server that
-            tells none.
+        latest: the fingerprint that was accepted last; None at first, and if the server does not
+            publish one.
     """
 
     def __init__(self, expected: str | None) -> None:
-        """Raise ConfigError if ``expected`` is no fingerprint."""
+        """Raise ConfigError if ``expected`` is not a fingerprint."""
         if expected is not None and not _FINGERPRINT.fullmatch(expected):
             raise ConfigError(
-                f"expect_fingerprint: got {expected!r:.80}, wanted 32 hexadecimal characters, as a "
-                "server prints them at its start"
+                f"expect_fingerprint: got {expected!r:.80}, wanted 32 hexadecimal characters, as "
+                "the server logs them at its start"
             )
         self.expected = expected
         self.latest: str | None = None
         self._servers: dict[str, str] = {}
 
     def find_fault(self, server: str, fingerprint: str | None) -> str | None:
-        """Say why the model of a server is not accepted; None if it is."""
+        """Return the reason why the model of a server is rejected; None if it is accepted."""
         if self.expected is not None and fingerprint != self.expected:
             return (
                 f"got the model fingerprint {fingerprint or '(none)'}, wanted {self.expected}. "
-                "Serve the model that has it, or set expect_fingerprint to the new model's"
+                "Serve the model with that fingerprint, or set expect_fingerprint to the new one"
             )
         self._warn_if_new(server, fingerprint)
         self.latest = fingerprint
         return None
 
     def _warn_if_new(self, server: str, fingerprint: str | None) -> None:
-        # Servers of earlier versions tell none, which says nothing about the model.
+        # Servers of earlier versions send no fingerprint, so their model is unknown.
         if fingerprint is None or fingerprint in self._servers:
             return
         if self._servers:
-            before, whose = next(reversed(self._servers.items()))
+            previous, previous_server = next(reversed(self._servers.items()))
             logger.warning(
-                "rewards now come from another model: %s has the model fingerprint %s, before %s "
-                "had %s, by the same scoring contract. expect_fingerprint accepts one model alone",
-                *(server, fingerprint, whose, before),
+                "rewards now come from another model: %s has the model fingerprint %s, previously "
+                "%s had %s, with the same scoring contract. Set expect_fingerprint to accept only "
+                "one model",
+                *(server, fingerprint, previous_server, previous),
             )
         self._servers[fingerprint] = server

@@ -1,8 +1,8 @@
-"""The servers of a client: each request goes to the least busy available one.
+"""The servers of a client: each request goes to the least busy available server.
 
-How long a request looks for one: ``wait_s`` before any has ever been ready, for a server that is
-still starting; ``retry_s`` afterwards, for one that is restarted. A server that says when it has
-room again is waited for until the call's own deadline.
+If no server is available, a request keeps looking: for ``wait_s`` before any server has ever been
+ready, as a server may still be starting, and for ``retry_s`` afterwards, as one may be restarting.
+For a server that is full and sends ``Retry-After``, it waits until the deadline of the call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class NoServerError(ServingError):
-    """No server has answered; ``trouble`` says why of each, without what a client may set."""
+    """No server has answered; ``trouble`` is the reason for each of them, without advice."""
 
     def __init__(self, trouble: str, advice: str) -> None:
         super().__init__(f"{trouble}; {advice}")
@@ -43,11 +43,11 @@ class NoServerError(ServingError):
 
 
 class NoKServeError(ServingError):
-    """Every URL is answered by another protocol."""
+    """All URLs are answered, but by servers of other protocols than KServe."""
 
 
 class TooManyRowsError(Exception):
-    """No available server takes so many rows at once, but ``limit``."""
+    """No available server accepts this many rows at once; ``limit`` is the most that one does."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"at most {limit} rows")
@@ -56,7 +56,14 @@ class TooManyRowsError(Exception):
 
 @dataclass
 class _Search:
-    """State of one request that looks for a server; ``trouble_since`` starts its patience."""
+    """How far one request has come in its search for a server.
+
+    Attributes:
+        began: start of the request, in seconds of ``time.monotonic``.
+        trouble_since: when it first found no server available; its patience runs from there.
+        tried: servers that have failed this request.
+        last_trouble: reason of the last failure.
+    """
 
     began: float = field(default_factory=time.monotonic)
     trouble_since: float | None = None
@@ -64,15 +71,17 @@ class _Search:
     last_trouble: str = "no server answers"
 
     def note_trouble(self, now: float) -> None:
-        """Note that no server answers, if that is new."""
+        """Remember when no server was available for the first time."""
         if self.trouble_since is None:
             self.trouble_since = now
 
 
 class ServerPool:
-    """A server that is gone, or scores by another contract, is left out, and tried again.
+    """Sends requests to several servers of the same model.
 
-    Where servers disagree before there is any reward, nobody knows which is right: all are refused.
+    A server that is gone, or has another scoring contract, gets no requests until a new handshake
+    succeeds. If servers disagree before the first reward, it is unknown which one is right, so all
+    of them are rejected.
     """
 
     def __init__(
@@ -86,8 +95,8 @@ class ServerPool:
         token: str | None = None,
     ) -> None:
         self._session = new_session(token)
-        # A lone server without an expected contract needs no request for it: its first reward has
-        # the hash, and binds the client to it.
+        # A single server without an expected contract is not asked for its contract: its first
+        # reward carries the hash, to which the client is bound then.
         reads_contract = (
             contract_check.is_bound
             or contract_check.fingerprints.expected is not None
@@ -99,74 +108,74 @@ class ServerPool:
         ]
         self._contract_check = contract_check
         self._wait_s, self._retry_s = wait_s, retry_s
-        # Here and not in aiohttp's connector, so that a request that waits for its turn can still
-        # choose the server that is least busy by then.
+        # The limit is here and not in aiohttp's connector, so that a waiting request chooses its
+        # server only when it is sent, by how busy the servers are then.
         self._gate = asyncio.Semaphore(max_connections * len(urls))
         self._ever_ready = False
-        self._said_trouble = False
-        self._all_known = False
+        self._has_logged_trouble = False
+        self._has_compared_servers = False
         self._handshakes: asyncio.Task[None] | None = None
 
     async def limit(self) -> tuple[int, int]:
-        """Most rows of a request, and the number of available servers.
+        """Return the most rows of a request, and the number of available servers.
 
         Raises:
-            ServingError: no server is there.
+            ServingError: no server is available.
         """
-        await self._choose(1, _Search())  # one is ready from here on
+        await self._choose(1, _Search())  # returns once a server is ready
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
     async def infer(self, inputs: Tensors, rows: int, is_probe: bool = False) -> ScoredRows:
-        """The answer to one request, which servers do not count if it is a probe.
+        """Score the rows of one request; servers do not count a probe in their statistics.
 
         Raises:
-            RefusedError: it was refused, in the server's words.
-            ServingError: no server answers, or all that do score by another contract.
-            TooManyRowsError: see there.
+            RefusedError: a server rejected it, for the reason in the error.
+            ServingError: no server answers, or all that do have another scoring contract.
+            TooManyRowsError: no available server accepts this many rows.
         """
 
         def read(outputs: Tensors, server: str) -> ScoredRows:
-            scored = _decoded(outputs, rows, server)
+            scored = _decode_scored(outputs, rows, server)
             columns = scored.rewards.shape[1]
             self._contract_check.check_reward(
                 server, scored.contract_hash, columns, scored.model_fingerprint
             )
             return scored
 
-        return await self.ask_for(inputs, rows, read, is_probe=is_probe)
+        return await self.send_request(inputs, rows, read, is_probe=is_probe)
 
-    async def ask_for(
+    async def send_request(
         self,
         inputs: Tensors,
         rows: int,
         read: Callable[[Tensors, str], T],
         *,
-        again: bool = True,
+        may_repeat: bool = True,
         is_probe: bool = False,
     ) -> T:
-        """Ask a server, and return what ``read`` makes of its answer and its name.
+        """Send a request to a server, and return ``read(outputs, server name)``.
 
-        Without ``again`` a request that got no answer is not sent once more.
+        With ``may_repeat=False``, a request without an answer is not sent again.
 
         Raises:
-            RefusedError, ServingError, TooManyRowsError: as ``infer``.
+            RefusedError, ServingError, TooManyRowsError: like ``infer``.
         """
 
-        async def ask(server: RemoteServer) -> T:
+        async def infer(server: RemoteServer) -> T:
             return read(await server.infer(inputs, is_probe), server.name)
 
         async with self._gate:
-            return await self._ask(ask, rows, again)
+            return await self._call_server(infer, rows, may_repeat)
 
-    async def ask_contract(self) -> ScoringContract:
-        """The contract that a server publishes, which is that of all.
+    async def fetch_contract(self) -> ScoringContract:
+        """Return the scoring contract that a server publishes; it is the same for all servers.
 
         Raises:
-            ServingError: no server answers, it publishes none, or another than rewards are by.
+            ServingError: no server answers, it publishes none, or rewards have used another one.
         """
 
-        async def ask(server: RemoteServer) -> ScoringContract:
+        async def fetch(server: RemoteServer) -> ScoringContract:
             contract, fingerprint = await server.contract()
             if self._contract_check.is_bound:
                 self._contract_check.check_published(server.name, contract, fingerprint)
@@ -174,117 +183,123 @@ class ServerPool:
                 self._contract_check.check_fingerprint(server.name, fingerprint)
             return contract
 
-        return await self._ask(ask, 1)
+        return await self._call_server(fetch, 1)
 
-    async def ask_turn_end(self) -> TurnEnd | None:
-        """Text that the servers' chat template writes after a reply; None if unknown.
-
-        Raises:
-            ServingError: no server answers.
-        """
-        return await self._ask(RemoteServer.turn_end, 1)
-
-    async def ask_sample_frame(self) -> SampleFrame | None:
-        """Text that the servers' chat template writes around a sample; None if unknown.
+    async def fetch_turn_end(self) -> TurnEnd | None:
+        """Return what the servers' chat template writes after a reply; None if unknown.
 
         Raises:
             ServingError: no server answers.
         """
-        return await self._ask(RemoteServer.sample_frame, 1)
+        return await self._call_server(RemoteServer.turn_end, 1)
+
+    async def fetch_sample_frame(self) -> SampleFrame | None:
+        """Return what the servers' chat template writes around a sample; None if unknown.
+
+        Raises:
+            ServingError: no server answers.
+        """
+        return await self._call_server(RemoteServer.sample_frame, 1)
 
     async def probe(self) -> dict[str, str | None]:
-        """State of each server by its URL: why it gives no rewards now, None if it does."""
-        # What servers said before is not compared with what they say now: the probe's answer has to
-        # become good when the last of them was replaced.
+        """Map the URL of each server to the reason why it gives no rewards now, or to None."""
+        # Earlier answers are not compared with current ones: the probe must succeed as soon as the
+        # last of the servers has been replaced.
         if not self._contract_check.is_bound:
             for server in self._servers:
                 self._contract_check.withdraw(server.name)
-        found = await asyncio.gather(*(server.probe() for server in self._servers))
-        clash = self._clash()
-        all_wrong = None if clash is None else str(clash)
+        reasons = await asyncio.gather(*(server.probe() for server in self._servers))
+        clash = self._find_clash()
+        shared_reason = None if clash is None else str(clash)
         return {
-            server.url: why or all_wrong for server, why in zip(self._servers, found, strict=True)
+            server.url: reason or shared_reason
+            for server, reason in zip(self._servers, reasons, strict=True)
         }
 
-    async def ask_statistics(self) -> dict[str, dict[str, float] | None]:
-        """Counts of each server by its URL, None if it does not answer."""
-        found = await asyncio.gather(*(server.statistics() for server in self._servers))
-        return {server.url: counts for server, counts in zip(self._servers, found, strict=True)}
+    async def fetch_statistics(self) -> dict[str, dict[str, float] | None]:
+        """Map the URL of each server to its counts; None if it does not answer."""
+        counts = await asyncio.gather(*(server.statistics() for server in self._servers))
+        return {
+            server.url: server_counts
+            for server, server_counts in zip(self._servers, counts, strict=True)
+        }
 
     def trouble(self) -> str:
-        """Reasons why servers are unavailable."""
-        wrong = [(each.name, each.trouble) for each in self._servers if each.trouble]
-        return "; ".join(f"{name}: {why}" for name, why in wrong)
+        """List the reasons why servers are unavailable."""
+        return "; ".join(
+            f"{server.name}: {server.trouble}" for server in self._servers if server.trouble
+        )
 
     async def close(self) -> None:
         """Close the sockets."""
         await self._session.close()
 
-    async def _ask(
-        self, question: Callable[[RemoteServer], Awaitable[T]], rows: int, again: bool = True
+    async def _call_server(
+        self, call: Callable[[RemoteServer], Awaitable[T]], rows: int, may_repeat: bool = True
     ) -> T:
-        """Ask a server; with ``again`` a request without an answer is sent once more."""
+        """Call an available server; with ``may_repeat``, call again if there is no answer."""
         search = _Search()
         while True:
             server = await self._choose(rows, search)
             search.tried.add(server)
             try:
-                answer = await question(server)
+                answer = await call(server)
             except UnavailableError as error:
-                # A lost training step may have been done, also where a proxy's 502 or 504 says when
-                # to come again. A server that is busy has refused it before it began.
+                # A lost training step may have been executed, even if a proxy's 502 or 504 has a
+                # Retry-After. A busy server, in contrast, rejects a step before it begins.
                 is_lost = error.kind is FailureKind.unreachable
-                if not again and (is_lost or error.retry_after_s is None):
+                if not may_repeat and (is_lost or error.retry_after_s is None):
                     raise ServingError(
-                        f"{server.name}: {error}; it is not sent again, as it may have been done"
+                        f"{server.name}: {error}; the request is not sent again, because the "
+                        "server may have executed it"
                     ) from error
                 if error.retry_after_s is None:
                     search.note_trouble(time.monotonic())
                 else:
                     search.trouble_since = None
                 search.last_trouble = f"{server.name}: {error}"
-                if not is_lost:  # which the server has logged
-                    self._say_trouble(search.last_trouble)
+                if not is_lost:  # the server object has already logged a loss
+                    self._log_trouble(search.last_trouble)
             except OtherContractError as error:
-                # In a rolling update: its reward is not used, and another server is asked.
+                # During a rolling update: the reward is dropped, and another server is called.
                 server.leave_out(error.text)
                 search.note_trouble(time.monotonic())
                 search.last_trouble = str(error)
-                self._say_trouble(search.last_trouble)
+                self._log_trouble(search.last_trouble)
             else:
-                self._said_trouble = False
+                self._has_logged_trouble = False
                 return answer
 
     async def _choose(self, rows: int, search: _Search) -> RemoteServer:
         while True:
-            await self._first_handshakes()
+            await self._wait_for_first_handshakes()
             now = time.monotonic()
             self._start_due_handshakes(now, search)
-            # Once its patience is over, a request tries only servers that it has not tried yet.
+            # Once its patience is over, a request tries only servers that have not failed it yet.
             is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
             ready = [
-                each
-                for each in self._servers
-                if each.is_ready(now) and not (is_over and each in search.tried)
+                server
+                for server in self._servers
+                if server.is_ready(now) and not (is_over and server in search.tried)
             ]
             if ready:
-                fitting = [each for each in ready if each.limit and each.limit >= rows]
+                fitting = [server for server in ready if server.limit and server.limit >= rows]
                 if not fitting:
-                    raise TooManyRowsError(max(each.limit or 1 for each in ready))
-                return min(fitting, key=lambda each: each.in_flight)
-            # A full server comes back by itself, so nobody loses patience with it.
-            if not any(each.is_full(now) for each in self._servers):
+                    raise TooManyRowsError(max(server.limit or 1 for server in ready))
+                return min(fitting, key=lambda server: server.in_flight)
+            # A full server has told when it has room again, so waiting for it costs no patience.
+            if not any(server.is_full(now) for server in self._servers):
                 self._give_up_if_hopeless(search)
                 search.note_trouble(now)
                 self._give_up_if_over(search, now)
-            await self._change(now, search)
+            await self._wait_for_change(now, search)
 
-    async def _first_handshakes(self) -> None:
-        """Wait for the first handshake with every server; one that fails is not kept.
+    async def _wait_for_first_handshakes(self) -> None:
+        """Wait for the first handshake with every server; after a failure the next call repeats it.
 
-        All requests that come meanwhile wait for the same task, which none of them may cancel.
+        All requests that come meanwhile wait for the same task; a cancelled one must not cancel it.
         """
-        if self._all_known:
+        if self._has_compared_servers:
             return
         if self._handshakes is None or self._handshakes.done():
             self._handshakes = asyncio.ensure_future(self._handshake_all())
@@ -292,25 +307,25 @@ class ServerPool:
         await asyncio.shield(self._handshakes)
 
     async def _handshake_all(self) -> None:
-        """Handshake with all servers, so that they are compared before any reward is used.
+        """Shake hands with all servers, so that they are compared before any reward is used.
 
         Raises:
-            ServingError: they have different contracts; any of them may change.
+            ServingError: their contracts differ; any of them may be replaced later.
         """
         await asyncio.wait([server.start_handshake() for server in self._servers])
-        clash = self._clash()
+        clash = self._find_clash()
         if clash is not None:
-            # None of them can be said to be right, so the next request compares them anew.
+            # It is unknown which one is right, so the next request compares them anew.
             for server in self._servers:
                 server.forget()
             raise clash
-        self._all_known = True
+        self._has_compared_servers = True
 
-    def _clash(self) -> ServingError | None:
-        """Error if servers disagree, while no reward says which of them is right."""
+    def _find_clash(self) -> ServingError | None:
+        """Return the error if servers disagree before a reward has decided which one is right."""
         if self._contract_check.is_bound:
             return None
-        # A server with another model than the expected one is wrong by itself.
+        # A server with another model than the expected one does not count as a disagreement.
         faults = [
             server.fault
             for server in self._servers
@@ -320,9 +335,9 @@ class ServerPool:
         return next(iter(faults), None)
 
     def _start_due_handshakes(self, now: float, search: _Search) -> None:
-        """Begin handshakes with servers whose pause is over, or that a decision depends on.
+        """Start handshakes with servers whose pause is over, or that a decision depends on.
 
-        Where none is ready, each has to be tried again before a request may give up.
+        If no server is ready, each must be tried again before a request may give up.
         """
         any_ready = any(server.is_ready(now) for server in self._servers)
         tried_since = 0.0 if any_ready else self._last_try(search, now)
@@ -331,7 +346,7 @@ class ServerPool:
         self._ever_ready |= any_ready
 
     def _give_up_if_hopeless(self, search: _Search) -> None:
-        """Raise if every server was tried since the request began, and is a wrong one."""
+        """Raise if every server was tried since the request began, and has a permanent fault."""
         faults = [
             str(server.fault)
             for server in self._servers
@@ -345,35 +360,35 @@ class ServerPool:
         return (now if search.trouble_since is None else search.trouble_since) + patience
 
     def _last_try(self, search: _Search, now: float) -> float:
-        """Time since which every server must have been tried before the request gives up."""
+        """Return the time since which every server must have been tried before giving up."""
         ends = self._patience_ends(search, now)
         was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
         return ends if was_patient else search.began
 
     def _give_up_if_over(self, search: _Search, now: float) -> None:
-        # Every server was asked once more after the patience has ended: one that came back in its
-        # last moment still gets the request.
-        asked = all(
+        # Every server is tried once more after the patience has ended, so that a request still
+        # succeeds if a server came back at the last moment.
+        was_each_tried = all(
             server.limit is not None
             or (server.handshake is None and server.tried_at >= self._last_try(search, now))
             for server in self._servers
         )
-        if not asked or now < self._patience_ends(search, now):
+        if not was_each_tried or now < self._patience_ends(search, now):
             return
         if self._ever_ready:
             advice = f"none came back within {self._retry_s:g} s (retry_s)"
         elif self._wait_s:
             advice = f"none was ready within {self._wait_s:g} s (wait_s)"
         else:
-            advice = "wait_s=60 waits for one to come up"
+            advice = "set wait_s=60 to wait for one to start"
         trouble = self.trouble() or search.last_trouble
-        if all(server.is_foreign for server in self._servers):  # to evaluate, another client fits
+        if all(server.is_foreign for server in self._servers):  # evaluate suggests other clients
             raise NoKServeError(trouble)
         raise NoServerError(trouble, advice)
 
-    async def _change(self, now: float, search: _Search) -> None:
-        """Wait until a handshake, a pause or the search's patience ends; at most a second."""
-        moments = [each.again_at for each in self._servers if each.again_at > now]
+    async def _wait_for_change(self, now: float, search: _Search) -> None:
+        """Wait until a handshake, a pause or the patience ends; at most one second."""
+        moments = [server.again_at for server in self._servers if server.again_at > now]
         ends = self._patience_ends(search, now)
         pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)
         handshakes = [server.handshake for server in self._servers if server.handshake is not None]
@@ -382,23 +397,23 @@ class ServerPool:
         else:
             await asyncio.sleep(pause)
 
-    def _say_trouble(self, trouble: str) -> None:
-        if not self._said_trouble:
-            self._said_trouble = True
+    def _log_trouble(self, trouble: str) -> None:
+        if not self._has_logged_trouble:
+            self._has_logged_trouble = True
             logger.warning("%s; the request is sent again", trouble)
 
 
 def _retrieve_error(first: asyncio.Task[None]) -> None:
-    """Retrieve the error, which asyncio would log where every waiting request was cancelled."""
+    """Retrieve the error: asyncio would log it if every waiting request was cancelled."""
     if not first.cancelled():
         first.exception()
 
 
-def _decoded(outputs: Tensors, rows: int, server: str) -> ScoredRows:
+def _decode_scored(outputs: Tensors, rows: int, server: str) -> ScoredRows:
     try:
         scored = kserve.decode_rewards(outputs)
         if scored.rewards.ndim == 2 and len(scored.rewards) == rows:
             return scored
     except (KeyError, ValueError, TypeError, IndexError):
         pass
-    raise ServingError(f"{server}: the answer has no reward for each row")
+    raise ServingError(f"{server}: the answer does not have one row of rewards per sample")

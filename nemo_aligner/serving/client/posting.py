@@ -1,4 +1,4 @@
-"""JSON posted to servers of others, several requests side by side."""
+"""Post JSON to servers of other projects, several requests at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ServingError, one_line
 
-# vLLM scores together what is there at once, so requests one after the other would take far longer.
-_AT_ONCE = 16
+# vLLM batches the requests that wait, so one request at a time would take far longer.
+_MOST_CONCURRENT = 16
 
 
 @dataclass(frozen=True)
 class PostingAddress:
-    """Target of POST requests; ``timeout_s`` is for one request."""
+    """Where to send POST requests; ``timeout_s`` limits one request, in seconds."""
 
     url: str
     bearer_token: str | None = None
@@ -29,13 +29,13 @@ class PostingAddress:
 
     @property
     def name(self) -> str:
-        """The URL for people, without a password."""
+        """The URL for messages, without a password."""
         return hide_password(self.url)
 
 
 @dataclass(frozen=True)
 class JsonAnswer:
-    """An HTTP status, and what the body says: of JSON its value, else its text."""
+    """An HTTP status, and the body: the parsed value if it is JSON, otherwise its text."""
 
     status: int
     body: Any
@@ -44,10 +44,10 @@ class JsonAnswer:
 def post_all(
     address: PostingAddress, bodies: Sequence[Mapping[str, Any]], watch: Watch = unwatched
 ) -> list[JsonAnswer]:
-    """The answers to all bodies, in their order; at most 16 are on their way at once.
+    """Post all bodies, and return the answers in the same order; 16 requests run at a time.
 
     Raises:
-        ServingError: the server does not answer one.
+        ServingError: a request got no answer.
     """
     return asyncio.run(_post_all(address, bodies, watch))
 
@@ -57,14 +57,14 @@ async def _post_all(
 ) -> list[JsonAnswer]:
     token = address.bearer_token
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    connector = aiohttp.TCPConnector(limit=_AT_ONCE)
-    waiting, done = asyncio.Semaphore(_AT_ONCE), 0
+    connector = aiohttp.TCPConnector(limit=_MOST_CONCURRENT)
+    semaphore, done = asyncio.Semaphore(_MOST_CONCURRENT), 0
     watch(0, len(bodies))
 
     async def post(session: aiohttp.ClientSession, body: Mapping[str, Any]) -> JsonAnswer:
         nonlocal done
-        async with waiting:
-            answer = await _post(session, address, body)
+        async with semaphore:
+            answer = await _post_body(session, address, body)
         done += 1
         watch(done, len(bodies))
         return answer
@@ -73,21 +73,21 @@ async def _post_all(
         return await asyncio.gather(*(post(session, body) for body in bodies))
 
 
-async def _post(
+async def _post_body(
     session: aiohttp.ClientSession, address: PostingAddress, body: Mapping[str, Any]
 ) -> JsonAnswer:
     timeout = aiohttp.ClientTimeout(total=address.timeout_s)
     try:
         async with session.post(address.url, json=body, timeout=timeout) as answer:
-            return JsonAnswer(answer.status, _read(await answer.text(errors="replace")))
+            return JsonAnswer(answer.status, _parse_json(await answer.text(errors="replace")))
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         is_tls = isinstance(error, aiohttp.ClientSSLError)
-        said = cause_of(error) if is_tls else one_line(error)
-        why = said or f"nothing within {address.timeout_s:g} s"
-        raise ServingError(f"{address.name}: no answer: {why}") from error
+        message = cause_of(error) if is_tls else one_line(error)
+        reason = message or f"nothing within {address.timeout_s:g} s"
+        raise ServingError(f"{address.name}: no answer: {reason}") from error
 
 
-def _read(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

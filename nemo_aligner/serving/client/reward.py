@@ -1,8 +1,8 @@
-"""RewardClient: texts, conversations or token ids -> rewards, over HTTP; sync, futures, asyncio.
+"""RewardClient: score samples over HTTP with blocking calls, futures or asyncio.
 
-A call of any size is split into requests that servers accept. Refused rows cost further requests: a
-server refuses a whole request for one row, and names it, so the others are sent again without it.
-Scoring has no side effects, so that is harmless.
+A call of any size is split into requests that the servers accept. A server rejects a whole request
+if one row is bad, and names the row; the client then sends the others again without it. Repeating a
+request is harmless, because scoring has no side effects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_aligner.contract.messages import Text, check_texts
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.scorer import OnError, ScoredRows, check_on_error, place_rows
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
+from nemo_aligner.serving.client.calls import ServerClient, check_token, complete_urls
 from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
@@ -37,17 +37,18 @@ Split = Callable[[int], "list[PartialRequest]"]
 
 
 class RewardClient(ServerClient[ServerPool]):
-    """Scores on reward model servers; a text is a raw string or a conversation.
+    """Scores samples on reward model servers.
 
-    A conversation is a list of messages, or a ``Conversation``, which has tools and documents, too.
+    A sample is a raw text or a conversation: a list of messages, or a ``Conversation``, which also
+    has tools and documents. The server writes conversations in the model's chat template.
 
-    Conversations get the model's chat template on the server. A call is split into requests that
-    are sent side by side, each to the least busy of the servers; one that is gone is left out, and
-    tried again. Safe to use from several threads.
+    A call is split into requests, which are sent concurrently, each to the least busy server. A
+    server that is gone is left out and tried again later. The client is safe to use from several
+    threads.
 
-    All rewards of a client are by one scoring contract: ``expect`` (a contract, or its hash), else
-    the first that it meets. A server that scores by another one is left out until it is right; with
-    ``expect_fingerprint`` also one whose model has other weights.
+    All rewards of a client have the same scoring contract: ``expect`` (a contract or its hash), or
+    the contract of the first answer. A server with another contract is left out until it is
+    replaced. With ``expect_fingerprint``, so is a server whose model has other weights.
     """
 
     def __init__(
@@ -64,28 +65,29 @@ class RewardClient(ServerClient[ServerPool]):
         token: str | None = None,
         in_callers_loop: bool = False,
     ) -> None:
-        """One ``url``, or those of several servers of the same model.
+        """Prepare the client; it connects at the first call.
 
         Args:
-            url: ``http://host:port``, and the prefix where a proxy has one: ``/rewards``
-            model_name: what it is called on the servers
-            expect: see above
-            expect_fingerprint: of the only model whose rewards are accepted
-            timeout_s: for one call with all that it takes
-            wait_s: for a server that is not up yet
-            retry_s: for a server that has answered before and is gone, or has no room
-            max_connections: requests at once, for each server
-            token: the servers' bearer token, where they ask for one
-            in_callers_loop: the asyncio methods work in the event loop that calls them, always the
-                same one, and not in a thread, which costs each request two hand-overs; ``aclose``
-                then closes the client, and the other methods are not for it
+            url: ``http://host:port``, with a proxy's path prefix if there is one; or a list of
+                URLs of servers of the same model
+            model_name: name of the model on the servers
+            expect: the expected scoring contract or its hash; see above
+            expect_fingerprint: fingerprint of the only model whose rewards are accepted
+            timeout_s: deadline of one call, including retries, in seconds
+            wait_s: how long to wait for a server that is still starting, in seconds
+            retry_s: how long to wait for a server that has answered before and is gone, in seconds
+            max_connections: most concurrent requests per server
+            token: the servers' bearer token, if they require one
+            in_callers_loop: run asyncio methods in the calling event loop, which must always be
+                the same one, instead of a thread. It saves two hand-overs between threads per
+                request. Close such a client with ``aclose``, and use none of the other methods
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is no
-                fingerprint, a URL is none, or the token is not one word.
+            ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is not
+                a fingerprint, a URL is invalid, or a header cannot carry the token.
         """
         check_token(token)
-        urls = checked_urls([url] if isinstance(url, str) else url)
+        urls = complete_urls([url] if isinstance(url, str) else url)
         self._contract_check = ContractCheck(expect, expect_fingerprint)
         connect = partial(
             ServerPool,
@@ -95,49 +97,49 @@ class RewardClient(ServerClient[ServerPool]):
         super().__init__(name, timeout_s, connect, in_callers_loop)
 
     def contract(self) -> ScoringContract:
-        """The contract that the servers score by.
+        """Fetch the scoring contract of the servers.
 
         Raises:
-            ServingError: there is no server, or it publishes none.
+            ServingError: no server answers, or it publishes no contract.
         """
-        return self._wait(self._submit(ServerPool.ask_contract))
+        return self._wait(self._submit(ServerPool.fetch_contract))
 
     @property
     def fingerprint(self) -> str | None:
-        """Model fingerprint of the server that was heard last; None before, and if it tells none.
+        """Model fingerprint of the latest answer; None before, and if the server sends none.
 
-        ``contract()`` asks a server.
+        ``contract()`` queries a server, too, and updates it.
         """
         return self._contract_check.fingerprints.latest
 
     def score(self, texts: Sequence[Text], *, on_error: OnError = "raise") -> np.ndarray:
-        """Rewards ``[N, A]`` float32 of N texts.
+        """Score N samples: rewards ``[N, A]`` float32, one column per attribute.
 
-        With ``on_error="nan"`` a text that the server refuses has NaN, and the others their
-        rewards; what is wrong with it is logged. ``score_rows`` returns it.
+        With ``on_error="nan"``, a sample that the server rejects gets NaN, and a warning is logged;
+        ``score_rows`` also returns the reasons.
 
         Raises:
-            ServingError: the server refused a text (in its words), there is none, it failed, or it
-                scores by another contract.
+            ServingError: the server rejected a sample (with its reason), no server answers, it
+                failed, or it has another scoring contract.
         """
         return self._wait(self.score_future(texts, on_error=on_error))
 
     def score_rows(self, texts: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Rewards, NaN for the texts that the server refuses, and why it does.
+        """Score N samples: rewards with NaN for rejected samples, and the reasons.
 
         Raises:
-            ServingError: as ``score``.
+            ServingError: like ``score``.
         """
-        return self._wait(self._submit(self._collect, *_of_texts(texts), on_error))
+        return self._wait(self._submit(self._collect, *_prepare_split(texts), on_error))
 
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
     ) -> np.ndarray:
-        """Rewards ``[N, A]`` float32 of N token sequences, scored as they stand.
+        """Score N token sequences unchanged: rewards ``[N, A]`` float32.
 
         Raises:
-            ServingError: as ``score``; an empty sequence is refused before it is sent.
-            TypeError: ``token_lists`` is no list of lists.
+            ServingError: like ``score``; an empty sequence is rejected before it is sent.
+            TypeError: ``token_lists`` is not a list of lists.
         """
         return self._wait(self.score_tokens_future(token_lists, on_error=on_error))
 
@@ -145,29 +147,29 @@ class RewardClient(ServerClient[ServerPool]):
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
         """Like ``score``, in the background."""
-        return self._submit(self._rewards, *_of_texts(texts), on_error)
+        return self._submit(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     def score_tokens_future(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
         """Like ``score_tokens``, in the background."""
         rows = token_rows(token_lists)
-        return self._submit(self._rewards, len(rows), partial(split_tokens, rows), on_error)
+        return self._submit(self._fetch_rewards, len(rows), partial(split_tokens, rows), on_error)
 
     async def score_async(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> np.ndarray:
         """Like ``score``, for asyncio."""
-        return await self._run(self._rewards, *_of_texts(texts), on_error)
+        return await self._run(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     async def score_rows_async(
         self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
-        """Like ``score_rows``, for asyncio; ``on_error="raise"``: a refused text is an error.
+        """Like ``score_rows``, for asyncio; with ``on_error="raise"`` a rejected sample raises.
 
-        ``is_probe``: the servers neither count the texts nor let them enter their statistics.
+        With ``is_probe``, the servers neither count the samples nor use them for statistics.
         """
-        return await self._run(self._collect, *_of_texts(texts), on_error, is_probe)
+        return await self._run(self._collect, *_prepare_split(texts), on_error, is_probe)
 
     async def score_token_rows_async(
         self,
@@ -176,35 +178,35 @@ class RewardClient(ServerClient[ServerPool]):
         on_error: OnError = "nan",
         is_probe: bool = False,
     ) -> ScoredRows:
-        """``score_rows_async`` of token sequences, scored as they stand."""
+        """Like ``score_rows_async``, for token sequences, which are scored unchanged."""
         rows = token_rows(token_lists)
         split = partial(split_tokens, rows)
         return await self._run(self._collect, len(rows), split, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
         """Like ``contract``, for asyncio."""
-        return await self._run(ServerPool.ask_contract)
+        return await self._run(ServerPool.fetch_contract)
 
     async def turn_end_async(self) -> TurnEnd | None:
-        """Text that the servers' chat template writes after a reply; None if unknown."""
-        return await self._run(ServerPool.ask_turn_end)
+        """Fetch what the servers' chat template writes after a reply; None if unknown."""
+        return await self._run(ServerPool.fetch_turn_end)
 
     async def sample_frame_async(self) -> SampleFrame | None:
-        """Text that the servers' chat template writes around a sample; None if unknown."""
-        return await self._run(ServerPool.ask_sample_frame)
+        """Fetch what the servers' chat template writes around a sample; None if unknown."""
+        return await self._run(ServerPool.fetch_sample_frame)
 
     async def probe_async(self) -> dict[str, str | None]:
-        """State of each server by its URL: why it gives no rewards now, None if it does."""
+        """Map the URL of each server to the reason why it gives no rewards now, or to None."""
         return await self._run(ServerPool.probe)
 
     async def statistics_async(self) -> dict[str, dict[str, float] | None]:
-        """Counts of each server since its start, by its URL and by name.
+        """Map the URL of each server to its counts since its start, by name.
 
-        None where it does not answer, empty where it is a server that counts nothing.
+        None if the server does not answer; empty if it publishes no counts.
         """
-        return await self._run(ServerPool.ask_statistics)
+        return await self._run(ServerPool.fetch_statistics)
 
-    async def _rewards(
+    async def _fetch_rewards(
         self, pool: ServerPool, total: int, split: Split, on_error: OnError
     ) -> np.ndarray:
         return (await self._collect(pool, total, split, on_error)).rewards
@@ -223,21 +225,22 @@ class RewardClient(ServerClient[ServerPool]):
         )
 
 
-def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:
+def _prepare_split(texts: Sequence[Text]) -> tuple[int, Split]:
     rows = check_texts(texts)
     return len(rows), partial(split_texts, rows)
 
 
-# Splitting: a call of any size as requests that servers accept.
+# Splitting a call of any size into requests that servers accept.
 
 Encode = Callable[[Sequence[Any]], Tensors]
 
 
 @dataclass(frozen=True)
 class PartialRequest:
-    """Some of the caller's rows, by their indices in ``items``, to be sent together.
+    """Some rows of a call that are sent together; ``rows`` are their indices in ``items``.
 
-    Encoded only when it is sent: a call of millions of texts has few of them in memory twice.
+    Rows are encoded only when the request is sent, so that a call of millions of samples holds few
+    encoded ones in memory.
     """
 
     rows: list[int]
@@ -246,76 +249,76 @@ class PartialRequest:
 
     @property
     def inputs(self) -> Tensors:
-        """The request's tensors."""
+        """Encode the tensors of the request."""
         return self.encode([self.items[row] for row in self.rows])
 
-    def only(self, rows: list[int]) -> PartialRequest:
-        """A request for these of its rows."""
+    def select(self, rows: list[int]) -> PartialRequest:
+        """Return a request for ``rows``, which are some of its rows."""
         return replace(self, rows=rows)
 
-    def chunks(self, size: int) -> list[PartialRequest]:
-        """Requests of at most ``size`` rows."""
-        return [self.only(rows) for rows in _chunks(self.rows, size)]
+    def split(self, size: int) -> list[PartialRequest]:
+        """Split it into requests of at most ``size`` rows."""
+        return [self.select(rows) for rows in _split_rows(self.rows, size)]
 
 
 def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
-    """Requests of at most ``limit`` texts each, of raw texts or of conversations."""
-    # A request has one form, so texts and conversations of a call travel apart.
+    """Split samples into requests of at most ``limit`` raw texts or conversations."""
+    # A request has only one form, so raw texts and conversations are sent separately.
     sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
     conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
     return [
-        *PartialRequest(sentences, texts, kserve.encode_sentences).chunks(limit),
-        *PartialRequest(conversations, texts, kserve.encode_conversations).chunks(limit),
+        *PartialRequest(sentences, texts, kserve.encode_sentences).split(limit),
+        *PartialRequest(conversations, texts, kserve.encode_conversations).split(limit),
     ]
 
 
 def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The rows of a call for token sequences.
+    """Return the rows of a call for token sequences.
 
     Raises:
-        TypeError: they are no list of lists.
+        TypeError: ``token_lists`` is not a list of lists.
     """
-    wanted = "wanted a list of lists of token ids"
+    expected = "wanted a list of lists of token ids"
     if isinstance(token_lists, str) or not isinstance(token_lists, Iterable):
-        raise TypeError(f"token_lists: got {shown(token_lists)}, {wanted}")
+        raise TypeError(f"token_lists: got {shown(token_lists)}, {expected}")
     rows = list(token_lists)
     for row, ids in enumerate(rows):
         if isinstance(ids, str) or not _has_length(ids):
-            raise TypeError(f"token_lists, row {row}: got {shown(ids)}, {wanted}")
+            raise TypeError(f"token_lists, row {row}: got {shown(ids)}, {expected}")
     return rows
 
 
 def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[PartialRequest]:
-    """Requests of at most ``limit`` token sequences each."""
-    # Alike in length, so that a request carries little padding.
+    """Split token sequences into requests of at most ``limit`` rows."""
+    # Sorted by length, so that a request carries little padding.
     by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
-    return PartialRequest(by_length, token_lists, kserve.encode_tokens).chunks(limit)
+    return PartialRequest(by_length, token_lists, kserve.encode_tokens).split(limit)
 
 
 def _has_length(ids: object) -> bool:
     try:
         len(ids)  # type: ignore[arg-type]
-    except TypeError:  # also a number in an array of torch, which has the method
+    except TypeError:  # also a 0-dimensional tensor of torch, which has __len__
         return False
     return True
 
 
-def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
+def _split_rows(rows: list[int], size: int) -> Iterable[list[int]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-# Collecting: rewards in the caller's order, and refused rows.
+# Collecting rewards in the caller's order, and rejected rows.
 
-# Rows of a request. Larger ones gain nothing, as the server merges those that wait; and what is
-# refused or lost is sent again as a whole.
+# Most rows of a request. Larger requests gain nothing, because the server merges waiting requests;
+# and a rejected or lost request is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-# Errors of encoding a row: no JSON value, half of a surrogate pair, lists in lists without end.
+# Errors while encoding a row: not JSON, half of a surrogate pair, or endlessly nested lists.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 
 class RowCollector:
-    """Gathers the rewards of one call; ``on_error`` says what becomes of rows that are refused."""
+    """Collects the rewards of one call; ``on_error`` decides what happens to rejected rows."""
 
     def __init__(self, pool: ServerPool, on_error: OnError, is_probe: bool = False) -> None:
         self._pool, self._is_probe = pool, is_probe
@@ -329,20 +332,25 @@ class RowCollector:
         self._fingerprints: set[str | None] = set()
 
     async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
-        """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
+        """Score ``total`` rows; ``split(size)`` makes requests of at most ``size`` rows.
+
+        Args:
+            total: number of rows of the call, N.
+            split: splits the call into requests.
+            columns: number of attributes; only needed if all rows are rejected.
 
         Raises:
-            ServingError: no server answers, the model failed, or a row was refused that is not
-                set aside.
+            ServingError: no server answers, the model failed, or a row was rejected and
+                ``on_error`` is "raise".
         """
         if total:
             limit, servers = await self._pool.limit()
-            # A call is spread over all servers, also where one could take it whole.
+            # A call is spread over all servers, even if a single one could take all of it.
             size = min(limit, _MOST_ROWS, -(-total // servers))
-            await _all_of(self._score(part) for part in split(size))
-        self._tell(total)
-        # Where every row was refused, no answer says how many attributes there are.
-        rewards = self._gathered("rewards", total)
+            await _run_all(self._score(part) for part in split(size))
+        self._log_problems(total)
+        # If every row was rejected, no answer tells the number of attributes.
+        rewards = self._place_output("rewards", total)
         if rewards is None:
             rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
         return ScoredRows(
@@ -350,13 +358,13 @@ class RowCollector:
             dict(sorted(self._errors.items())),
             np.array([row in self._exceeded for row in range(total)], dtype=bool),
             self._contract_hash,
-            # Rows of several models have no fingerprint in common.
+            # Rows that were scored by several models have no common fingerprint.
             self._fingerprints.pop() if len(self._fingerprints) == 1 else None,
-            **{name: self._gathered(name, total) for name in _OPTIONAL},
+            **{name: self._place_output(name, total) for name in _OPTIONAL},
         )
 
-    def _gathered(self, name: str, total: int) -> np.ndarray | None:
-        """All rows of an output, NaN where there is none; None if no row has it."""
+    def _place_output(self, name: str, total: int) -> np.ndarray | None:
+        """Place an output in the caller's order, NaN where it is missing; None if no row has it."""
         rows = self._outputs[name]
         if not rows:
             return None
@@ -366,37 +374,39 @@ class RowCollector:
             return place_rows(values, [*rows], total)
         return place_rows(np.stack([*rows.values()]).astype(np.float32), [*rows], total)
 
-    def _tell(self, total: int) -> None:
+    def _log_problems(self, total: int) -> None:
         if self._exceeded:
             logger.warning(
-                "%d of %d texts were cut to the model's seq_length", len(self._exceeded), total
+                "%d of %d samples were cut to the model's seq_length", len(self._exceeded), total
             )
         if self._errors:
             row = min(self._errors)
             logger.warning(
-                "%d of %d rows have no reward; row %d: %s",
+                "%d of %d samples have no reward; row %d: %s",
                 *(len(self._errors), total, row, self._errors[row]),
             )
 
     async def _score(self, part: PartialRequest) -> None:
-        """Send requests until each row has a reward or an error; one more for each refused row."""
+        """Send requests until each row has a reward or an error; each bad row costs one more."""
         while part.rows:
             try:
-                scored = await self._pool.infer(encoded(part), len(part.rows), self._is_probe)
-            except TooManyRowsError as error:  # its limit was another server's
-                await _all_of(self._score(each) for each in part.chunks(error.limit))
+                scored = await self._pool.infer(
+                    encode_request(part), len(part.rows), self._is_probe
+                )
+            except TooManyRowsError as error:  # the call was split for a server with a higher limit
+                await _run_all(self._score(piece) for piece in part.split(error.limit))
                 return
             except RefusedError as refusal:
                 row = refusal.row
                 if row is None or row >= len(part.rows):
-                    await self._score_apart(part, refusal)
+                    await self._bisect(part, refusal)
                     return
-                part = self._without(part, row, refusal)
+                part = self._set_row_aside(part, row, refusal)
             else:
-                self._keep(part, scored)
+                self._store(part, scored)
                 return
 
-    def _keep(self, part: PartialRequest, scored: ScoredRows) -> None:
+    def _store(self, part: PartialRequest, scored: ScoredRows) -> None:
         for name, rows in self._outputs.items():
             values = getattr(scored, name)
             if values is not None:
@@ -407,53 +417,55 @@ class RowCollector:
         self._contract_hash = scored.contract_hash
         self._fingerprints.add(scored.model_fingerprint)
 
-    def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
-        row = part.rows[place]  # the caller's number; the server's is the place in the request
-        # A reward that is not finite names a row, too, and is the model's fault, not the text's.
+    def _set_row_aside(
+        self, part: PartialRequest, place: int, refusal: RefusedError
+    ) -> PartialRequest:
+        row = part.rows[place]  # the server counts within the request, the caller within the call
+        # A row with a reward that is not finite is named, too, but then the model is at fault.
         if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
-        return part.only([other for other in part.rows if other != row])
+        return part.select([other for other in part.rows if other != row])
 
-    async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
-        """Find the rows of a refusal that names none, by sending halves."""
-        # A request that is too large is not at fault while it can be divided.
+    async def _bisect(self, part: PartialRequest, refusal: RefusedError) -> None:
+        """Find the bad rows if a refusal does not name them, by sending halves."""
+        # A request that is too large can be split further; that is no reason to fail.
         is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal
         if len(part.rows) == 1:
             self._errors[part.rows[0]] = refusal.reason
             return
-        await _all_of(self._score(half) for half in part.chunks(-(-len(part.rows) // 2)))
-        # Each of several has the same error alone, so it is the request's, such as a wrong model.
+        await _run_all(self._score(half) for half in part.split(-(-len(part.rows) // 2)))
+        # If every single row has the same error, the request is at fault, e.g. a wrong model name.
         if all(self._errors.get(row) == refusal.reason for row in part.rows):
             raise refusal
 
 
-def encoded(part: PartialRequest) -> Tensors:
-    """The tensors of a request.
+def encode_request(part: PartialRequest) -> Tensors:
+    """Encode the tensors of a request.
 
     Raises:
-        RefusedError: one of its rows cannot be sent, by its place in the request.
+        RefusedError: a row cannot be sent; it names the index in the request.
     """
     try:
         return part.inputs
-    except DataError as error:  # which says what row
+    except DataError as error:  # its message names the row
         raise RefusedError("client", 400, str(error)) from error
-    except _UNSENDABLE:  # such as a lone surrogate: which row has it is yet to be found
+    except _UNSENDABLE:  # e.g. half of a surrogate pair; find the row that has it
         for place, row in enumerate(part.rows):
             try:
-                _ = part.only([row]).inputs
+                _ = part.select([row]).inputs
             except _UNSENDABLE as error:
                 text = f"row {place}: it cannot be sent: {error}"
                 raise RefusedError("client", 400, text) from error
         raise
 
 
-async def _all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     tasks: Sequence[asyncio.Task[None]] = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:  # where one failed, nobody wants the others
+        for task in tasks:  # after a failure, the results of the others are not needed
             task.cancel()

@@ -1,6 +1,6 @@
-"""Scorers on running servers, one for each protocol that an evaluation can query.
+"""Scorers on running servers, one class for each protocol that an evaluation can query.
 
-``serving/protocols/`` implements the server side of ``/classify`` and ``/get_reward``.
+``serving/protocols/`` has the server side of ``/classify`` and ``/get_reward``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _QUERIES = 16  # samples per request to ``/get_reward``
 
 
 class ServedScorer:
-    """Scores on reward model servers of ours, over KServe; ``close`` closes their client."""
+    """Scores on reward model servers of this package, over KServe."""
 
     def __init__(self, client: RewardClient) -> None:
-        """Raise ServingError if no server answers, or it publishes no contract."""
+        """Raise ServingError if no server answers, or it publishes no scoring contract."""
         self._client = client
         self.contract = client.contract()
 
@@ -45,7 +45,7 @@ class ServedScorer:
         scored = self._client.score_rows(samples, on_error=on_error)
         if len(scored.errors) < len(samples):
             return scored
-        # A client that was refused every sample never learned the number of attributes.
+        # If every sample was rejected, the client never learned the number of attributes.
         shape = (len(samples), len(self.attributes))
         return replace(scored, rewards=np.full(shape, np.nan, dtype=np.float32))
 
@@ -56,10 +56,10 @@ class ServedScorer:
 
 @dataclass(frozen=True)
 class VllmScorer:
-    """Scores on vLLM (checked with 0.32), or by our gateway, by ``/classify``.
+    """Scores on vLLM (tested with 0.32), or on our server, with ``/classify``.
 
-    ``attributes`` are names for the numbers that it answers, in their order. Each sample is a
-    request, because vLLM rejects a whole request for one bad sample.
+    ``attributes`` are names of the numbers in an answer, in their order. Each sample is a request
+    of its own, because vLLM rejects a whole request for one bad sample.
     """
 
     address: PostingAddress
@@ -67,25 +67,25 @@ class VllmScorer:
     contract: None = None
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``; ServingError also for another number of rewards than attributes."""
+        """See ``Scorer``; ServingError also if the number of rewards is not that of attributes."""
         bodies = [_vllm_body(sample) for sample in samples]
-        answers = post_all(self.address, bodies, Counter("scoring", "texts").show)
+        answers = post_all(self.address, bodies, Counter("scoring", "samples").show)
         rewards = np.full((len(samples), len(self.attributes)), np.nan, dtype=np.float32)
         errors = {}
         for row, answer in enumerate(answers):
             if _rejects_sample(answer):
-                errors[row] = str(_error(self.address, answer))
+                errors[row] = str(_build_error(self.address, answer))
             else:
-                rewards[row] = self._rewards_in(answer)
-        return _scored(rewards, errors, on_error)
+                rewards[row] = self._read_rewards(answer)
+        return _build_scored(rewards, errors, on_error)
 
-    def _rewards_in(self, answer: JsonAnswer) -> list[float]:
-        numbers = _numbers(self.address, answer, lambda body: body["data"][0]["probs"])
+    def _read_rewards(self, answer: JsonAnswer) -> list[float]:
+        numbers = _read_numbers(self.address, answer, lambda body: body["data"][0]["probs"])
         if len(numbers) != len(self.attributes):
             raise ServingError(
-                f"{self.address.name}: got {len(numbers)} numbers for a text, wanted "
-                f"{len(self.attributes)} ({', '.join(self.attributes)}); source.attribute_weights "
-                "says their names and weights"
+                f"{self.address.name}: got {len(numbers)} numbers for a sample, wanted "
+                f"{len(self.attributes)} ({', '.join(self.attributes)}); set the names and weights "
+                "of the numbers in source.attribute_weights"
             )
         return numbers
 
@@ -96,15 +96,16 @@ def _vllm_body(sample: Text) -> dict[str, Any]:
     else:
         conversation = as_json(sample)
         body = {"messages": conversation} if isinstance(conversation, list) else conversation
-    # Raw logits: by default vLLM applies a sigmoid or softmax, which is no reward.
+    # Raw logits: by default vLLM applies a sigmoid or softmax, which changes the reward.
     return {**body, "use_activation": False}
 
 
 @dataclass(frozen=True)
 class QueryScorer:
-    """Scores on OpenRLHF's remote reward model (checked with 0.11), or by our gateway.
+    """Scores on OpenRLHF's remote reward model (tested with 0.11), or on our server.
 
-    ``/get_reward`` takes strings, which the chat template of the policy's ``tokenizer`` writes.
+    ``/get_reward`` takes raw texts, so conversations are written in the chat template of the
+    policy's ``tokenizer``.
     """
 
     address: PostingAddress
@@ -113,19 +114,19 @@ class QueryScorer:
     contract: None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for several attributes."""
+        """Raise ConfigError if there are several attributes."""
         if len(self.attributes) != 1:
             raise ConfigError(
                 f"source.attribute_weights: got {len(self.attributes)} names, wanted one or none: "
-                "/get_reward answers one number for a text"
+                "/get_reward answers one number per sample"
             )
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
         """See ``Scorer``.
 
         Raises:
-            ConfigError: a sample is a conversation, and there is no chat template to write it with.
-            ServingError: the server does not answer, or not with a number for each query.
+            ConfigError: a sample is a conversation, and there is no chat template to write it in.
+            ServingError: the server does not answer, or not with one number per query.
         """
         queries: dict[int, str] = {}
         errors: dict[int, str] = {}
@@ -135,73 +136,75 @@ class QueryScorer:
             except TurnMarkError as error:
                 errors[row] = str(error)
         rewards = np.full((len(samples), 1), np.nan, dtype=np.float32)
-        self._query(queries, rewards, errors, _QUERIES)
-        return _scored(rewards, errors, on_error)
+        self._send_queries(queries, rewards, errors, _QUERIES)
+        return _build_scored(rewards, errors, on_error)
 
-    def _query(
+    def _send_queries(
         self, queries: Mapping[int, str], rewards: np.ndarray, errors: dict[int, str], size: int
     ) -> None:
         """Fill in ``rewards`` and ``errors`` of the rows of ``queries``, ``size`` per request.
 
-        A rejected request is sent again query by query.
+        The queries of a rejected request are sent again one by one.
         """
         chunks = [[*queries][start : start + size] for start in range(0, len(queries), size)]
         bodies = [{"query": [queries[row] for row in rows]} for rows in chunks]
         answers = post_all(self.address, bodies, Counter("scoring", "requests").show)
-        again: dict[int, str] = {}
+        rejected: dict[int, str] = {}
         for rows, answer in zip(chunks, answers, strict=True):
             if not _rejects_sample(answer):
-                rewards[rows, 0] = self._rewards_in(answer, len(rows))
+                rewards[rows, 0] = self._read_rewards(answer, len(rows))
             elif len(rows) > 1:
-                again.update((row, queries[row]) for row in rows)
+                rejected.update((row, queries[row]) for row in rows)
             else:
-                errors[rows[0]] = str(_error(self.address, answer))
-        if again:
-            self._query(again, rewards, errors, 1)
+                errors[rows[0]] = str(_build_error(self.address, answer))
+        if rejected:
+            self._send_queries(rejected, rewards, errors, 1)
 
     def _write(self, sample: Text) -> str:
-        """Render a sample with the policy's chat template, as OpenRLHF's trainer sends it."""
+        """Write a sample in the policy's chat template, like OpenRLHF's trainer."""
         tokenizer = self.tokenizer
         if isinstance(sample, str):
             return sample
         if tokenizer is None or not tokenizer.chat_template:
             raise ConfigError(
                 "source.tokenizer: got none with a chat template, wanted the folder of the "
-                "policy's tokenizer: /get_reward takes texts, and these are conversations"
+                "policy's tokenizer: /get_reward takes raw texts, and these are conversations"
             )
         template = freeze_date(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
         return write_conversation(template, sample, tokenizer)
 
-    def _rewards_in(self, answer: JsonAnswer, count: int) -> list[float]:
-        rewards = _numbers(self.address, answer, lambda body: body["rewards"])
+    def _read_rewards(self, answer: JsonAnswer, count: int) -> list[float]:
+        rewards = _read_numbers(self.address, answer, lambda body: body["rewards"])
         if len(rewards) != count:
-            raise ServingError(f"{self.address.name}: got {len(rewards)} rewards for {count} texts")
+            raise ServingError(
+                f"{self.address.name}: got {len(rewards)} rewards for {count} samples"
+            )
         return rewards
 
 
 def _rejects_sample(answer: JsonAnswer) -> bool:
-    """Tell whether a sample is at fault, and gets no reward; another failure ends the call."""
+    """Tell whether a sample is at fault and gets no reward; other failures end the call."""
     return FailureKind.of_status(answer.status).reaction == "skip"
 
 
-def _scored(rewards: np.ndarray, errors: dict[int, str], on_error: OnError) -> ScoredRows:
+def _build_scored(rewards: np.ndarray, errors: dict[int, str], on_error: OnError) -> ScoredRows:
     for row in sorted(errors)[:1]:
         if on_error == "raise":
             raise ServingError(f"row {row}: {errors[row]}")
-        reason = f"text {row}: {errors[row]}"
-        _log.warning("%d of %d texts have no reward; %s", len(errors), len(rewards), reason)
+        reason = f"row {row}: {errors[row]}"
+        _log.warning("%d of %d samples have no reward; %s", len(errors), len(rewards), reason)
     return ScoredRows(rewards, dict(sorted(errors.items())), np.zeros(len(rewards), dtype=bool))
 
 
-def _numbers(address: PostingAddress, answer: JsonAnswer, read: Any) -> list[float]:
-    """The numbers that ``read`` takes out of the body of a good answer."""
+def _read_numbers(address: PostingAddress, answer: JsonAnswer, read: Any) -> list[float]:
+    """Return the numbers that ``read`` extracts from the body of a successful answer."""
     if answer.status != 200 or not isinstance(answer.body, Mapping):
-        raise _error(address, answer)
+        raise _build_error(address, answer)
     try:
         return [float(number) for number in read(answer.body)]
     except (LookupError, TypeError, ValueError) as error:
-        raise _error(address, answer) from error
+        raise _build_error(address, answer) from error
 
 
-def _error(address: PostingAddress, answer: JsonAnswer) -> ServingError:
+def _build_error(address: PostingAddress, answer: JsonAnswer) -> ServingError:
     return ServingError(f"{address.name}: status {answer.status}, got {short(answer.body)}")

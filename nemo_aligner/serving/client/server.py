@@ -1,9 +1,9 @@
-"""One server of a client: its KServe v2 requests over HTTP, and whether it may be asked now.
+"""One server of a client: its requests over KServe v2, and whether it may get requests now.
 
-A server is asked for rewards after a handshake: its model is ready, its limit of rows is known, and
-it scores by the right contract. One that gives no answer is backed off from for 0.1 to 1.5 seconds,
-or for as long as it asks; one that was gone needs a new handshake, as another may have taken its
-place.
+A server gets requests for rewards after a handshake, which checks that its model is ready, reads
+its limit of rows, and compares its scoring contract. After a failed request it gets none for 0.1 to
+1.5 seconds, or for as long as its ``Retry-After`` header says. If it was unreachable, it needs a
+new handshake, because another server may have taken its place.
 """
 
 from __future__ import annotations
@@ -48,37 +48,38 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PROBE_S = 2.0  # somebody waits for the gateway's ``/ready`` or ``/metrics``
+_PROBE_S = 2.0  # short, because somebody waits for the gateway's ``/ready`` or ``/metrics``
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
-# With these and a body that is not KServe's, vLLM, our gateway or a proxy answers in its place.
+# HTTP statuses with which vLLM, our gateway or a proxy answers a KServe request, with a body in a
+# form of their own.
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
-    "this is no KServe server, or it asks for a token "
-    "(servers of other protocols have other clients: docs/protocols.md)"
+    "this is not a KServe server, or it requires a token "
+    "(docs/protocols.md lists the clients of other protocols)"
 )
-# Triton answers it with a 500, before the model's server sees the request.
+# Triton's messages for a body that it cannot parse: a 500, before the model sees the request.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
 
 
 def new_session(token: str | None) -> aiohttp.ClientSession:
-    """Session for all servers of a client; concurrent requests are limited elsewhere."""
-    connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+    """Create the HTTP session for all servers of a client; ``ServerPool`` limits concurrency."""
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=_create_socket)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     return aiohttp.ClientSession(connector=connector, headers=headers)
 
 
 class RemoteServer:
-    """A server by its URL and the model there; see the top of this file.
+    """A server, identified by its URL and the name of its model; see the top of this file.
 
     Attributes:
-        url: for people, without a password.
-        limit: most rows of a request; None before a handshake has succeeded.
-        fault: why it is left out, where waiting does not help, such as another contract.
-        trouble: why it is left out, for people.
-        is_foreign: the last handshake was answered by something that is no KServe server.
-        tried_at: end of the last handshake.
-        handshake: the one under way.
-        again_at: when the pause ends.
+        url: the URL for messages, without a password.
+        limit: most rows of a request; None until a handshake has succeeded.
+        fault: why the server is left out, if waiting does not help, e.g. another contract.
+        trouble: why the server is left out, for messages.
+        is_foreign: the last handshake was answered by a server of another protocol.
+        tried_at: end of the last handshake, in seconds of ``time.monotonic``.
+        handshake: the handshake that is running.
+        again_at: end of the pause, in seconds of ``time.monotonic``.
     """
 
     def __init__(
@@ -100,35 +101,35 @@ class RemoteServer:
         self.tried_at = -np.inf
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
-        self._has_said_when = False
-        # The log has that it is left out, and not yet that it is back.
+        self._has_retry_after = False
+        # It was logged that the server is left out, and not yet that it answers again.
         self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
         self._model_name, self._reads_contract = model_name, reads_contract
 
     def is_ready(self, now: float) -> bool:
-        """True if it may be asked for rewards."""
+        """Tell whether the server may get requests for rewards."""
         return self.limit is not None and now >= self.again_at
 
     def is_full(self, now: float) -> bool:
-        """True if it has said when to come again, and that is not yet."""
-        return self.limit is not None and self._has_said_when and now < self.again_at
+        """Tell whether the server is full and its ``Retry-After`` has not passed yet."""
+        return self.limit is not None and self._has_retry_after and now < self.again_at
 
     def start_handshake(self) -> asyncio.Task[None]:
-        """Begin a handshake, unless one is under way."""
+        """Start a handshake, or return the running one."""
         if self.handshake is None:
             self.handshake = asyncio.ensure_future(self._handshake())
         return self.handshake
 
     def start_handshake_if_due(self, now: float, tried_since: float) -> None:
-        """Begin a handshake if it needs one, and its pause is over or it was not tried since."""
+        """Start a handshake if one is needed, and the pause is over or the last try is too old."""
         due = now >= self.again_at or self.tried_at < tried_since
         if self.limit is None and due:
             self.start_handshake()
 
     def leave_out(self, reason: str) -> None:
-        """Send it no requests until a new handshake has succeeded."""
+        """Send the server no requests until a new handshake has succeeded."""
         self._back_off(UnavailableError(reason))
 
     def forget(self) -> None:
@@ -137,80 +138,80 @@ class RemoteServer:
         self._contract_check.withdraw(self.name)
 
     async def infer(self, inputs: Tensors, is_probe: bool = False) -> Tensors:
-        """Its answer; it does not count a probe.
+        """Send a request for rewards, and return the output tensors; a probe is not counted.
 
         Raises:
-            RefusedError: it does not score them.
-            UnavailableError: it gave no answer, and is left out for a while.
+            RefusedError: the server rejected the request.
+            UnavailableError: there was no answer, and the server is left out for a while.
         """
-        with self._asked():
+        with self._tracking_request():
             try:
                 return await self._infer(self._model_name, inputs, None, is_probe)
             except RefusedError as error:
-                if error.status == 404:  # a server in place of it, which is still loading its model
+                if error.status == 404:  # the server was restarted, and its model is still loading
                     raise UnavailableError(error.message) from error
                 raise
 
     async def contract(self) -> tuple[ScoringContract, str | None]:
-        """The contract that it publishes, and its model's fingerprint, None if it tells none.
+        """Fetch the scoring contract and the model's fingerprint (None if there is none).
 
         Raises:
-            ServingError: it publishes none that can be read.
-            UnavailableError: it gave no answer, and is left out for a while.
+            ServingError: the server publishes no contract that can be read.
+            UnavailableError: there was no answer, and the server is left out for a while.
         """
-        with self._asked():
-            return await self._contract(HANDSHAKE_S)
+        with self._tracking_request():
+            return await self._fetch_contract(HANDSHAKE_S)
 
     async def turn_end(self) -> TurnEnd | None:
-        """Text that its chat template writes after a reply; None if it writes nothing.
+        """Fetch what the chat template writes after a reply; None if it writes nothing.
 
         Raises:
-            UnavailableError: it gave no answer, and is left out for a while.
+            UnavailableError: there was no answer, and the server is left out for a while.
         """
         return await self._read_template_part(
             "turn_end",
             TurnEnd.from_dict,
-            "it does not say how its chat template ends (%s); a text that ends before that is "
-            "scored unchanged",
+            "the server does not publish how its chat template ends a turn (%s); a sample that "
+            "ends before that is scored unchanged",
         )
 
     async def sample_frame(self) -> SampleFrame | None:
-        """Text that its chat template writes around a sample; None if it has no template.
+        """Fetch what the chat template writes around a sample; None if there is no template.
 
         Raises:
-            UnavailableError: it gave no answer, and is left out for a while.
+            UnavailableError: there was no answer, and the server is left out for a while.
         """
         return await self._read_template_part(
             "sample_frame",
             SampleFrame.from_dict,
-            "it does not say how its chat template begins and ends (%s); texts that are written in "
-            "another template are scored and not counted",
+            "the server does not publish how its chat template begins and ends (%s); samples in "
+            "another template are scored without being counted",
         )
 
     async def _read_template_part(
         self, name: str, from_dict: Callable[[Any], T], if_missing: str
     ) -> T | None:
-        """Decode a part of what it publishes; None, and a warning, if that is missing."""
-        with self._asked():
+        """Decode a published part of the template; if it is missing, warn and return None."""
+        with self._tracking_request():
             try:
-                outputs = await self._publication(HANDSHAKE_S)
+                outputs = await self._fetch_publication(HANDSHAKE_S)
                 return kserve.decode_template_part(outputs, name, from_dict)
             except UnavailableError:
                 raise
-            except ServingError as error:  # another's server, or an older one
+            except ServingError as error:  # a server of another project, or of an earlier version
                 if _is_unauthorized(error):
                     raise
                 logger.warning(f"%s: {if_missing}", self.name, short(error))
                 return None
 
     async def probe(self) -> str | None:
-        """Reason why it gives no rewards now, and is left out; None if it gives them."""
+        """Return the reason why the server gives no rewards now, and leave it out; or None."""
         try:
-            with self._asked():
-                await self._ask("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
+            with self._tracking_request():
+                await self._send("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
                 await self._check_contract(_PROBE_S)
         except OtherContractError as error:
-            self._refuse(error)
+            self._set_fault(error)
             return error.text
         except UnavailableError as error:
             self.fault = None
@@ -221,29 +222,29 @@ class RemoteServer:
         return None
 
     async def statistics(self) -> dict[str, float] | None:
-        """Counts since its start; empty if it publishes none, None without an answer."""
+        """Fetch counts since the server's start; empty if it publishes none, None if no answer."""
         try:
-            with self._asked():
-                outputs = await self._publication(_PROBE_S)
+            with self._tracking_request():
+                outputs = await self._fetch_publication(_PROBE_S)
             return kserve.decode_statistics(outputs)
         except UnavailableError:
             return None
-        except ServingError:  # another's server, or an older one
+        except ServingError:  # a server of another project, or of an earlier version
             return {}
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
-        """Count a request as in flight; back off where it gets no answer."""
+    def _tracking_request(self) -> Iterator[None]:
+        """Count a request as in flight, and leave the server out if there is no answer."""
         self.in_flight += 1
         try:
             yield
         except UnavailableError as error:
-            # Of many requests that are lost at once only the first may lengthen the pause.
+            # If many requests are lost at once, only the first one lengthens the pause.
             if self.is_ready(time.monotonic()):
                 self._back_off(error)
                 if self.limit is None and not self._is_missed:
                     self._is_missed = True
-                    logger.warning("%s: %s; it is left out until it answers", self.name, error)
+                    logger.warning("%s: %s; it gets no requests until it answers", self.name, error)
             raise
         finally:
             self.in_flight -= 1
@@ -254,13 +255,13 @@ class RemoteServer:
                 self._is_missed = False
                 logger.warning("%s: it answers again", self.name)
 
-    async def _publication(self, timeout_s: float) -> Tensors:
-        """Ask for all that it publishes: its contract, turn end and statistics."""
-        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
-        return await self._infer(kserve.CONTRACT_MODEL_NAME, asked, timeout_s)
+    async def _fetch_publication(self, timeout_s: float) -> Tensors:
+        """Fetch all that the server publishes: contract, turn end, sample frame and statistics."""
+        inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        return await self._infer(kserve.CONTRACT_MODEL_NAME, inputs, timeout_s)
 
-    async def _contract(self, timeout_s: float) -> tuple[ScoringContract, str | None]:
-        outputs = await self._publication(timeout_s)
+    async def _fetch_contract(self, timeout_s: float) -> tuple[ScoringContract, str | None]:
+        outputs = await self._fetch_publication(timeout_s)
         try:
             return kserve.decode_contract(outputs), kserve.decode_fingerprint(outputs)
         except (CheckpointError, KeyError, ValueError, IndexError) as error:
@@ -269,83 +270,87 @@ class RemoteServer:
     async def _handshake(self) -> None:
         self.is_foreign = False
         try:
-            await self._ask("GET", f"models/{quote(self._model_name)}/ready")
-            answer, _ = await self._ask("GET", f"models/{quote(self._model_name)}/config")
+            await self._send("GET", f"models/{quote(self._model_name)}/ready")
+            answer, _ = await self._send("GET", f"models/{quote(self._model_name)}/config")
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
             await self._check_contract(HANDSHAKE_S)
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
         except RefusedError as error:
-            self._on_refused_handshake(error)
+            self._handle_refused_handshake(error)
         except UnavailableError as error:
             if error.waiting_helps:
                 self._back_off(error)
             else:
-                self._refuse(ServingError(f"{self.name}: {error}"))
+                self._set_fault(ServingError(f"{self.name}: {error}"))
         except ServingError as error:
-            self._refuse(error)
+            self._set_fault(error)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            self._back_off(UnavailableError("what answers there is no server of KServe v2"))
+            self._back_off(UnavailableError("the answer is not that of a KServe v2 server"))
         finally:
             self.tried_at = time.monotonic()
             self.handshake = None
 
-    def _on_refused_handshake(self, error: RefusedError) -> None:
+    def _handle_refused_handshake(self, error: RefusedError) -> None:
         self.is_foreign = error.is_foreign
         path = urlsplit(self._url).path
         advice = (
-            f"; the URL's path, {short(path)}, must be a proxy's prefix or none" if path else ""
+            f"; the path in the URL, {short(path)}, must be empty or a proxy's prefix"
+            if path
+            else ""
         )
         if error.is_foreign:
             reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"
             self._back_off(UnavailableError(reason))
         elif _is_unauthorized(error):
-            self._refuse(error)
-        else:  # its model is still being loaded
+            self._set_fault(error)
+        else:  # the model is still loading
             reason = f"{self._model_name} is not ready: {error.message}{advice}"
             self._back_off(UnavailableError(reason))
 
     async def _check_contract(self, timeout_s: float) -> None:
-        """Raise OtherContractError; a lone server shows its contract by its first reward."""
+        """Raise OtherContractError; a single server shows its contract with its first reward."""
         if not self._reads_contract and not self._contract_check.is_bound:
             return
         try:
-            contract, fingerprint = await self._published(timeout_s)
+            contract, fingerprint = await self._fetch_published_contract(timeout_s)
         except ServingError as error:
             if self._reads_contract or isinstance(error, UnavailableError):
                 raise
-            # A newer version's contract cannot be read here, but its rewards come with its hash.
+            # The contract of a newer version cannot be parsed, but each reward carries its hash.
             return
         self._contract_check.check_published(self.name, contract, fingerprint)
 
-    async def _published(self, timeout_s: float) -> tuple[ScoringContract | None, str | None]:
+    async def _fetch_published_contract(
+        self, timeout_s: float
+    ) -> tuple[ScoringContract | None, str | None]:
         try:
-            return await self._contract(timeout_s)
+            return await self._fetch_contract(timeout_s)
         except RefusedError as error:
             if _is_unauthorized(error):
                 raise
-            # A server of NeMo-Aligner has none; one of ours may still be loading that endpoint.
+            # A NeMo-Aligner server has no contract; one of ours may still be loading the endpoint.
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error
             return None, None
 
-    def _refuse(self, error: ServingError) -> None:
-        """Leave it out for a fault that waiting does not mend; the log has each fault once."""
-        known = self.fault
+    def _set_fault(self, error: ServingError) -> None:
+        """Leave the server out for a fault that waiting does not fix; log each fault once."""
+        previous = self.fault
         self._back_off(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
         self.fault = error
-        if str(known) != str(error):
+        if str(previous) != str(error):
             self._is_missed = True
-            logger.warning("%s; it is left out", error)
+            logger.warning("%s; it gets no requests until this is fixed", error)
 
     def _back_off(self, error: UnavailableError) -> None:
-        """Leave it out for a pause, which doubles with each failure up to a second."""
+        """Leave the server out for a pause, which doubles with each failure up to one second."""
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 10)
-        self._has_said_when = error.retry_after_s is not None
+        self._has_retry_after = error.retry_after_s is not None
         if error.retry_after_s is not None:
             pause = max(pause, error.retry_after_s)
-        # Jitter: clients that failed together must not come back together.
+        # Jitter: clients that failed together shall not come back together.
         self.again_at = time.monotonic() + pause * random.uniform(1.0, 1.5)
         self.trouble, self.fault = str(error), None
         if error.kind is FailureKind.unreachable:
@@ -357,13 +362,13 @@ class RemoteServer:
     ) -> Tensors:
         body, headers = kserve_body.encode_body(inputs, is_probe)
         path = f"models/{quote(model_name)}/infer"
-        answer, said = await self._ask("POST", path, timeout_s, body, headers)
+        answer, answer_headers = await self._send("POST", path, timeout_s, body, headers)
         try:
-            return kserve_body.decode_body(answer, said)
+            return kserve_body.decode_body(answer, answer_headers)
         except ServingError as error:
             raise ServingError(f"{self.name}: {error}") from error
 
-    async def _ask(
+    async def _send(
         self,
         method: str,
         path: str,
@@ -375,7 +380,7 @@ class RemoteServer:
             async with self._session.request(
                 method,
                 f"{self._url}/v2/{path}",
-                # aiohttp warns of large bytes, which it writes at once; a stream goes in pieces.
+                # aiohttp warns about large bytes objects, which block the loop; a stream does not.
                 data=None if body is None else BytesIO(body),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
@@ -387,60 +392,60 @@ class RemoteServer:
             raise UnavailableError(cause_of(error)) from error
         if response.status == 200:
             return answer, response.headers
-        raise self._failure(response.status, answer, response.headers)
+        raise self._build_error(response.status, answer, response.headers)
 
-    def _failure(self, status: int, answer: bytes, headers: Mapping[str, str]) -> RequestError:
-        said, kind = _error_of(answer), FailureKind.of_status(status)
+    def _build_error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> RequestError:
+        message, kind = _read_error(answer), FailureKind.of_status(status)
         text = short(" ".join(answer.decode("utf-8", errors="replace").split()))
-        text = text if said is None else said
+        text = text if message is None else message
         if kind.reaction == "retry":
             seconds = retry_after(text, headers.get("Retry-After", ""))
             return UnavailableError(f"HTTP {status}: {text}", kind, seconds)
-        if said == NO_TOKEN:
+        if message == NO_TOKEN:
             return RefusedError(self.name, FailureKind.unauthorized.status, text)
-        if said is None and answer and status in _FOREIGN_STATUSES:
+        if message is None and answer and status in _FOREIGN_STATUSES:
             return RefusedError(self.name, status, text, is_foreign=True)
-        if said is not None and _UNPARSED.match(said):
-            # What this client sends is whole: something between has changed it.
-            text = f"Triton could not read the request as it arrived, behind any proxy: {text}"
+        if message is not None and _UNPARSED.match(message):
+            # This client sends valid JSON, so a proxy must have changed it.
+            text = f"Triton could not parse the request as it arrived, after any proxy: {text}"
         return RefusedError(self.name, status, text or f"HTTP {status}")
 
 
 def _is_unauthorized(error: ServingError) -> bool:
-    """Tell whether the token is missing or wrong, which is no reason to wait or to ask others."""
+    """Tell whether the token is missing or wrong; then neither waiting nor other servers help."""
     return isinstance(error, RefusedError) and error.kind is FailureKind.unauthorized
 
 
-def _error_of(answer: bytes) -> str | None:
-    """Error text of a KServe server; None if the answer is not KServe's."""
+def _read_error(answer: bytes) -> str | None:
+    """Return the error message of a KServe server; None if the answer has another form."""
     try:
-        said = json.loads(answer.decode("utf-8", errors="replace"))["error"]
+        message = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return said if isinstance(said, str) else None  # an object is vLLM's
+    return message if isinstance(message, str) else None  # vLLM's error is an object
 
 
-def _socket(address: Any) -> socket.socket:
-    """Socket with keepalive probes, which notice a machine that is gone within a minute.
+def _create_socket(address: Any) -> socket.socket:
+    """Create a socket whose keepalive probes notice within a minute that a machine is gone.
 
-    Without them a request to a machine that lost its power waits for the whole call's timeout.
+    Otherwise a request to a machine without power would wait until the deadline of the call.
     """
     family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
 
 
-# All rewards of a client are by one scoring contract: the expected one, or that of the first.
+# All rewards of a client have the same scoring contract: the expected one, or the first server's.
 
 _HASH = re.compile("[0-9a-f]{64}")
 
 
 class OtherContractError(ServingError):
-    """A server scores by another contract than the wanted one; ``text`` leaves out its name."""
+    """A server has another scoring contract than expected; ``text`` omits the server's name."""
 
     def __init__(self, server: str, text: str) -> None:
         super().__init__(f"{server}: {text}")
@@ -448,52 +453,59 @@ class OtherContractError(ServingError):
 
 
 class OtherModelError(OtherContractError):
-    """A server scores by the wanted contract, but with other weights."""
+    """A server has the expected scoring contract, but other weights."""
 
 
 @dataclass(frozen=True)
-class _Known:
-    """The hash of a contract, None for a server that has none; and whose it is."""
+class _ServerContract:
+    """The known facts about the contract of a server.
+
+    Attributes:
+        hash: the hash of the contract; None if the server has none.
+        contract: the contract itself, if it was published.
+        server: name of the server; empty for the contract that the user expects.
+    """
 
     hash: str | None
     contract: ScoringContract | None
-    whose: str = ""
+    server: str = ""
 
 
 class ContractCheck:
-    """Compares what each server scores by; also knows how many columns its rewards have.
+    """Compares the contracts and models of servers.
 
     Attributes:
         fingerprints: compares the servers' models.
+        columns: number of columns of a reward, A; None until it is known.
     """
 
     def __init__(
         self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
     ) -> None:
-        """Raise ConfigError if ``expect`` is neither a contract nor a hash, or see there."""
+        """Raise ConfigError if ``expect`` is neither a contract nor a hash, or bad fingerprint."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
-                f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash"
+                f"expect: got {expect!r:.80}, wanted a ScoringContract or its full hash"
             )
         self.fingerprints = FingerprintCheck(expect_fingerprint)
         self.columns: int | None = None
-        self._wanted: _Known | None = None
-        self._published: dict[str, _Known] = {}
+        self._expected: _ServerContract | None = None
+        self._published: dict[str, _ServerContract] = {}
         if isinstance(expect, ScoringContract):
-            self._wanted = _Known(expect.hash, expect)
+            self._expected = _ServerContract(expect.hash, expect)
             self.columns = len(expect.attributes)
         elif expect is not None:
-            self._wanted = _Known(expect, None)
+            self._expected = _ServerContract(expect, None)
 
     @property
     def is_bound(self) -> bool:
-        """True once it is known which contract is wanted, or that none is."""
-        return self._wanted is not None
+        """Tell whether the expected contract is known (it may be that there is none)."""
+        return self._expected is not None
 
     @property
     def missing(self) -> str | None:
-        """Why a server that publishes nothing is a wrong one; None if it is not."""
-        if self._wanted is not None and self._wanted.hash is not None:
+        """Describe why a server that publishes no contract is rejected; None if it is accepted."""
+        if self._expected is not None and self._expected.hash is not None:
             return "got the scoring contract (none), wanted one"
         expected = self.fingerprints.expected
         return expected and f"got the model fingerprint (none), wanted {expected}"
@@ -511,53 +523,62 @@ class ContractCheck:
     def check_published(
         self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
     ) -> None:
-        """Check what a server publishes: its contract and its model's fingerprint, None without.
+        """Check the contract and the model fingerprint that a server publishes; None for none.
 
         Raises:
-            OtherContractError: one is not the wanted one, or the contract not that of another
-                server.
+            OtherContractError: one of them is not the expected one, or the contract differs from
+                that of another server.
         """
-        mine = _Known(contract.hash if contract is not None else None, contract, server)
+        published = _ServerContract(
+            contract.hash if contract is not None else None, contract, server
+        )
         self.withdraw(server)
-        # First: with a wrong model a server's contract is no reason to doubt the others.
+        # The model comes first: the contract of a wrong model says nothing about other servers.
         self.check_fingerprint(server, fingerprint)
-        # Before any reward nobody knows which server is right: each is compared with all others.
-        for other in [self._wanted] if self._wanted is not None else self._published.values():
-            _compare(server, mine, other)
-        self._published[server] = mine
+        # Before the first reward it is unknown which server is right: compare with all others.
+        expected = self._published.values() if self._expected is None else [self._expected]
+        for other in expected:
+            _check_same_contract(server, published, other)
+        self._published[server] = published
         if contract is not None:
             self.columns = len(contract.attributes)
 
     def check_reward(
         self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
     ) -> None:
-        """Check the contract of a reward of ``columns`` attributes; the first one binds the others.
+        """Check contract and model of a reward; the first reward binds the client to its contract.
+
+        ``columns`` is the number of attributes of the reward.
 
         Raises:
-            OtherContractError: it is another contract, or the reward comes from another model.
+            OtherContractError: the contract or the model is not the expected one.
         """
         self.check_fingerprint(server, fingerprint)
-        # If the server has published this contract, an error can say in what it differs.
-        known = self._published.get(server)
-        is_published = known is not None and known.hash == contract_hash
-        mine = known if is_published and known else _Known(contract_hash, None, server)
-        if self._wanted is None:
-            self._wanted = mine
-        _compare(server, mine, self._wanted)
+        # If the server has published this contract, an error can list the differences.
+        published = self._published.get(server)
+        is_published = published is not None and published.hash == contract_hash
+        actual = (
+            published
+            if is_published and published
+            else _ServerContract(contract_hash, None, server)
+        )
+        if self._expected is None:
+            self._expected = actual
+        _check_same_contract(server, actual, self._expected)
         self.columns = columns
 
     def withdraw(self, server: str) -> None:
-        """Drop what this server published, as another may have taken its place."""
+        """Forget what this server published, as another one may have taken its place."""
         self._published.pop(server, None)
 
 
-def _compare(server: str, got: _Known, wanted: _Known) -> None:
-    if got.hash == wanted.hash:
+def _check_same_contract(server: str, actual: _ServerContract, expected: _ServerContract) -> None:
+    if actual.hash == expected.hash:
         return
-    text = f"got the scoring contract {got.hash or '(none)'}, "
-    text += f"wanted {wanted.hash or '(none)'}"
-    if wanted.whose:
-        text += f", that of {wanted.whose}: the rewards of one client are by one contract"
-    if got.contract is not None and wanted.contract is not None:
-        text += f": {describe_differences(wanted.contract.differences(got.contract))}"
+    text = f"got the scoring contract {actual.hash or '(none)'}, "
+    text += f"wanted {expected.hash or '(none)'}"
+    if expected.server:
+        text += f", the one of {expected.server}: all rewards of a client must have one contract"
+    if actual.contract is not None and expected.contract is not None:
+        text += f": {describe_differences(expected.contract.differences(actual.contract))}"
     raise OtherContractError(server, text)

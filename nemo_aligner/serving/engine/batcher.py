@@ -1,4 +1,4 @@
-"""Continuous batching: what waits is computed as soon as the model is free, oldest first."""
+"""Continuous batching: waiting rows are computed as soon as the model is free, oldest first."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Execute = Callable[[list[Row]], "Future[list[np.ndarray]]"]
-"""Starts computing N rows: the future of N arrays; calls run one after another."""
+"""Starts to compute N rows, and returns the future of N arrays; calls run one after another."""
 
-# One runs, and the next is ready to follow it.
+# Calls at a time: one that runs, and one that is ready to follow it.
 _MOST_CALLS = 2
-# Common prefixes count once, so more rows may fit than their lengths say.
+# Shared prefixes count once, so more rows may fit into a call than their lengths tell.
 _LOOK_AHEAD = 8
-# Share of the last call's time for which the next one waits for its senders to come back.
+# Fraction of the last call's time for which the next one waits for its senders to come back.
 _GATHER = 0.05
 
 
 class _Request:
-    """Rows that were submitted together, and how far they are."""
+    """Rows that were submitted together, and their progress."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
         self.results: list[Any] = [None] * len(rows)
         self.num_missing = len(rows)
-        self.num_taken = 0  # rows that calls have taken: the first ones
-        self.is_over = False  # has its answer or error, or nobody waits for it
+        self.num_taken = 0  # number of rows, from the first on, that calls have taken
+        self.is_over = False  # it has its answer or error, or was cancelled
         self.answer: Future[list[np.ndarray]] = Future()
         self.came = time.monotonic()
 
@@ -56,14 +56,14 @@ class _QueuedRow(NamedTuple):
 
 
 class _Call:
-    """A call of the model that runs, or is ready to follow the one that does."""
+    """A call of the model that is running, or ready to follow the running one."""
 
     def __init__(self, rows: list[_QueuedRow], outputs: Future[list[np.ndarray]]) -> None:
         self.rows, self.outputs = rows, outputs
         self.begun = time.monotonic()
 
     def cancel_if_unneeded(self) -> None:
-        """Cancel it if nobody waits for any of its rows; in vain if it runs."""
+        """Cancel the call if nobody waits for its rows; a running one is not cancelled."""
         if all(request.is_over for request, _ in self.rows):
             self.outputs.cancel()
 
@@ -71,28 +71,31 @@ class _Call:
         """Return the array of each row, once the call has ended.
 
         Raises:
-            ServingError: the model returned another number of arrays; or whatever it has raised.
+            ServingError: the model returned a wrong number of arrays. What the call has raised is
+                also raised.
         """
         arrays = self.outputs.result()
         if len(arrays) != len(self.rows):
             raise ServingError(
                 f"the model returned {len(arrays)} arrays for {len(self.rows)} rows, wanted one "
-                "for each row. This is a bug in the model's code: report it with the server's log"
+                "for each row. This is a bug: report it with the server's log"
             )
         return arrays
 
 
 class Batcher:
-    """A queue of rows to compute, of all requests, in front of a model that computes many at once.
+    """A queue in front of the model, with rows of all requests; a call computes many rows.
 
-    A call of the model takes the oldest rows up to ``tokens_per_call`` tokens, common prefixes
-    counted once, and no more than it is expected to compute in ``max_call_secs``. A request's rows
-    may fall into several calls, and a call may have rows of many requests. While one call runs, a
-    full one is prepared. One that is not full waits for more rows until the model is free, and a
-    moment longer if many rows have just been answered: their senders come back one by one, and the
-    first would get a call of its own while all others wait for it.
+    A call takes the oldest rows up to ``tokens_per_call`` tokens, with shared prefixes counted
+    once, and no more than are expected to be computed in ``max_call_secs``. The rows of a request
+    may be computed in several calls, and a call may have rows of many requests.
 
-    A request whose future is cancelled leaves the queue. What the model computes already goes on.
+    While a call runs, the next one is prepared if it is full. If it is not full, it waits for more
+    rows until the model is free. It waits a moment longer if many rows were just answered: their
+    senders come back one by one, and otherwise the first one would get a call of its own, for which
+    all others would wait.
+
+    A request whose future is cancelled leaves the queue; a running call continues.
     """
 
     def __init__(
@@ -102,11 +105,11 @@ class Batcher:
         meter: Meter | None = None,
         max_call_secs: float = 0.0,
     ) -> None:
-        """``max_call_secs`` 0: calls are limited by their tokens alone."""
+        """Start the thread; with ``max_call_secs`` 0, only tokens limit a call."""
         self._execute = execute
         self._meter = meter or Meter()
         self._pace = ModelPace(max_call_secs, tokens_per_call)
-        # In the order of their arrival, as far as they have rows that no call has taken.
+        # In the order of arrival, while they have rows that no call has taken.
         self._waiting: dict[_Request, None] = {}
         self._waiting_rows = self._waiting_tokens = 0
         self._retries: deque[list[_QueuedRow]] = deque()
@@ -115,21 +118,21 @@ class Batcher:
         self._last_rows = self._last_end = self._last_seconds = 0.0
         self._is_closing = False
         self._changed = Condition()
-        # What the thread waits for.
+        # The condition that the thread waits for.
         self._awaited: Callable[[], bool] = self._has_work
         self._thread = Thread(target=self._run, name="batcher", daemon=True)
         self._thread.start()
 
     @property
     def waiting_rows(self) -> int:
-        """Number of rows that no call has taken yet."""
+        """The number of rows that no call has taken yet."""
         return self._waiting_rows
 
     def submit(self, rows: Sequence[Row]) -> Future[list[np.ndarray]]:
-        """The future of the arrays of some rows, at least one; it can be cancelled.
+        """Queue one or more rows; return the future of their arrays, which can be cancelled.
 
-        Its error is the model's; of a call that fails, every request is tried again alone, so that
-        it fails by itself only.
+        If a call of several requests fails, each request is tried again in a separate call, so
+        that only the one at fault fails, with the model's error.
 
         Raises:
             ServingError: the server is stopping.
@@ -146,14 +149,14 @@ class Batcher:
         return request.answer
 
     def close(self) -> None:
-        """Compute what waits, and end."""
+        """Compute all waiting rows, and end the thread."""
         with self._changed:
             self._is_closing = True
             self._notify()
         self._thread.join()
 
     def _drop(self, request: _Request, answer: Future[list[np.ndarray]]) -> None:
-        """Take a cancelled request out of the queue, and out of the call that does not run yet."""
+        """Remove a cancelled request from the queue, and from a call that has not begun."""
         if not answer.cancelled():
             return
         with self._changed:
@@ -164,7 +167,7 @@ class Batcher:
             call.cancel_if_unneeded()
 
     def _end_request(self, request: _Request) -> None:
-        """Have a request over, with the lock held; its rows wait no longer."""
+        """Mark a request as over, and remove its waiting rows; the caller holds the lock."""
         request.is_over = True
         if request in self._waiting:
             del self._waiting[request]
@@ -177,10 +180,10 @@ class Batcher:
         self._changed.wait_for(condition, timeout)
 
     def _notify(self) -> None:
-        """Wake the thread, with the lock held, if it has what it waits for.
+        """Wake the thread if its condition holds; the caller holds the lock.
 
-        If every request woke it, the thread would take a fifth of the interpreter's time to go to
-        sleep again.
+        If every request woke it, the thread would use a fifth of the interpreter's time only to go
+        to sleep again.
         """
         if self._awaited():
             self._changed.notify()
@@ -192,7 +195,7 @@ class Batcher:
                 if self._is_idle():
                     return
                 self._gather()
-            self._start(self._retries.popleft() if self._retries else self._take())
+            self._start(self._retries.popleft() if self._retries else self._take_rows())
 
     def _has_work(self) -> bool:
         if self._is_idle():
@@ -203,10 +206,10 @@ class Batcher:
         return False
 
     def _gather(self) -> None:
-        """Wait for as many rows as the last call had, a twentieth of its time at most."""
+        """Wait until the last call's senders are back, for at most a twentieth of its time."""
         if not self._calls and not self._retries:
-            left = self._last_end + _GATHER * self._last_seconds - time.monotonic()
-            self._wait_for(self._has_come_back, max(0.0, left))
+            remaining = self._last_end + _GATHER * self._last_seconds - time.monotonic()
+            self._wait_for(self._has_come_back, max(0.0, remaining))
 
     def _has_come_back(self) -> bool:
         return self._is_full() or self._is_closing or self._waiting_rows >= self._last_rows
@@ -217,14 +220,14 @@ class Batcher:
     def _is_idle(self) -> bool:
         return not (self._waiting or self._retries or self._calls or self._num_finishing)
 
-    def _take(self) -> list[_QueuedRow]:
-        """The oldest rows that fit into one call; only this thread takes any."""
+    def _take_rows(self) -> list[_QueuedRow]:
+        """Take the oldest rows that fit into a call; only the batcher's thread takes rows."""
         with self._changed:
             budget = self._pace.limit
             oldest = list(self._oldest_rows(_LOOK_AHEAD * budget))
         count = take_oldest([queued.row.ids for queued in oldest], budget)
         with self._changed:
-            # Requests may have been cancelled, or have failed, meanwhile.
+            # Requests may have been cancelled or have failed since the lock was released.
             taken = [queued for queued in oldest[:count] if not queued.request.is_over]
             for request, number in taken:
                 request.num_taken += 1
@@ -235,7 +238,7 @@ class Batcher:
         return taken
 
     def _oldest_rows(self, most_tokens: int) -> Iterator[_QueuedRow]:
-        """The first few calls' worth of rows: the queue may have millions of tokens."""
+        """Yield the oldest rows up to ``most_tokens``; the queue may have millions of tokens."""
         tokens = 0
         for request in self._waiting:
             for number in range(request.num_taken, len(request.rows)):
@@ -257,51 +260,51 @@ class Batcher:
         with self._changed:
             self._calls.append(call)
         outputs.add_done_callback(lambda _: self._finish(call))
-        call.cancel_if_unneeded()  # if its requests were cancelled just now
+        call.cancel_if_unneeded()  # its requests may have been cancelled just now
 
     def _finish(self, call: _Call) -> None:
-        """Hand out what a call has computed, in whatever thread has ended it."""
+        """Pass on the outputs of a call, in the thread that has ended it."""
         with self._changed:
             self._calls.remove(call)
             self._notify()
             if call.outputs.cancelled():
                 return
-            # Until its answers or retries are there, the batcher is not idle.
+            # The batcher is not idle before the answers or retries exist.
             self._num_finishing += 1
             seconds = self._measure(call)
         try:
-            self._read(call, seconds)
+            self._pass_outputs(call, seconds)
         finally:
             with self._changed:
                 self._num_finishing -= 1
                 self._notify()
 
-    def _read(self, call: _Call, seconds: float) -> None:
-        """Hand out the outputs of a call that took ``seconds``, or what it has raised."""
-        # Nobody sees an exception that is raised here, so each becomes that of the requests: they
-        # would wait for ever.
+    def _pass_outputs(self, call: _Call, seconds: float) -> None:
+        """Pass the outputs of a call that took ``seconds``, or its error, to the requests."""
+        # No caller sees an exception of this thread, so each one must become the error of the
+        # requests, which would otherwise wait forever.
         try:
             arrays = call.read_outputs()
         except BaseException as error:
             self._fail(call, error)
             return
-        # A call that fails ends early, and says nothing about the pace of the others.
+        # A failed call ends early, so it tells nothing about the pace of others.
         if self._pace.needs(seconds):
             self._pace.add(packed_tokens([queued.row.ids for queued in call.rows]), seconds)
-        self._hand_out(call, arrays)
+        self._set_results(call, arrays)
 
     def _measure(self, call: _Call) -> float:
-        """Take account of a call that has ended; the seconds that the model took."""
-        # One that was made ready beside another begins when that has ended.
+        """Count a call that has ended, and return the seconds that the model took."""
+        # A call that was prepared during another one begins when that one has ended.
         started = max(call.begun, self._last_end)
         self._last_rows, self._last_end = len(call.rows), time.monotonic()
         self._last_seconds = self._last_end - call.begun
         queued = sum(started - request.came for request, _ in call.rows)
         seconds = self._last_end - started
-        self._meter.called(queued, seconds)
+        self._meter.count_call(queued, seconds)
         return seconds
 
-    def _hand_out(self, call: _Call, results: Sequence[np.ndarray]) -> None:
+    def _set_results(self, call: _Call, results: Sequence[np.ndarray]) -> None:
         complete = []
         with self._changed:
             for (request, number), result in zip(call.rows, results, strict=True):
@@ -311,7 +314,7 @@ class Batcher:
                     request.is_over = True
                     complete.append(request)
         for request in complete:
-            # False if it has been cancelled since; afterwards it cannot be.
+            # False if the request was cancelled since; afterwards it cannot be.
             if request.answer.set_running_or_notify_cancel():
                 request.answer.set_result(request.results)
 
@@ -319,7 +322,7 @@ class Batcher:
         failed = []
         with self._changed:
             requests = list(dict.fromkeys(request for request, _ in call.rows))
-            # One bad request must not fail those that happened to be in its call.
+            # A bad request must not fail the others of its call.
             if len(requests) > 1:
                 logger.error("a call of %d requests failed: %s", len(requests), error)
                 for request in requests:
@@ -335,26 +338,26 @@ class Batcher:
 
 # Counts of requests and calls.
 
-# A server that never reports its load must not keep a number for every request.
+# Latencies that are kept: a server that never logs its load must not keep one for every request.
 _MOST_SECONDS = 10_000
 
 
 @dataclass
 class _Counts:
-    """Counts since the last line."""
+    """Counts since the last log line."""
 
     begun: float
-    # Of the last answered requests, from their arrival to their answer.
+    # Seconds from arrival to answer, of the latest answered requests.
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_SECONDS))
     requests: int = 0
     rows: int = 0
     tokens: int = 0
-    refused: int = 0
+    num_refused: int = 0
 
 
 @dataclass
 class _Totals:
-    """Since the start."""
+    """Counts since the start, which ``/metrics`` shows under the same names."""
 
     requests: int = 0
     rows: int = 0
@@ -366,17 +369,17 @@ class _Totals:
 
 
 class Meter:
-    """Counts requests, and calls of the model; from any thread."""
+    """Counts requests and calls of the model; may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._counts = _Counts(time.monotonic())
         self._totals = _Totals()
 
-    def answered(self, seconds: float, rows: int, tokens: int) -> None:
-        """A request has its answer, ``seconds`` after it came; ``rows`` have rewards."""
+    def count_answer(self, seconds: float, rows: int, tokens: int) -> None:
+        """Count a request that was answered after ``seconds``; ``rows`` of it have rewards."""
         with self._lock:
-            # One whose rows are all refused has waited for no model.
+            # Without rows, the request has not waited for the model.
             if rows:
                 self._counts.seconds.append(seconds)
             self._counts.requests += 1
@@ -386,57 +389,57 @@ class Meter:
             self._totals.rows += rows
             self._totals.tokens += tokens
 
-    def refused(self) -> None:
-        """A request has got an error."""
+    def count_failure(self) -> None:
+        """Count a request that got an error."""
         with self._lock:
-            self._counts.refused += 1
+            self._counts.num_refused += 1
             self._totals.refused_requests += 1
 
-    def called(self, queue_seconds: float, forward_seconds: float) -> None:
-        """The model was called once; its rows had waited ``queue_seconds`` for it, all added."""
+    def count_call(self, queue_seconds: float, forward_seconds: float) -> None:
+        """Count a call; ``queue_seconds`` is the sum of the times that its rows have waited."""
         with self._lock:
             self._totals.calls += 1
             self._totals.queue_seconds += queue_seconds
             self._totals.forward_seconds += forward_seconds
 
     def statistics(self) -> dict[str, float]:
-        """Sums since the start.
+        """Return sums since the start.
 
-        ``requests``, ``rows``, ``tokens`` that were answered, and ``refused_requests``; ``calls``
-        of the model, the ``forward_seconds`` that they took, and the ``queue_seconds`` that each
-        row had waited for its call, added.
+        ``requests``, ``rows`` and ``tokens`` that were answered; ``refused_requests``; ``calls`` of
+        the model and their ``forward_seconds``; and ``queue_seconds``, summed over rows: how long
+        each has waited for its call.
         """
         with self._lock:
             return asdict(self._totals)
 
     def take_line(self, waiting_rows: int, cached_tokens: int = 0) -> str | None:
-        """Summarize what happened since the last line, and reset; None if nothing did."""
+        """Summarize the counts since the last line, and reset them; None if there are none."""
         now = time.monotonic()
         with self._lock:
             counts, self._counts = self._counts, _Counts(now)
-        if not counts.requests and not counts.refused:
+        if not counts.requests and not counts.num_refused:
             return None
-        passed = now - counts.begun
+        elapsed = now - counts.begun
         parts = [
-            f"{counts.requests / passed:.3g} requests/s",
-            f"{counts.rows / passed:.3g} rows/s",
-            f"{counts.tokens / passed:,.0f} tokens/s",
+            f"{counts.requests / elapsed:.3g} requests/s",
+            f"{counts.rows / elapsed:.3g} rows/s",
+            f"{counts.tokens / elapsed:,.0f} tokens/s",
             f"{waiting_rows} in the queue",
         ]
         if counts.seconds:
-            middle, late = np.percentile(counts.seconds, [50, 99]) * 1000
-            parts.append(f"p50 {middle:,.0f} ms, p99 {late:,.0f} ms")
+            median, percentile_99 = np.percentile(counts.seconds, [50, 99]) * 1000
+            parts.append(f"p50 {median:,.0f} ms, p99 {percentile_99:,.0f} ms")
         if cached_tokens and counts.tokens:
             parts.append(f"{cached_tokens / counts.tokens:.0%} of tokens cached")
-        if counts.refused:
-            parts.append(f"{counts.refused} refused")
+        if counts.num_refused:
+            parts.append(f"{counts.num_refused} refused")
         return " | ".join(parts)
 
 
 # Shared and exclusive use of the model.
 
 Begin = Callable[[], "Future[Any]"]
-"""Starts some work; it has ended when the future is done."""
+"""Starts work, and returns a future that is done when the work has ended."""
 
 
 class _Work(NamedTuple):
@@ -446,11 +449,11 @@ class _Work(NamedTuple):
 
 
 class ReadWriteLock:
-    """Runs work in the order of its arrival: shared work side by side, exclusive work alone.
+    """Runs work in the order of its arrival: shared work concurrently, exclusive work by itself.
 
-    So a request for values that the model has half answered is finished before the model learns,
-    and later requests wait until it has. Work whose answer is cancelled is not begun; shared work
-    that has begun is cancelled, exclusive work goes on. Safe from any thread.
+    So a request for values that is partly computed is finished before the model trains, and later
+    requests wait until it has. Cancelled work is not begun. If it has already begun, shared work is
+    cancelled, but exclusive work continues. May be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -461,29 +464,29 @@ class ReadWriteLock:
 
     @property
     def is_exclusive(self) -> bool:
-        """True if exclusive work runs, or waits."""
+        """Tell whether exclusive work is running or waiting."""
         with self._lock:
             return self._runs_exclusive or any(work.is_exclusive for work in self._waiting.values())
 
     def submit(self, begin: Callable[[], Future[T]], *, exclusive: bool) -> Future[T]:
-        """Call ``begin`` once it may run; the future of its result."""
+        """Call ``begin`` once it may run; return the future of its result."""
         answer: Future[T] = Future()
         with self._lock:
             self._waiting[answer] = _Work(begin, answer, exclusive)
         answer.add_done_callback(self._drop)
-        self._begin_what_may()
+        self._begin_next()
         return answer
 
     def _drop(self, answer: Future[Any]) -> None:
-        """Forget work that is cancelled before it has begun; what is behind it may begin."""
+        """Remove work that was cancelled before it began; the work behind it may then begin."""
         with self._lock:
             is_dropped = self._waiting.pop(answer, None) is not None
         if is_dropped:
-            self._begin_what_may()
+            self._begin_next()
 
-    def _begin_what_may(self) -> None:
-        while (work := self._next()) is not None:
-            # From here on exclusive work cannot be cancelled.
+    def _begin_next(self) -> None:
+        while (work := self._pop_next()) is not None:
+            # From here on, exclusive work cannot be cancelled.
             if work.is_exclusive and not work.answer.set_running_or_notify_cancel():
                 self._release()
                 continue
@@ -496,7 +499,7 @@ class ReadWriteLock:
                 work.answer.add_done_callback(partial(_pass_cancellation, result))
             result.add_done_callback(partial(self._end, work))
 
-    def _next(self) -> _Work | None:
+    def _pop_next(self) -> _Work | None:
         with self._lock:
             work = next(iter(self._waiting.values()), None)
             if work is None or (self._running and (work.is_exclusive or self._runs_exclusive)):
@@ -508,8 +511,8 @@ class ReadWriteLock:
 
     def _end(self, work: _Work, result: Future[Any]) -> None:
         self._release()
-        self._begin_what_may()
-        # Shared work may have been cancelled, and its answer with it.
+        self._begin_next()
+        # Shared work may have been cancelled together with its answer.
         if not work.is_exclusive and not work.answer.set_running_or_notify_cancel():
             return
         error = result.exception()

@@ -1,8 +1,8 @@
-"""Rank 0 leads, the workers follow: one operation on every rank at once.
+"""Run an operation on all ranks at once: rank 0 leads, and the workers follow.
 
-Two gloo groups, apart from the model's own: *work* carries the calls, without a time limit;
-*pulse* beats every few seconds in its own thread, so that all ranks notice within seconds if one
-died or froze, also in the middle of a forward pass or without any requests.
+Two gloo groups are used in addition to the model's groups. *Work* carries the calls and has no time
+limit. *Pulse* exchanges a heartbeat every few seconds in another thread, so that all ranks notice
+within seconds if one of them has died or frozen, even during a forward pass or without requests.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation that leaves its work to a device: the host may begin the next one meanwhile.
+    """An operation on a device; the host may begin the next operation while it runs.
 
-    ``begin`` takes the operation's arguments, and is collective as an operation is.
+    ``begin`` takes the operation's arguments. Like an operation, it is collective.
     """
 
     begin: Callable[..., Arriving[Any]]
 
 
 Operation = Callable[..., Any] | Launch
-"""Collective: each rank calls it with the same arguments; rank 0's result is the answer."""
+"""Collective: each rank calls it with the same arguments, and rank 0's result is returned."""
 _Call = tuple[str, tuple[Any, ...]]
-"""An operation's name and its arguments."""
+"""The name of an operation, and its arguments."""
 
 
 class RanksLostError(ServingError):
-    """A rank is gone: this server answers nothing any more."""
+    """A rank has died or frozen, so this server cannot answer any more."""
 
 
-# Calls differ in size, so free memory between live blocks would grow for days.
+# Calls differ in size, so fragments of free memory would accumulate over days.
 _CALLS_BETWEEN_TRIMS = 100
-# Seconds after which rank 0 looks again whether the device is done, or somebody wants more of it.
+# Interval in which rank 0 checks whether the device has finished, or another call has arrived.
 _LOOK_EVERY_SECS = 2e-4
-# Workers wait in a broadcast while nobody asks, which may be for days.
+# Between calls, workers wait in a broadcast, which may take days.
 _NO_LIMIT = timedelta(days=365)
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A call that this rank has begun; ``answer`` is rank 0's. A call that failed has arrived."""
+    """A call that has begun on this rank; only rank 0 has ``answer``. A failed one has arrived."""
 
     call: _Call
     arriving: Arriving[Any]
@@ -70,13 +70,13 @@ class _Begun:
 
 
 class ModelRanks:
-    """Runs operations, by name, on all ranks: rank 0 by ``run_leader``, workers by ``run_worker``.
+    """Runs operations by name on all ranks: rank 0 in ``run_leader``, workers in ``run_worker``.
 
-    Operations run one at a time, in the order of their submission; while a ``Launch`` runs on the
-    device, the next one is begun behind it. If it then fails, the next one is begun again, as it
-    may have built on what the failed one was to leave behind. A worker that cannot go on ends
-    its process with exit code 1. On rank 0 ``failure`` then says why (None while the ranks can go
-    on), and everything submitted fails.
+    Operations run one at a time in the order of their submission. While a ``Launch`` runs on the
+    device, the next one may begin behind it. If the first one then fails, the next one is begun
+    again, because it may depend on what the first one should have left behind. A worker that
+    cannot continue ends its process with exit code 1. On rank 0, ``failure`` is then the reason
+    (None while the ranks work), and everything that was submitted fails.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class ModelRanks:
         heartbeat_secs: float = 3.0,
         worker_timeout_secs: float = 30.0,
     ) -> None:
-        """Collective over all ranks of the default group, if there is one.
+        """Create the groups; collective over the default group, if there is one.
 
-        ``reset_cache`` is called on every rank after a call that failed on any of them: the state
-        that operations keep between calls must be the same on all ranks.
+        ``reset_cache`` is called on every rank after a call has failed on any of them, because the
+        state that operations keep between calls must be the same on all ranks.
         """
         self._operations = dict(operations)
         self._reset_cache = reset_cache
@@ -113,12 +113,12 @@ class ModelRanks:
             self._pulse_thread.start()
 
     def submit(self, operation: str, *arguments: Any) -> Future[Any]:
-        """Run an operation on all ranks, after those submitted before; on rank 0, from any thread.
+        """Queue an operation for all ranks; called on rank 0, from any thread.
 
         ``arguments`` are arrays, numbers, or lists of them, and must not change afterwards. The
-        future fails with a ServingError if the operation failed (the next one may succeed), or with
-        a RanksLostError, without waiting for a model that may never return. It can be cancelled
-        until the operation begins.
+        future can be cancelled until the operation begins. It fails with a ServingError if the
+        operation failed (the next one may succeed), or with a RanksLostError if a rank is lost; it
+        then does not wait for a model that may never return.
         """
         answer: Future[Any] = Future()
         with self._lock:
@@ -130,29 +130,29 @@ class ModelRanks:
         return answer
 
     def execute(self, operation: str, *arguments: Any) -> Any:
-        """``submit``, and wait.
+        """Submit an operation, and wait for its result.
 
         Raises:
-            ServingError: as above.
+            ServingError: see ``submit``.
         """
         return self.submit(operation, *arguments).result()
 
     def run_leader(self, drive: Callable[[], T]) -> T:
-        """Rank 0: compute in this thread what is submitted, until ``drive`` returns in another.
+        """On rank 0: compute submitted calls in this thread, until ``drive`` returns in another.
 
-        The caller is the thread that has loaded the model. OpenMP gives every thread that computes
-        its own helpers, and once there are more of them than cores, all of them go to sleep after
-        each operation: a forward pass took 1.3 to 1.5 times as long in a thread of its own.
+        The caller must be the thread that has loaded the model. OpenMP starts helpers for every
+        thread that computes, and if there are more of them than cores, all of them sleep after
+        each operation: in another thread, a forward pass took 1.3 to 1.5 times as long.
         """
-        with ThreadPoolExecutor(1, "drive") as beside:
-            driving = beside.submit(drive)
+        with ThreadPoolExecutor(1, "drive") as executor:
+            driving = executor.submit(drive)
             driving.add_done_callback(lambda _: self._calls.put(None))
             while (call := self._next_call()) is not None:
                 self._compute(*call)
             return driving.result()
 
     def _next_call(self) -> tuple[Future[Any], _Call] | None:
-        """Wait for a call, until what is in flight has arrived; then end that first."""
+        """Wait for the next call; first end a call in flight, unless the next may run behind it."""
         while self._in_flight is not None:
             try:
                 submitted = self._calls.get(timeout=_LOOK_EVERY_SECS)
@@ -170,78 +170,78 @@ class ModelRanks:
         return isinstance(self._operations[call[0]], Launch)
 
     def run_worker(self) -> None:
-        """Serve rank 0's calls until it stops; every rank but 0."""
+        """On a worker: run rank 0's calls until it stops."""
         while True:
             header = self._broadcast(torch.zeros(1, dtype=torch.int64))
             size = int(header)
             if size == 0:
                 return
             payload = self._broadcast(torch.zeros(size, dtype=torch.uint8))
-            # Pickle is safe here: it comes from rank 0, over a group of this server's processes.
+            # Unpickling is safe: the data comes from rank 0, over a group of this server.
             self._advance(pickle.loads(payload.numpy().data))
 
     def stop(self) -> None:
-        """Release the workers and end the heartbeat; every rank calls it when idle."""
+        """Release the workers and end the heartbeat; every rank calls it between calls."""
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
                 self._broadcast(torch.zeros(1, dtype=torch.int64))
             self._leaving.set()
             self._pulse_thread.join()
 
-    def fail(self, why: str) -> None:
-        """Mark the ranks as lost; a worker's process ends here."""
+    def fail(self, reason: str) -> None:
+        """Mark the ranks as lost; on a worker, end the process."""
         if self.rank != 0:
-            logger.error("rank %d leaves: %s", self.rank, why)
-            # At once: the main thread may be in a collective that never returns.
+            logger.error("rank %d exits: %s", self.rank, reason)
+            # Immediately, because the main thread may be in a collective that never returns.
             os._exit(1)
         with self._lock:
             if self.failure is None:
-                self.failure = why
-            left, self._open = self._open, set()
-        for answer in left:
+                self.failure = reason
+            unanswered, self._open = self._open, set()
+        for answer in unanswered:
             with suppress(InvalidStateError):  # it was cancelled
                 answer.set_exception(RanksLostError(self.failure))
 
     def _compute(self, answer: Future[Any], call: _Call) -> None:
         with self._lock:
             if answer not in self._open:
-                return  # a rank was lost, and it has its error
+                return  # a rank was lost, and the future already has that error
             if not answer.set_running_or_notify_cancel():
                 self._open.remove(answer)
                 return
-        with suppress(RanksLostError):  # everybody who waits has that error
+        with suppress(RanksLostError):  # every waiting future already has that error
             is_dropped = True
             while is_dropped and self.failure is None:
-                is_dropped = not self._tell_and_advance(call, answer)
+                is_dropped = not self._send_and_advance(call, answer)
 
     def _end_in_flight(self) -> None:
         if self.failure is not None:
-            self._in_flight = None  # whoever waits has an error, and nobody else may hear of it
+            self._in_flight = None  # its future has an error, and the workers are not reachable
             return
         with suppress(RanksLostError):
-            self._tell_and_advance(None, None)
+            self._send_and_advance(None, None)
 
-    def _tell_and_advance(self, call: _Call | None, answer: Future[Any] | None) -> bool:
+    def _send_and_advance(self, call: _Call | None, answer: Future[Any] | None) -> bool:
         if self.world_size > 1:
-            # Everything is built before the first byte goes out: nothing may raise in between.
+            # Both tensors are built before the first is sent, so that nothing fails in between.
             payload = torch.frombuffer(bytearray(pickle.dumps(call, protocol=5)), dtype=torch.uint8)
-            # Workers have to know the size before they can receive it; a size of 0 ends them.
+            # Workers need the size before they can receive the payload; size 0 ends them.
             header = torch.tensor([payload.numel()], dtype=torch.int64)
             self._broadcast(header)
             self._broadcast(payload)
         return self._advance(call, answer)
 
     def _advance(self, call: _Call | None, answer: Future[Any] | None = None) -> bool:
-        """Begin ``call``, if any, then end the one in flight; and ``call`` if it is no ``Launch``.
+        """Begin ``call``, then end the call in flight, and ``call``, too, if it is no ``Launch``.
 
-        Every rank does so in the same order, and learns of errors on others when a call ends.
+        Every rank does so in the same order. At the end of a call, ranks exchange their errors.
 
         Returns:
-            False if the call in flight has failed: ``call`` was then dropped.
+            False if the call in flight has failed, and ``call`` was therefore dropped.
         """
-        before, self._in_flight = self._in_flight, None
+        previous, self._in_flight = self._in_flight, None
         begun = None if call is None else self._begin(call, answer)
-        if before is not None and not self._end(before, is_followed=begun is not None):
+        if previous is not None and not self._end(previous, is_followed=begun is not None):
             return begun is None
         if begun is not None and self._is_launch(begun.call):
             self._in_flight = begun
@@ -256,16 +256,16 @@ class ModelRanks:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """A control message that fails leaves the ranks out of step for good."""
+        """Mark the ranks as lost if a control message fails, because they are then out of step."""
         try:
             yield
         except Exception as error:
-            why = f"the ranks lost each other: {first_line(error)[:200]}"
-            self.fail(why)
-            raise RanksLostError(why) from error
+            reason = f"the ranks lost each other: {first_line(error)[:200]}"
+            self.fail(reason)
+            raise RanksLostError(reason) from error
 
     def _begin(self, call: _Call, answer: Future[Any] | None) -> _Begun:
-        """Begin an operation; what it raises is raised again by whoever waits for it."""
+        """Begin an operation; an exception is kept and raised when the result is awaited."""
         name, arguments = call
         operation = self._operations[name]
         try:
@@ -273,81 +273,82 @@ class ModelRanks:
                 return _Begun(call, operation.begin(*arguments), answer)
             return _Begun(call, Arriving.now(operation(*arguments)), answer)
         except Exception as caught:
-            return _Begun(call, _failed(caught), answer)
+            return _Begun(call, _failed_arrival(caught), answer)
 
     def _end(self, begun: _Begun, is_followed: bool = False) -> bool:
         """Wait for a call, and exchange errors with all ranks, so that they stay in step.
 
         Args:
+            begun: the call.
             is_followed: another call was begun behind it.
 
         Returns:
             False if it has failed on any rank.
         """
-        found, error = None, None
+        result, error = None, None
         try:
-            found = begun.arriving.wait()
+            result = begun.arriving.wait()
         except Exception as caught:
             error = caught
             logger.exception("rank %d could not %s", self.rank, begun.call[0])
-            self._lose_where_the_device_is_lost()
-        # After every call, also a good one: a rank that has failed alone must not go on by itself.
+            self._fail_if_device_is_lost()
+        # After successful calls, too: if only one rank has failed, it must not continue alone.
         try:
             errors = self._acknowledge(error)
         except RanksLostError:
-            return False  # everybody who waits has that error
+            return False  # every waiting future already has that error
         if errors:
             self._reset_cache()
         if is_followed and 0 < len(errors) < self.world_size:
-            # The next call has been planned, and perhaps sent to a device, with another cache than
-            # on the ranks that have failed.
+            # The next call was planned, and perhaps started, with another cache than the failed
+            # ranks have now.
             self.fail(f"only some ranks could {begun.call[0]}: {'; '.join(errors)}")
         if begun.answer is not None:
             failed = ServingError("; ".join(errors)) if errors else None
             if failed is not None:
                 failed.__cause__ = error
-            self._answer(begun.answer, found, failed)
-        # Only now, so that nobody waits for it: where /proc is slow, it takes a quarter of a
+            self._set_answer(begun.answer, result, failed)
+        # After the answer, so that nobody waits for it: with a slow /proc, it takes a quarter of a
         # millisecond.
         self._freed.end_step()
         return not errors
 
-    def _answer(self, answer: Future[Any], result: Any, error: Exception | None) -> None:
+    def _set_answer(self, answer: Future[Any], result: Any, error: Exception | None) -> None:
         with self._lock:
             if answer not in self._open:
-                return  # a rank was lost, and it has its error
+                return  # a rank was lost, and the future already has that error
             self._open.remove(answer)
         if error is None:
             answer.set_result(result)
         else:
             answer.set_exception(error)
 
-    def _lose_where_the_device_is_lost(self) -> None:
-        """Some errors of CUDA stay: a process that has met one computes nothing any more."""
+    def _fail_if_device_is_lost(self) -> None:
+        """Mark the ranks as lost after a CUDA error that all later calls on the device repeat."""
         try:
             wait_for_device()
         except Exception as error:
             self.fail(f"the device of rank {self.rank} is lost: {first_line(error)[:200]}")
 
     def _acknowledge(self, error: Exception | None) -> list[str]:
-        mine = None if error is None else f"{type(error).__name__}: {error}"
+        local_error = None if error is None else f"{type(error).__name__}: {error}"
         if self.world_size == 1:
-            return [] if mine is None else [mine]
-        # A rank that fails alone leaves the others waiting for it inside the model.
+            return [] if local_error is None else [local_error]
+        # If only this rank has failed, the others wait for it inside the model.
         watch = threading.Timer(
-            self._timeout_secs, self.fail, [f"rank {self.rank} failed alone: {mine}"]
+            self._timeout_secs, self.fail, [f"rank {self.rank} failed alone: {local_error}"]
         )
         watch.daemon = True
         if error is not None:
             watch.start()
-        everyone: list[str | None] = [None] * self.world_size
+        errors: list[str | None] = [None] * self.world_size
         with self._in_step():
-            dist.all_gather_object(everyone, mine, group=self._work)
+            dist.all_gather_object(errors, local_error, group=self._work)
         watch.cancel()
-        return [f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None]
+        return [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
 
     def _beat(self) -> None:
-        """All ranks meet, and the others wait here while rank 0 sleeps; until rank 0 leaves."""
+        """Exchange heartbeats until rank 0 leaves; workers wait in it while rank 0 sleeps."""
         while True:
             leaving = torch.tensor([int(self.rank == 0 and self._leaving.is_set())])
             try:
@@ -361,7 +362,7 @@ class ModelRanks:
                 self._leaving.wait(self._heartbeat_secs)
 
 
-def _failed(error: Exception) -> Arriving[Any]:
+def _failed_arrival(error: Exception) -> Arriving[Any]:
     def wait() -> Any:
         raise error
 

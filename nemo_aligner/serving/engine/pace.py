@@ -1,4 +1,4 @@
-"""The pace of the model: how many tokens it computes in the longest call that is allowed."""
+"""The pace of the model: how many tokens may a call have, to end within the time limit?"""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from bisect import bisect_left
 from collections import deque
 from itertools import accumulate
 
-# Calls that the estimate is made of: enough that one hiccup of the machine does not show.
+# Latest calls in the estimate: enough that one hiccup of the machine does not show.
 _CALLS = 16
-# Tokens of a call before any was measured.
+# Tokens of a call until one was measured.
 _FIRST_TOKENS = 1024
-# So many tokens a call may always have: in smaller ones the model's fixed costs would weigh.
+# A call may always have this many tokens: in smaller ones the fixed costs of a call dominate.
 _LEAST_TOKENS = 512
-# Where calls of all tokens fit, those are measured that take this share of the longest one.
+# If calls are not limited, only those are measured that take this fraction of the time limit.
 _LONG = 1 / 16
 
 
 class ModelPace:
-    """Limits calls to the tokens that are expected to be computed in ``max_secs``.
+    """Limits calls to the tokens that are expected to be computed within ``max_secs``.
 
-    The estimate is the median of the last calls' tokens per second, each weighted by its tokens: a
-    call of few tokens says little about one of many.
+    The estimate is the median of the latest calls' tokens per second, weighted by their tokens,
+    because a small call tells little about a large one.
 
     Attributes:
-        limit: tokens of the next call.
+        limit: most tokens of the next call.
     """
 
     def __init__(self, max_secs: float, most_tokens: int) -> None:
-        """``max_secs`` 0: ``most_tokens`` are the only limit."""
+        """Set the limits; with ``max_secs`` 0, ``most_tokens`` is the only one."""
         self._max_secs, self._most_tokens = max_secs, most_tokens
         self._calls: deque[tuple[float, int]] = deque(maxlen=_CALLS)  # tokens/s, tokens
         self.limit = min(most_tokens, _FIRST_TOKENS) if max_secs else most_tokens
 
     def needs(self, seconds: float) -> bool:
-        """Tell whether ``add`` has to be called for a call that took ``seconds``."""
+        """Tell whether ``add`` must be called for a call that took ``seconds``."""
         is_limited = self.limit < self._most_tokens
         return self._max_secs > 0 and (is_limited or seconds >= _LONG * self._max_secs)
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Take account of a call that has ended."""
+        """Update the estimate with a call that has ended."""
         self._calls.append((tokens / max(seconds, 1e-6), tokens))
         limit = max(_LEAST_TOKENS, int(self._median_rate() * self._max_secs))
         self.limit = min(self._most_tokens, limit)

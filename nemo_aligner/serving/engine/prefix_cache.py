@@ -1,14 +1,14 @@
-"""The prefix cache: which beginnings of texts are kept, where, and what a call has to compute.
+"""The prefix cache: which prefixes of samples are cached, where, and what a call must compute.
 
-Keys and values are kept in blocks of 16 tokens. A block is identified by the block before it and
-its own token ids, which are compared themselves: no hash decides a score. The least recently used
-blocks are evicted first, and a block before the one that it follows.
+Keys and values are cached in blocks of 16 tokens. A block is identified by its preceding block and
+its own token ids. The ids themselves are compared, so no hash collision can change a score. The
+least recently used blocks are evicted first, and a block before its preceding block.
 
-Where turns or steps of a text are scored, the head's outputs at tokens of kept blocks are kept
-beside them, so that the next turn of a dialogue costs its own tokens.
+If turns or steps of a sample are scored, the head's outputs at tokens of cached blocks are cached,
+too, so that the next turn of a dialogue costs only its own tokens.
 
-Every rank has the block managers of all data parallel replicas and makes the same calls, so all of
-them agree; keys and values are in the pool of each rank's model.
+Every rank has the block managers of all data parallel replicas and makes the same calls, so all
+ranks agree. The keys and values themselves are in the pool of each rank's model.
 """
 
 from __future__ import annotations
@@ -33,34 +33,39 @@ from nemo_aligner.data.packing import (
 from nemo_aligner.distributed.layout import ParallelLayout
 
 _BLOCK_BYTES = BLOCK_TOKENS * 4  # of token ids as int32
-_NONE = -1  # no block
+_NONE = -1  # id of no block
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The blocks of one sequence: cached ones, and those to compute and keep from ``first`` on.
+    """The blocks of one sequence in one call.
 
-    Blocks between them are computed by another sequence of the same call. ``path`` is all of them.
+    Attributes:
+        cached: blocks at its beginning that need not be computed.
+        first_new: number in the sequence of the first block that it computes and caches.
+        new: blocks that it computes and caches, from ``first_new`` on.
+        path: all of its blocks. Those between ``cached`` and ``new`` are computed by another
+            sequence of the same call.
     """
 
-    found: tuple[int, ...]
-    first: int
+    cached: tuple[int, ...]
+    first_new: int
     new: tuple[int, ...]
     path: tuple[int, ...] = ()
 
 
-def _before_first(rotation: int) -> int:
-    """Stands for the block before the first: keys of one rotation are of no use to another."""
+def _root_of(rotation: int) -> int:
+    """Return the id that precedes a first block; sequences with different RoPE share no blocks."""
     return _NONE - rotation
 
 
 def as_key(tokens: np.ndarray) -> bytes:
-    """Token ids as the key that ``BlockManager`` looks up."""
+    """Convert token ids to the bytes with which ``BlockManager`` identifies them."""
     return tokens.astype(np.int32).tobytes()
 
 
 class BlockManager:
-    """Finds, places and evicts the blocks of a pool of ``capacity`` blocks."""
+    """Looks up, places and evicts the blocks of a pool of ``capacity`` blocks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -69,9 +74,9 @@ class BlockManager:
     def clear(self) -> None:
         """Evict all blocks."""
         self._blocks: dict[tuple[int, bytes], int] = {}
-        # By block, the least recently used first; a block comes before the one that it follows.
+        # block -> key, the least recently used first; a block comes before its preceding block.
         self._keys: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-        # By block, and by the token's place in it.
+        # block -> position in the block -> outputs of the head
         self._outputs: dict[int, dict[int, np.ndarray]] = {}
         self._free = list(range(self._capacity - 1, -1, -1))
 
@@ -79,67 +84,70 @@ class BlockManager:
         return len(self._keys)
 
     def find(self, key: bytes, reads: Sequence[int] = (), rotation: int = 0) -> tuple[int, ...]:
-        """The cached blocks at a sequence's beginning; its last token is always computed.
+        """Find the cached blocks at the beginning of a sequence.
 
-        And so is the first of the places ``reads`` whose outputs are not known, and what follows.
-        Blocks of sequences with another ``rotation`` (see ``ModelShape``) are others.
+        The last token is never included, because it is always computed; and so is everything from
+        the first of the positions ``reads`` on whose outputs are not cached. Sequences with another
+        ``rotation`` (see ``ModelShape``) have other blocks.
         """
-        found: list[int] = []
-        block = _before_first(rotation)
-        wanted: dict[int, list[int]] = {}
-        for place in reads:
-            wanted.setdefault(place // BLOCK_TOKENS, []).append(place % BLOCK_TOKENS)
-        # Without the block that ends with the last token, whose state the head reads.
+        cached: list[int] = []
+        block = _root_of(rotation)
+        positions: dict[int, list[int]] = {}
+        for position in reads:
+            positions.setdefault(position // BLOCK_TOKENS, []).append(position % BLOCK_TOKENS)
+        # The block with the last token is left out, because the head reads the state of that token.
         for start in range(0, len(key) - _BLOCK_BYTES, _BLOCK_BYTES):
-            known = self._blocks.get((block, key[start : start + _BLOCK_BYTES]))
-            if known is None:
+            child = self._blocks.get((block, key[start : start + _BLOCK_BYTES]))
+            if child is None:
                 break
-            inside = wanted.get(len(found))
-            if inside is not None and not set(inside) <= set(self._outputs.get(known, ())):
+            inside = positions.get(len(cached))
+            if inside is not None and not set(inside) <= set(self._outputs.get(child, ())):
                 break
-            block = known
-            found.append(block)
-        return tuple(found)
+            block = child
+            cached.append(block)
+        return tuple(cached)
 
-    def outputs_of(self, found: Sequence[int], reads: Sequence[int]) -> list[np.ndarray]:
-        """The kept outputs of the first of ``reads``, which lie in the blocks ``found``."""
-        places = (divmod(place, BLOCK_TOKENS) for place in reads)
-        return [self._outputs[found[at]][place] for at, place in places if at < len(found)]
+    def outputs_of(self, cached: Sequence[int], reads: Sequence[int]) -> list[np.ndarray]:
+        """Return the cached outputs at those positions of ``reads`` that are in cached blocks."""
+        places = (divmod(position, BLOCK_TOKENS) for position in reads)
+        return [
+            self._outputs[cached[number]][place] for number, place in places if number < len(cached)
+        ]
 
     def keep_outputs(self, path: Sequence[int], reads: Sequence[int], outputs: np.ndarray) -> None:
-        """Keep ``outputs [s, K]`` at the places ``reads`` that blocks of ``path`` have."""
-        for place, own in zip(reads, outputs, strict=True):
-            at, place_in_block = divmod(place, BLOCK_TOKENS)
-            if at < len(path):
-                self._outputs.setdefault(path[at], {})[place_in_block] = own
+        """Cache ``outputs [s, K]`` for the positions ``reads`` that are in blocks of ``path``."""
+        for position, row in zip(reads, outputs, strict=True):
+            number, place = divmod(position, BLOCK_TOKENS)
+            if number < len(path):
+                self._outputs.setdefault(path[number], {})[place] = row
 
-    def use(
+    def allocate(
         self,
         keys: Sequence[bytes],
         reads: Sequence[Sequence[int]] | None = None,
         rotations: Sequence[int] | None = None,
     ) -> list[BlockTable]:
-        """Look up the sequences of one call, and allocate blocks for what is new.
+        """Look up the sequences of one call, and allocate blocks for what is not cached.
 
-        Blocks that the call uses are not evicted by it. If the pool is too small for all of its
-        blocks, the earliest of each sequence are kept.
+        A call does not evict blocks that it uses itself. If the pool is too small for all blocks,
+        the first ones of each sequence are cached.
         """
         reads = [()] * len(keys) if reads is None else reads
         rotations = [0] * len(keys) if rotations is None else rotations
-        found = [self.find(*each) for each in zip(keys, reads, rotations, strict=True)]
-        paths = [list(blocks) for blocks in found]
-        pinned = {block for blocks in found for block in blocks}
+        cached = [self.find(*args) for args in zip(keys, reads, rotations, strict=True)]
+        paths = [list(blocks) for blocks in cached]
+        pinned = {block for blocks in cached for block in blocks}
         for block in pinned:
             self._keys.move_to_end(block)
         new = self._extend(keys, paths, pinned, rotations)
-        # The last block of a path is marked first, so it is evicted before those that it follows,
-        # without which it could never be found.
+        # The last block of a path is marked as used first, so it is evicted before the blocks that
+        # precede it, without which it could not be found any more.
         for path in paths:
             for block in reversed(path):
                 self._keys.move_to_end(block)
         return [
-            BlockTable(known, min(its, default=0), tuple(its.values()), tuple(path))
-            for known, its, path in zip(found, new, paths, strict=True)
+            BlockTable(blocks, min(added, default=0), tuple(added.values()), tuple(path))
+            for blocks, added, path in zip(cached, new, paths, strict=True)
         ]
 
     def _extend(
@@ -149,23 +157,23 @@ class BlockManager:
         pinned: set[int],
         rotations: Sequence[int],
     ) -> list[dict[int, int]]:
-        """Extend the paths as far as the pool allows, all of them by one block at a time.
+        """Extend the paths as far as the pool allows, one block of each path at a time.
 
         Returns:
-            For each the blocks that it is the first to have, by their number in the sequence.
+            For each path, number in the sequence -> block, for blocks that it is the first to have.
         """
         new: list[dict[int, int]] = [{} for _ in keys]
-        # Breadth first: where the pool is too small, each sequence has its beginning in it, which
-        # others are most likely to share.
+        # Breadth first: if the pool is too small, it holds the beginning of every sequence, which
+        # is what sequences most probably share.
         growing = [index for index, key in enumerate(keys) if len(key) >= _BLOCK_BYTES]
         depth = 0
         while growing:
-            still = []
+            unfinished = []
             for index in growing:
                 path, start = paths[index], depth * _BLOCK_BYTES
                 if depth >= len(path):
-                    before = path[-1] if path else _before_first(rotations[index])
-                    key = (before, keys[index][start : start + _BLOCK_BYTES])
+                    preceding = path[-1] if path else _root_of(rotations[index])
+                    key = (preceding, keys[index][start : start + _BLOCK_BYTES])
                     block = self._blocks.get(key)
                     if block is None:
                         block = self._place(key, pinned)
@@ -175,16 +183,16 @@ class BlockManager:
                     path.append(block)
                     pinned.add(block)
                 if start + 2 * _BLOCK_BYTES <= len(keys[index]):
-                    still.append(index)
-            growing, depth = still, depth + 1
+                    unfinished.append(index)
+            growing, depth = unfinished, depth + 1
         return new
 
     def _place(self, key: tuple[int, bytes], pinned: set[int]) -> int | None:
-        """A place for a new block, if need be the oldest one's; None where all are in use."""
+        """Place a new block, replacing the oldest if need be; None if all blocks are in use."""
         if self._free:
             block = self._free.pop()
         else:
-            # Blocks in use were moved to the end: where the first is pinned, all are.
+            # Blocks in use were moved to the end, so if the first one is pinned, all are.
             block = next(iter(self._keys), _NONE)
             if block == _NONE or block in pinned:
                 return None
@@ -197,29 +205,32 @@ class BlockManager:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One call's work.
+    """The work of one call.
 
     Attributes:
-        packs: of this replica.
-        computed: tokens that all replicas compute.
-        cached: tokens of all sequences that need no computing.
-        known: kept outputs, by the row of the reward.
-        keep: what to call with the outputs ``[S, K]`` of the call.
+        packs: packs of this replica.
+        num_computed: tokens that all replicas compute.
+        num_cached: tokens of all sequences that need not be computed.
+        cached_outputs: row of the reward -> cached outputs ``[K]``.
+        keep: stores the outputs ``[S, K]`` of the call in the cache.
     """
 
     packs: list[PackedBatch]
-    computed: int
-    cached: int
-    known: dict[int, np.ndarray] = field(default_factory=dict)
+    num_computed: int
+    num_cached: int
+    cached_outputs: dict[int, np.ndarray] = field(default_factory=dict)
     keep: Callable[[np.ndarray], None] = lambda outputs: None
 
 
 class PrefixCache:
     """Plans the calls of a model and its data parallel replicas; every rank plans all of them.
 
-    ``slots`` is the size of each replica's pool in tokens, at most ``tokens``. For a model that
-    reads the whole reply nothing from ``reply_marker`` on is kept, as its states are needed. Only
-    sequences with the same ``length_dependent_rope``, of ``ModelShape``, have blocks in common.
+    Attributes:
+        slots: size of each replica's pool in tokens: ``tokens``, rounded down to whole blocks.
+
+    If the model has a ``reply_marker``, it reads all states of the reply, so nothing from the
+    marker on is cached. Sequences share blocks only if they have the same ``length_dependent_rope``
+    (see ``ModelShape``).
     """
 
     def __init__(
@@ -232,7 +243,7 @@ class PrefixCache:
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
         self._managers = [BlockManager(blocks) for _ in range(layout.dp)]
-        self._spent = [0] * layout.dp
+        self._computed_tokens = [0] * layout.dp
         self._replica = layout.dp_rank
         self._budget = micro_batch_tokens
         self._reply_marker = reply_marker
@@ -240,59 +251,62 @@ class PrefixCache:
         self.slots = blocks * BLOCK_TOKENS
 
     def reset_cache(self) -> None:
-        """Evict all blocks: what was planned may not have been computed."""
+        """Evict all blocks, because a planned call may have failed to compute them."""
         for manager in self._managers:
             manager.clear()
 
     def plan(
         self, sequences: Sequence[np.ndarray], reads: Sequence[SequenceReads] | None = None
     ) -> CallPlan:
-        """Plan what to compute, in which packs; it counts as cached from here on.
+        """Plan which packs to compute; their blocks count as cached from now on.
 
-        ``reads`` are places in each sequence, where turns or steps are scored.
+        Args:
+            sequences: ``[tokens]`` token ids of each sample.
+            reads: positions in each sequence at which turns or steps are scored.
         """
-        keys = [as_key(self._kept(sequence)) for sequence in sequences]
+        keys = [as_key(self._cacheable_part(sequence)) for sequence in sequences]
         rotations = [self._length_dependent_rope(len(sequence)) for sequence in sequences]
-        places = [()] * len(keys) if reads is None else [own.places.tolist() for own in reads]
+        positions = [()] * len(keys) if reads is None else [read.places.tolist() for read in reads]
         packs: list[PackedBatch] = []
-        computed = cached = 0
-        known: dict[int, np.ndarray] = {}
-        kept: list[tuple[BlockManager, BlockTable, SequenceReads]] = []
-        for replica, members in enumerate(self._share_out(sequences, keys, places, rotations)):
+        num_computed = num_cached = 0
+        cached_outputs: dict[int, np.ndarray] = {}
+        uncached_reads = None if reads is None else list(reads)
+        tables: list[tuple[BlockManager, BlockTable, SequenceReads]] = []
+        assignment = self._assign_replicas(sequences, keys, positions, rotations)
+        for replica, members in enumerate(assignment):
             manager = self._managers[replica]
-            uses = manager.use(
+            member_tables = manager.allocate(
                 [keys[member] for member in members],
-                [places[member] for member in members],
+                [positions[member] for member in members],
                 [rotations[member] for member in members],
             )
-            rest = reads
-            if reads is not None:
-                rest = list(reads)
-                for member, use in zip(members, uses, strict=True):
-                    own = manager.outputs_of(use.found, places[member])
-                    known |= dict(zip(reads[member].rows, own, strict=False))
-                    rest[member] = SequenceReads(
-                        reads[member].places[len(own) :], reads[member].rows[len(own) :]
+            if reads is not None and uncached_reads is not None:
+                for member, table in zip(members, member_tables, strict=True):
+                    places, rows = reads[member].places, reads[member].rows
+                    outputs = manager.outputs_of(table.cached, positions[member])
+                    cached_outputs |= dict(zip(rows, outputs, strict=False))
+                    uncached_reads[member] = SequenceReads(
+                        places[len(outputs) :], rows[len(outputs) :]
                     )
-                    kept.append((manager, use, reads[member]))
-            prefixes = dict(zip(members, _prefixes_of(uses), strict=True))
-            groups = self._groups(sequences, self._budget, prefixes)
+                    tables.append((manager, table, reads[member]))
+            prefixes = dict(zip(members, _cached_prefixes(member_tables), strict=True))
+            groups = self._find_groups(sequences, self._budget, prefixes)
             size = sum(group.size for group in groups)
-            self._spent[replica] += size
-            computed += size
-            cached += BLOCK_TOKENS * sum(len(use.found) for use in uses)
-            # Every rank knows what all replicas cache, and packs only its own part.
+            self._computed_tokens[replica] += size
+            num_computed += size
+            num_cached += BLOCK_TOKENS * sum(len(table.cached) for table in member_tables)
+            # Every rank knows what all replicas cache, but packs only for its own replica.
             if replica == self._replica:
-                stored = dict(zip(members, map(_stored_of, uses), strict=True))
-                packs = pack_groups(sequences, groups, self._budget, stored, rest)
+                stored = dict(zip(members, map(_stored_of, member_tables), strict=True))
+                packs = pack_groups(sequences, groups, self._budget, stored, uncached_reads)
 
         def keep(outputs: np.ndarray) -> None:
-            for manager, use, own in kept:
-                manager.keep_outputs(use.path, own.places.tolist(), outputs[own.rows])
+            for manager, table, read in tables:
+                manager.keep_outputs(table.path, read.places.tolist(), outputs[read.rows])
 
-        return CallPlan(packs, computed, cached, known, keep)
+        return CallPlan(packs, num_computed, num_cached, cached_outputs, keep)
 
-    def _groups(
+    def _find_groups(
         self,
         sequences: Sequence[np.ndarray],
         budget: int,
@@ -300,52 +314,56 @@ class PrefixCache:
     ) -> list[PrefixGroup]:
         return find_prefix_groups(sequences, budget, cached, self._length_dependent_rope)
 
-    def _kept(self, sequence: np.ndarray) -> np.ndarray:
-        """The part of a sequence that may be cached, and one token, which is always computed."""
+    def _cacheable_part(self, sequence: np.ndarray) -> np.ndarray:
+        """Return the part of a sequence that may be cached, plus one token, which is computed."""
         if self._reply_marker is None:
             return sequence
         return sequence[: max(0, find_marker(sequence, self._reply_marker)) + 1]
 
-    def _share_out(
+    def _assign_replicas(
         self,
         sequences: Sequence[np.ndarray],
         keys: Sequence[bytes],
         reads: Sequence[Sequence[int]],
         rotations: Sequence[int],
     ) -> list[list[int]]:
-        """Assign sequences to replicas: the largest groups first, each where it ends soonest.
+        """Assign sequences to replicas: largest groups first, each to the least loaded replica.
 
-        A group larger than a replica's share of all tokens is split.
+        A group that is larger than a replica's share of all tokens is split.
         """
         replicas = range(len(self._managers))
         if len(replicas) == 1:
             return [list(range(len(sequences)))]
-        total = sum(group.size for group in self._groups(sequences, self._budget))
+        total = sum(group.size for group in self._find_groups(sequences, self._budget))
         share = min(self._budget, -(-total // len(replicas)))
-        known = [
+        num_cached = [
             [
-                BLOCK_TOKENS * len(of.find(*each))
-                for each in zip(keys, reads, rotations, strict=True)
+                BLOCK_TOKENS * len(manager.find(*args))
+                for args in zip(keys, reads, rotations, strict=True)
             ]
-            for of in self._managers
+            for manager in self._managers
         ]
         parts: list[list[int]] = [[] for _ in replicas]
         loads = [0] * len(replicas)
-        groups = self._groups(sequences, share)
+        groups = self._find_groups(sequences, share)
         for group in sorted(groups, key=lambda group: (-group.size, group.members[0])):
-            costs = [_cost(group, sequences, known[replica]) for replica in replicas]
-            # Among equals the replica with less work so far: its pool has more room.
-            chosen = min(replicas, key=lambda r: (loads[r] + costs[r], self._spent[r], r))
+            costs = [_count_uncached(group, sequences, num_cached[rank]) for rank in replicas]
+            # Among equals, the replica with less work so far, because its pool has more room.
+            chosen = min(replicas, key=lambda r: (loads[r] + costs[r], self._computed_tokens[r], r))
             loads[chosen] += costs[chosen]
             parts[chosen] += group.members
         return [sorted(part) for part in parts]
 
 
-def _cost(group: PrefixGroup, sequences: Sequence[np.ndarray], known: Sequence[int]) -> int:
-    """Tokens of a group to compute if so many of each sequence are cached."""
-    prefix = max(0, group.prefix - max(known[member] for member in group.members))
-    rests = (len(sequences[member]) - max(group.prefix, known[member]) for member in group.members)
-    return prefix + sum(rests)
+def _count_uncached(
+    group: PrefixGroup, sequences: Sequence[np.ndarray], num_cached: Sequence[int]
+) -> int:
+    """Count the tokens of a group to compute; ``num_cached`` has cached tokens per sequence."""
+    prefix = max(0, group.prefix - max(num_cached[member] for member in group.members))
+    suffixes = (
+        len(sequences[member]) - max(group.prefix, num_cached[member]) for member in group.members
+    )
+    return prefix + sum(suffixes)
 
 
 def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
@@ -353,12 +371,14 @@ def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(slots.ravel())
 
 
-def _prefixes_of(uses: Sequence[BlockTable]) -> list[CachedPrefix | None]:
-    """The cached prefix of each sequence, one object for the same blocks."""
-    distinct = dict.fromkeys(use.found for use in uses if use.found)
-    made = {found: CachedPrefix(_slots_of(found)) for found in distinct}
-    return [made.get(use.found) for use in uses]
+def _cached_prefixes(tables: Sequence[BlockTable]) -> list[CachedPrefix | None]:
+    """Return the cached prefix of each sequence; equal prefixes are one object."""
+    distinct = dict.fromkeys(table.cached for table in tables if table.cached)
+    prefixes = {blocks: CachedPrefix(_slots_of(blocks)) for blocks in distinct}
+    return [prefixes.get(table.cached) for table in tables]
 
 
-def _stored_of(use: BlockTable) -> Stored | None:
-    return Stored(use.first * BLOCK_TOKENS, _slots_of(use.new)) if use.new else None
+def _stored_of(table: BlockTable) -> Stored | None:
+    if not table.new:
+        return None
+    return Stored(table.first_new * BLOCK_TOKENS, _slots_of(table.new))

@@ -1,6 +1,6 @@
-"""A row of the queue: the token ids of one sample, and the positions that its rewards are read at.
+"""One row of the queue: a sample's token ids, and the positions at which rewards are read.
 
-Rows go from the requests through the batcher to every rank, and come back as an array each.
+Rows pass from requests through the batcher to every rank. The result of each is one array.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Row:
     """One sample to compute.
 
     Attributes:
-        ids: ``[tokens]`` int64 token ids, which were checked.
-        reads: positions in ``ids`` that the head reads, ascending; the last one is that of the last
-            id. Empty for one reward of the whole sample.
+        ids: ``[tokens]`` int64 token ids, already checked.
+        reads: positions in ``ids`` that the head reads, ascending; the last one is the last token.
+            Empty if only the reward of the whole sample is read.
     """
 
     ids: np.ndarray
@@ -26,10 +26,10 @@ class Row:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], reads: Sequence[int] | None = None) -> Row:
-        """A row of ids in any sequence."""
+        """Create a row from any sequence of token ids."""
         return cls(np.asarray(token_ids, dtype=np.int64), tuple(reads or ()))
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Positions that a model with a reward for each turn or step reads."""
+        """The positions that the head reads; just the last token if ``reads`` is empty."""
         return self.reads or (len(self.ids) - 1,)

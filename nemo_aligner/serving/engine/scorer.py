@@ -1,7 +1,7 @@
-"""RewardScorer: texts or tokens -> rewards on all ranks, by the rule of the checkpoint's contract.
+"""RewardScorer: compute rewards of samples or token ids on all ranks, by the scoring contract.
 
-Evaluation and the server call the same code from here down, so a text has one reward, whether it is
-scored in process or over HTTP, alone or among others.
+Evaluation and the server share this code, so a sample gets the same reward in process and over
+HTTP, and in a batch of one or of many.
 """
 
 from __future__ import annotations
@@ -51,40 +51,43 @@ from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
 
-# Tokens of a text whose attention takes every way: see cpu/block_attention.py.
 logger = logging.getLogger(__name__)
-
-_BEYOND_A_SPAN = 600
+# Number of tokens for which attention uses all of its code paths: see
+# models/attention/cpu_inference.py.
+_LONG_SAMPLE = 600
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of all calls, on all ranks.
+    """Tokens of all calls so far, on all ranks.
 
     Attributes:
-        asked: of the texts to score.
-        computed: that went through the model; what texts of one call have in common, once.
-        cached: that did not, as their keys and values were kept.
+        requested: tokens of the samples.
+        computed: tokens that went through the model; a shared prefix of one call counts once.
+        cached: tokens that did not, because their keys and values were cached.
     """
 
-    asked: int = 0
+    requested: int = 0
     computed: int = 0
     cached: int = 0
 
-    def after(self, asked: int, computed: int, cached: int) -> TokenCounts:
-        """With those of one more call."""
-        return TokenCounts(self.asked + asked, self.computed + computed, self.cached + cached)
+    def after(self, requested: int, computed: int, cached: int) -> TokenCounts:
+        """Return the counts after one more call."""
+        return TokenCounts(
+            self.requested + requested, self.computed + computed, self.cached + cached
+        )
 
 
 class RewardScorer:
-    """Scores N texts as ``[N, A]`` float32, one column per attribute of the contract.
+    """Scores N samples: rewards ``[N, A]`` float32, one column per attribute of the contract.
 
     Methods that score are collective: every rank calls them with the same arguments and gets all
-    rewards. The packs are shared out over the data parallel ranks.
+    rewards. Packs are split over the data parallel ranks.
 
-    With a prefix cache the keys and values of ``prefix_cache_tokens`` tokens are kept on each data
-    parallel replica, the last ones used, and a text that begins as one before it is computed from
-    there on. After a call that failed on any rank, every rank has to ``reset_cache``.
+    With a prefix cache, each data parallel replica keeps the keys and values of the
+    ``prefix_cache_tokens`` tokens that were used last. For a sample with a cached prefix, only the
+    tokens after it are computed. After a call that failed on any rank, every rank must call
+    ``reset_cache``.
     """
 
     def __init__(
@@ -98,8 +101,8 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
     ) -> None:
-        """Raise ConfigError if a text of the contract's ``seq_length`` exceeds the budget."""
-        # A text is never divided over packs: causal attention needs all of it in one.
+        """Raise ConfigError if a sample of the contract's ``seq_length`` exceeds the budget."""
+        # A sample is never split over packs: causal attention needs all of it in one.
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "
@@ -128,93 +131,94 @@ class RewardScorer:
 
     @property
     def tokens_per_call(self) -> int:
-        """Tokens with which a call of ``score_token_lists`` has a pack for every rank."""
+        """The number of tokens with which a call has one pack for every rank."""
         return self._micro_batch_tokens * self._layout.dp * self._layout.pp
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes of the prefix cache on this rank."""
+        """Bytes that the prefix cache takes on this rank."""
         return 0 if self._pool is None else self._pool.num_bytes
 
     def warm_up(self) -> None:
-        """Compute once what the first texts would otherwise wait for; every rank calls it.
+        """Do the slow first computations before a sample has to wait for them; collective.
 
         Raises:
-            ServingError: on every rank, if a reward is not finite: those of texts would not be.
+            ServingError: on every rank, if a reward is not finite; those of samples would not be
+                either.
         """
         try_all_products(self.model)
         if self._pool is not None:
             self._pool.touch()
-        for tokens in (1, min(self.contract.seq_length, _BEYOND_A_SPAN)):
+        for tokens in (1, min(self.contract.seq_length, _LONG_SAMPLE)):
             (rewards,) = self.score_token_lists([[0] * tokens])
             if not np.isfinite(rewards).all():
                 raise ServingError(
-                    f"got the reward {rewards.tolist()} for a text of {tokens} tokens, wanted "
-                    f"finite numbers: the model overflows in {self.contract.dtype}. Serve it with "
+                    f"got the reward {rewards.tolist()} for a sample of {tokens} tokens, wanted "
+                    f"finite numbers: the model overflows in {self.contract.dtype}. Use "
                     "precision=bf16 or fp32"
                 )
         use_huge_pages()
-        # Nobody's texts begin with these; and the counts are of requests.
+        # No sample begins with these tokens, and the counts are only of requests.
         self.reset_cache()
         self.counts = TokenCounts()
 
     def turn_end(self) -> TurnEnd | None:
-        """Text that the contract's chat template writes after a reply."""
+        """Return what the contract's chat template writes after a reply."""
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
     def sample_frame(self) -> SampleFrame | None:
-        """Text that the contract's chat template writes around the contents of a sample."""
+        """Return what the contract's chat template writes around a sample."""
         return SampleFrame.of(self.contract, self._tokenizer)
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache: keys and values of a failed call may be missing."""
+        """Empty the prefix cache, because keys and values of a failed call may be missing."""
         self._cache.reset_cache()
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples, and all their steps in the same pass; see ``Scorer`` of the contract."""
+        """Score samples and all their steps in one forward pass; see ``Scorer``."""
         return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:
-        """The token ids of one text; DataError where the contract refuses it."""
+        """Encode one sample to token ids; raise DataError if the contract rejects it."""
         return self._encoder.encode(text)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone, at its full length."""
+        """Count the tokens of each sample's reply, before truncation."""
         return self._encoder.count_reply_tokens(texts)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, ids that the model would fail on or misread."""
+        """Raise DataError for token ids for which the model would fail or be wrong."""
         self._encoder.check_tokens(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Compute the outputs of the head at the positions that the rows are read at.
+        """Compute the outputs of the head at the positions that each row reads.
 
         Returns:
-            An array ``[s, A * K]`` float32 for each row, s the number of its ``reads`` or 1;
-            ``read_outputs`` makes rewards of them. For no rows one array without rows.
+            An array ``[s, A * K]`` float32 for each row, where s is the number of its ``reads``, or
+            1; ``read_outputs`` converts them to rewards. For no rows, one array without rows.
         """
         return self.begin(rows).wait()
 
     def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
-        """Ask the device for what ``compute`` returns, without waiting for it.
+        """Start to compute what ``compute`` returns, without waiting for the device.
 
-        Calls may be begun before those begun earlier have arrived, and have to be waited for in
-        their order. One that fails, here or when it is waited for, has emptied the prefix cache;
-        later ones that were already begun may have used what it was to leave there.
+        A call may begin before earlier ones have arrived, but they must be waited for in order. A
+        call that fails, either here or while waiting, empties the prefix cache; calls that have
+        begun after it may have used what it should have left there.
         """
         positions = [row.positions for row in rows]
         outputs = self._begin([row.ids for row in rows], positions)
-        return outputs.then(lambda each: np.split(each, np.cumsum([*map(len, positions)])[:-1]))
+        return outputs.then(lambda joined: np.split(joined, np.cumsum([*map(len, positions)])[:-1]))
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
-        """Rewards of token ids that ``check_tokens`` let pass."""
+        """Score token ids that ``check_tokens`` has accepted: rewards ``[N, A]`` float32."""
         outputs = self.compute([Row.of(token_ids) for token_ids in token_lists])
         return self.contract.rewards_of(np.concatenate(outputs))
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """``[N, A]`` float32 rewards of the head's ``outputs``, and their spreads, if any.
+        """Convert ``outputs`` of the head to rewards ``[N, A]`` float32, and spreads if any.
 
-        It is not collective.
+        This method is not collective.
         """
         return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
 
@@ -224,23 +228,23 @@ class RewardScorer:
         if not sequences:
             return Arriving.now(np.zeros((0, self._num_outputs), dtype=np.float32))
         reads = SequenceReads.number(positions) if self.contract.has_steps else None
-        with self._forgetting_failures():
+        with self._resetting_cache_on_failure():
             arriving = self._score(sequences, reads)
             if reads is not None:
-                # What is kept of steps has to be there before another call's blocks are placed.
+                # Outputs of steps must be cached before the blocks of another call are placed.
                 return Arriving.now(arriving.wait())
 
         def wait() -> np.ndarray:
-            with self._forgetting_failures():
+            with self._resetting_cache_on_failure():
                 return arriving.wait()
 
         return Arriving(arriving.has_arrived, wait)
 
     @contextmanager
-    def _forgetting_failures(self) -> Iterator[None]:
+    def _resetting_cache_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C, too: what was planned counts as cached, and may be missing
+        except BaseException:  # also Ctrl-C: planned blocks count as cached but may be missing
             self.reset_cache()
             raise
 
@@ -249,28 +253,30 @@ class RewardScorer:
     ) -> Arriving[np.ndarray]:
         count = len(sequences)
         plan = self._plan(sequences, reads)
-        parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
+        parts = count_parts(plan.num_computed, self._micro_batch_tokens, self._layout)
         self._watch(0, count)
         rewards = infer_in_parts(
             self.model,
             plan.packs,
             self._layout,
             parts,
-            lambda share: self._watch(round(share * count), count),
+            lambda fraction: self._watch(round(fraction * count), count),
             self._pool,
         )
-        shape = (count if reads is None else sum(len(own.rows) for own in reads), self._num_outputs)
+        rows = count if reads is None else sum(len(read.rows) for read in reads)
 
         def finish(gathered: Tensor) -> np.ndarray:
-            everyone = gathered.numpy()
-            # Steps in cached blocks: the model has not computed them again, their outputs were
-            # kept.
-            for row, outputs in plan.known.items():
-                everyone[row] = outputs
-            plan.keep(everyone)
-            self.counts = self.counts.after(sum(map(len, sequences)), plan.computed, plan.cached)
-            return everyone
+            outputs = gathered.numpy()
+            # The model has not computed steps in cached blocks again; their outputs are cached.
+            for row, cached in plan.cached_outputs.items():
+                outputs[row] = cached
+            plan.keep(outputs)
+            self.counts = self.counts.after(
+                sum(map(len, sequences)), plan.num_computed, plan.num_cached
+            )
+            return outputs
 
+        shape = (rows, self._num_outputs)
         return gather_rewards_later(rewards, plan.packs, shape, self._layout).then(finish)
 
     def _plan(
@@ -280,9 +286,9 @@ class RewardScorer:
             return self._cache.plan(sequences, reads)
         by_length = self.model.length_dependent_rope
         packs = pack_sequences(sequences, self._micro_batch_tokens, reads, by_length)
-        # All ranks make the same packs, so each replica can take its own without a message.
-        mine = packs[self._layout.dp_rank :: self._layout.dp]
-        return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
+        # All ranks build the same packs, so each replica selects its own without communication.
+        local_packs = packs[self._layout.dp_rank :: self._layout.dp]
+        return CallPlan(local_packs, sum(pack.num_tokens for pack in packs), 0)
 
 
 def load_scorer(
@@ -298,13 +304,21 @@ def load_scorer(
     can_offload: bool = False,
     cuda_graphs: bool = False,
 ) -> RewardScorer:
-    """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
+    """Load a reward model's ``.nemo`` on this rank's device as a scorer; collective.
 
-    ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached. With
-    ``invariant_rows`` (see ``make_batch_invariant``) a reward has the same bits in any batch.
-    Weights that an OffloadGroup ``can_offload`` keep torch's layout, which on a CPU is slower.
-    With ``cuda_graphs`` packs run by them (``GPTRewardModel.use_cuda_graphs``).
-    ``pointwise_kernels`` as in ``choose_kernels``.
+    Args:
+        path: the archive.
+        layout: parallel layout of the ranks.
+        precision: None for the contract's.
+        micro_batch_tokens: most tokens of a pack.
+        watch: called with the number of scored samples and their total.
+        prefix_cache_tokens: size of the prefix cache; 0 for none.
+        invariant_rows: with it, rewards are bit-identical in any batch; see
+            ``make_batch_invariant``.
+        pointwise_kernels: see ``choose_kernels``.
+        can_offload: an OffloadGroup moves the weights, so they keep torch's memory layout, which is
+            slower on a CPU.
+        cuda_graphs: run packs as CUDA graphs; see ``GPTRewardModel.use_cuda_graphs``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
@@ -313,10 +327,10 @@ def load_scorer(
     loaded = load_reward_model(path, layout, precision, pointwise_kernels)
     make_batch_invariant(loaded.model, invariant_rows)
     if cuda_graphs and can_offload:
-        logger.warning("model.cuda_graphs: not used, because cpu_offload moves the weights")
+        logger.warning("model.cuda_graphs: ignored, because cpu_offload moves the weights")
     elif cuda_graphs:
         loaded.model.use_cuda_graphs()
-    # Only now: it concerns the layers that were made batch invariant.
+    # Last, because it converts the layers that make_batch_invariant has replaced.
     if not can_offload:
         freeze_for_scoring(loaded.model)
     return RewardScorer(
@@ -333,20 +347,20 @@ def load_scorer(
 
 # Ensembles.
 
-# All other fields decide which ids a text becomes, or what the columns are.
+# The other fields of a contract decide the token ids of a sample, or what the columns mean.
 _MAY_DIFFER = ("label_means", "attribute_weights")
 
 
 class RewardEnsemble:
-    """M models on the same ranks: ``[N, M * A]`` rewards, model after model.
+    """M models on the same ranks: rewards ``[N, M * A]``, model after model.
 
-    Its methods are those of ``RewardScorer``, and as collective. ``contract`` is the first model's,
-    ``fingerprint`` that of all in their order.
+    It has the methods of ``RewardScorer``, which are collective in the same way. ``contract`` is
+    that of the first model; ``fingerprint`` covers all models in their order.
     """
 
     def __init__(self, members: Sequence[RewardScorer]) -> None:
-        """Raise ConfigError if two of them make different token ids, or attributes, of a text."""
-        check_alike([member.contract for member in members])
+        """Raise ConfigError if two models encode samples differently, or differ in attributes."""
+        check_same_encoding([member.contract for member in members])
         self._members = list(members)
         self.contract = members[0].contract
         self.fingerprint = fingerprint_of_ensemble([member.fingerprint for member in members])
@@ -362,7 +376,7 @@ class RewardEnsemble:
 
     @property
     def counts(self) -> TokenCounts:
-        """Tokens of all models."""
+        """Tokens of all models so far, added up."""
         counts = TokenCounts()
         for member in self._members:
             counts = counts.after(*vars(member.counts).values())
@@ -374,11 +388,11 @@ class RewardEnsemble:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """Bytes of the prefix caches on this rank."""
+        """Bytes that the prefix caches take on this rank."""
         return sum(member.prefix_cache_bytes for member in self._members)
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples, and all their steps in the same pass; see ``Scorer`` of the contract."""
+        """Score samples and all their steps in one forward pass; see ``Scorer``."""
         return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:
@@ -391,11 +405,11 @@ class RewardEnsemble:
         return self._members[0].count_reply_tokens(texts)
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """``RewardScorer.compute``, with M times the columns: ``[s, M * A * K]`` for each row."""
+        """Compute outputs like ``RewardScorer.compute``: ``[s, M * A * K]`` for each row."""
         return self.begin(rows).wait()
 
     def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
-        """``RewardScorer.begin`` of all models."""
+        """Start the computation of all models; see ``RewardScorer.begin``."""
         parts = [member.begin(rows) for member in self._members]
 
         def wait() -> list[np.ndarray]:
@@ -405,12 +419,12 @@ class RewardEnsemble:
         return Arriving(lambda: all(part.has_arrived() for part in parts), wait)
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""
+        """Convert ``outputs`` to rewards ``[N, M * A]`` float32, and spreads if any."""
         parts = np.split(outputs, len(self._members), axis=1)
         read = [
             member.read_outputs(part) for member, part in zip(self._members, parts, strict=True)
         ]
-        spreads = [each for _, each in read if each is not None]
+        spreads = [spread for _, spread in read if spread is not None]
         return (
             np.concatenate([rewards for rewards, _ in read], axis=1),
             np.concatenate(spreads, axis=1) if spreads else None,
@@ -422,7 +436,7 @@ class RewardEnsemble:
 
 
 TokenScorer = RewardScorer | RewardEnsemble
-"""Of its methods those that score, and ``reset_cache``, are collective over the ranks."""
+"""Its methods that score, and ``reset_cache``, are collective."""
 
 
 def _score_rows(scorer: TokenScorer, samples: Sequence[Text], on_error: OnError) -> ScoredRows:
@@ -448,17 +462,17 @@ def _score_rows(scorer: TokenScorer, samples: Sequence[Text], on_error: OnError)
     return replace(scored, model_fingerprint=scorer.fingerprint)
 
 
-def check_alike(contracts: Sequence[ScoringContract]) -> None:
-    """Refuse models that do not score the same token ids by the same attributes.
+def check_same_encoding(contracts: Sequence[ScoringContract]) -> None:
+    """Check that all models score the same token ids by the same attributes.
 
     Raises:
-        ConfigError: it names the model by its number in ``ensemble.files``, and what is different.
+        ConfigError: it names the model by its number in ``ensemble.files``, and the differences.
     """
     for number, contract in enumerate(contracts[1:], start=1):
         differences = contracts[0].differences(contract)
-        parting = {name: each for name, each in differences.items() if name not in _MAY_DIFFER}
-        if parting:
+        relevant = {name: pair for name, pair in differences.items() if name not in _MAY_DIFFER}
+        if relevant:
             raise ConfigError(
-                f"ensemble.files: model {number} does not score as rm_model_file does: "
-                + describe_differences(parting)
+                f"ensemble.files: model {number} does not score like rm_model_file: "
+                + describe_differences(relevant)
             )

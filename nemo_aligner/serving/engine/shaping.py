@@ -1,9 +1,9 @@
 """Reward shaping: from a model's raw rewards to the reward that a trainer learns from.
 
-In this order, each step off by default: standardize every attribute of every model, weight the
+Each step is off by default. Their order: standardize every attribute of every model, merge the
 attributes into one reward, subtract a multiple of its uncertainty, combine the models' rewards,
-subtract a length penalty, clip, compare with a threshold. The rules are part of the contract that
-a server publishes, so a client that expects other rules refuses its rewards.
+subtract a length penalty, clip, and compare with a threshold. The rules are part of the contract
+that a server publishes, so a client that expects other rules rejects its rewards.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from nemo_aligner.utils.errors import ConfigError, short
 
 logger = logging.getLogger(__name__)
 
-# Rewards of this many seconds are missing from the statistics of a server that was killed.
+# After a server was killed, at most this many seconds of rewards are missing in its statistics.
 _SAVE_SECS = 30.0
 _MERGED = "reward"
 
 
 class RewardShaper:
-    """Shapes the raw rewards of M models with A attributes each; not for several threads.
+    """Shapes the raw rewards of M models with A attributes each; not thread-safe.
 
-    ``contract`` is what the shaped rewards mean: the first model's, with the rules, and with the
-    attributes that are left.
+    ``contract`` describes the shaped rewards: it is that of the first model, with the rules, and
+    with the attributes that are left.
     """
 
     def __init__(
@@ -44,15 +44,20 @@ class RewardShaper:
         ensemble: EnsembleConfig,
         contracts: Sequence[ScoringContract],
     ) -> None:
-        """``contracts`` of M models that score the same token ids.
+        """Check the rules against the models.
+
+        Args:
+            shaping: rules for the rewards of each model.
+            ensemble: how to combine the models.
+            contracts: contracts of M models that score the same token ids.
 
         Raises:
-            ConfigError: a rule does not fit the models, or a file of statistics is of others.
+            ConfigError: a rule does not fit the models, or a file of statistics belongs to others.
         """
         self._shaping = shaping
         self._ensemble = ensemble
         self._shape = (len(contracts), len(contracts[0].attributes))
-        self._weights = _weights(shaping, contracts[0])
+        self._weights = _attribute_weights(shaping, contracts[0])
         self._check_columns()
         if shaping.spread_penalty and contracts[0].output_readout is None:
             raise ConfigError(
@@ -66,29 +71,30 @@ class RewardShaper:
         self._running = None
         if shaping.standardize is Standardize.running:
             self._running = RunningStatistics(shaping.statistics_file, hashes, self._shape)
-        self.contract = self._published(contracts[0], hashes)
+        self.contract = self._build_contract(contracts[0], hashes)
 
     @property
     def needs_lengths(self) -> bool:
-        """True if ``shape`` needs the replies' lengths."""
+        """Tell whether ``shape`` needs the lengths of the replies."""
         return self._shaping.length_penalty > 0
 
     @property
-    def takes_steps(self) -> bool:
-        """True if its rules are about one reward, so that each turn or step has its own.
+    def keeps_steps(self) -> bool:
+        """Tell whether rewards of turns or steps can be shaped one by one.
 
-        A length penalty is about a whole reply, and running statistics are of one reward of each.
+        They cannot with a length penalty, which concerns a whole reply, or with running statistics,
+        which are of one reward per sample.
         """
         return not self.needs_lengths and self._running is None
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs beside ``rewards`` and ``raw_rewards``."""
-        has = {
+        """Names of the optional outputs, without ``raw_rewards``."""
+        is_present = {
             "deviation": self._shape[0] > 1,
             "passed": self._shaping.threshold is not None,
         }
-        return tuple(name for name in has if has[name])
+        return tuple(name for name, present in is_present.items() if present)
 
     def shape(
         self,
@@ -99,13 +105,18 @@ class RewardShaper:
     ) -> ScoredRows:
         """Shape raw rewards ``[N, M * A]``, model after model, which become ``raw_rewards``.
 
-        ``reply_tokens`` ``[N]`` are needed for a length penalty. ``deviation`` is that between the
-        models of an ensemble, the root of the mean squared difference from their mean. ``spread``,
-        where the models tell it, becomes that of the shaped reward, of several models the mean.
-        ``counts`` tells whether running statistics take account of these rewards.
+        Args:
+            scored: the raw rewards.
+            reply_tokens: ``[N]`` lengths of the replies, for the length penalty.
+            counts: add these rewards to the running statistics.
+
+        Returns:
+            The rows with shaped rewards. ``deviation`` is the standard deviation over the models of
+            an ensemble. ``spread``, if the models have one, becomes that of the shaped reward; it
+            is averaged over models.
         """
         raw, spreads = scored.rewards, scored.spread
-        # In float64: differences of large means would lose digits. The answer is float32 again.
+        # In float64, because differences of large means lose digits. Answers are float32 again.
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
         spread = None
         if spreads is not None:
@@ -113,7 +124,7 @@ class RewardShaper:
             spread = spreads.astype(np.float64).reshape(values.shape).clip(0)
         std: np.ndarray | float = 1.0
         if self._running is not None:
-            # They count themselves, too: before the first there is no deviation to divide by.
+            # They are added first: before the first reward there is no deviation to divide by.
             if counts:
                 self._running.add(values)
             values, std = self._running.standardize(values), self._running.std
@@ -124,28 +135,28 @@ class RewardShaper:
             spread = spread / std
         if self._weights is not None:
             values = values @ self._weights[:, None]
-            # As if the attributes' errors went together, the most that they can add up to.
+            # Attributes' errors are added as if fully correlated, which is the upper bound.
             spread = None if spread is None else spread @ np.abs(self._weights)[:, None]
         if spread is not None and self._shaping.spread_penalty:
             values = values - self._shaping.spread_penalty * spread
         deviation = values.std(axis=1)
-        # Before the length penalty, which is the same for all models and no doubt of theirs.
+        # Before the length penalty, which is equal for all models and adds no uncertainty.
         rewards = self._combine(values, deviation)
         shaping = self._shaping
         if self.needs_lengths:
-            beyond = np.asarray(reply_tokens, dtype=np.float64) - shaping.length_penalty_from
-            rewards = rewards - shaping.length_penalty * beyond.clip(0)[:, None]
+            excess = np.asarray(reply_tokens, dtype=np.float64) - shaping.length_penalty_from
+            rewards = rewards - shaping.length_penalty * excess.clip(0)[:, None]
         if shaping.clip:
             low, high = shaping.clip
             rewards = np.minimum(np.maximum(rewards, low), high)
-        # The threshold is compared in float32, which is what the sender has to compare it with.
-        shaped, least = rewards.astype(np.float32), shaping.threshold
+        # Compared in float32, because clients see float32 rewards.
+        shaped, threshold = rewards.astype(np.float32), shaping.threshold
         return replace(
             scored,
             rewards=shaped,
             raw_rewards=raw,
             deviation=deviation.astype(np.float32) if "deviation" in self.outputs else None,
-            passed=None if least is None else shaped[:, 0] >= np.float32(least),
+            passed=None if threshold is None else shaped[:, 0] >= np.float32(threshold),
             spread=None if spread is None else spread.mean(axis=1).astype(np.float32),
         )
 
@@ -159,23 +170,23 @@ class RewardShaper:
             self._running.check_file()
 
     def save(self) -> None:
-        """Save running statistics for the next start, if there is a file for them."""
+        """Save running statistics for the next start, if a file is configured."""
         if self._running is not None:
             self._running.save()
 
     def _note_crossing(self, spreads: np.ndarray) -> None:
-        """Log the first negative spread: a penalty must not become a bonus, so it counts as 0."""
+        """Warn once of a negative spread; it counts as 0, as a penalty must not become a bonus."""
         if self._has_crossed or not self._shaping.spread_penalty or not (spreads < 0).any():
             return
         self._has_crossed = True
         logger.warning(
-            "shaping.spread_penalty: quantiles of a reward cross, with a spread of %.4g; such a "
-            "reward has no penalty (said once)",
+            "shaping.spread_penalty: the quantiles of a reward cross (spread %.4g); such rewards "
+            "get no penalty (logged only once)",
             spreads.min(),
         )
 
     def _combine(self, values: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-        """``[N, M, A] -> [N, A]``."""
+        """Combine the models' rewards: ``[N, M, A] -> [N, A]``."""
         if self._ensemble.combine is Combine.min:
             return values.min(axis=1)
         mean = values.mean(axis=1)
@@ -185,33 +196,33 @@ class RewardShaper:
 
     def _check_columns(self) -> None:
         columns = self._shape[1] if self._weights is None else 1
-        asked = {
+        needs_one_column = {
             "length_penalty": self.needs_lengths,
             "threshold": self._shaping.threshold is not None,
         }
-        for name in asked:
-            if asked[name] and columns > 1:
+        for name, is_needed in needs_one_column.items():
+            if is_needed and columns > 1:
                 raise ConfigError(
                     f"shaping.{name}: the model has {columns} attributes, wanted one reward; set "
                     "shaping.attribute_weights"
                 )
 
-    def _published(self, contract: ScoringContract, hashes: list[str]) -> ScoringContract:
-        rules = _rules(self._shaping, self._ensemble, hashes)
+    def _build_contract(self, contract: ScoringContract, hashes: list[str]) -> ScoringContract:
+        rules = _list_rules(self._shaping, self._ensemble, hashes)
         if self._fixed is not None:
-            rules["mean"], rules["std"] = (each.tolist() for each in self._fixed)
+            rules["mean"], rules["std"] = (statistics.tolist() for statistics in self._fixed)
         if self._weights is not None:
             contract = replace(
                 contract,
                 attributes=(_MERGED,),
                 attribute_weights=(1.0,),
                 label_means=(0.0,),
-                # Its numbers are a row for each attribute, and there is one left.
+                # A readout has a row of numbers for each attribute, and only one is left.
                 readout=contract.readout if len(contract.attributes) == 1 else None,
             )
         return replace(
             contract,
-            # Of the raw rewards, these are none of what is published.
+            # These are statistics of raw rewards, so they do not describe shaped ones.
             reward_mean=None,
             reward_std=None,
             measured_on=None,
@@ -220,13 +231,18 @@ class RewardShaper:
 
 
 class RunningStatistics:
-    """Mean and deviation of each column of all rewards so far; saved to a file, if there is one.
+    """Mean and standard deviation of each column of all rewards so far, saved to a file if any.
 
-    By Chan, Golub and LeVeque's update of means and sums of squared differences (1983).
+    Means and sums of squared differences are updated as by Chan, Golub and LeVeque (1983).
     """
 
     def __init__(self, file: str | None, contracts: list[str], shape: tuple[int, int]) -> None:
-        """``contracts``: the hashes of the models whose rewards they are.
+        """Load the statistics, if the file exists.
+
+        Args:
+            file: where they are saved; None for nowhere.
+            contracts: contract hashes of the models.
+            shape: ``(M, A)``.
 
         Raises:
             ConfigError: the file cannot be read, or has the statistics of other models.
@@ -242,13 +258,13 @@ class RunningStatistics:
 
     @property
     def std(self) -> np.ndarray:
-        """``[M, A]``; 1 where all rewards were the same."""
+        """Standard deviations ``[M, A]``; 1 if all rewards were equal."""
         std = np.sqrt(self._squares / max(self.count, 1))
         return np.where(std > 0, std, 1.0)
 
     def add(self, values: np.ndarray) -> None:
-        """Update by ``[N, M, A]`` more values."""
-        # Not by sums of squares: their difference loses all digits where the mean is large.
+        """Add rewards ``[N, M, A]``."""
+        # Not by sums of squares, whose difference loses all digits if the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
         difference, total = mean - self.mean, self.count + count
@@ -259,7 +275,7 @@ class RunningStatistics:
             self.save()
 
     def standardize(self, values: np.ndarray) -> np.ndarray:
-        """Standardize ``[N, M, A]`` values."""
+        """Subtract the mean of ``[N, M, A]`` rewards, and divide by the standard deviation."""
         return (values - self.mean) / self.std
 
     def check_file(self) -> None:
@@ -272,24 +288,24 @@ class RunningStatistics:
             raise ConfigError(f"shaping.statistics_file: {self._file}: {short(error)}") from error
 
     def save(self) -> None:
-        """Save them if there is a file; a failure is a warning."""
+        """Save the statistics, if there is a file; a failure is only logged."""
         self._saved = time.monotonic()
         if self._file is None:
             return
         try:
             self._write(self._file)
-        except OSError as error:  # a full disk must not end a server
+        except OSError as error:  # a full disk must not stop a server
             logger.warning("shaping.statistics_file: %s: %s", self._file, short(error))
 
     def _write(self, file: Path) -> None:
-        """The file anew, as a whole."""
+        """Replace the file atomically."""
         content = {
             "contracts": self._contracts,
             "count": self.count,
             "mean": self.mean.tolist(),
             "squares": self._squares.tolist(),
         }
-        # A server that is killed meanwhile leaves the old file, and never half of the new one.
+        # A server that is killed meanwhile leaves the old file, never a partial one.
         partial = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -307,7 +323,7 @@ class RunningStatistics:
         if contracts != self._contracts or {mean.shape, squares.shape} != {self.mean.shape}:
             raise ConfigError(
                 f"shaping.statistics_file: {file} has the statistics of other models (scoring "
-                f"contracts {short(contracts)}), wanted {self._contracts}, or no such file yet"
+                f"contracts {short(contracts)}), wanted {self._contracts}. Choose another file"
             )
         self.count, self.mean, self._squares = count, mean, squares
 
@@ -315,7 +331,7 @@ class RunningStatistics:
 def build_shaper(
     shaping: ShapingConfig, ensemble: EnsembleConfig, contracts: Sequence[ScoringContract]
 ) -> RewardShaper | None:
-    """Build the shaper; None if rewards stay as they are.
+    """Build the shaper; None if rewards are not shaped.
 
     Raises:
         ConfigError: see ``RewardShaper``.
@@ -325,49 +341,50 @@ def build_shaper(
     return RewardShaper(shaping, ensemble, contracts)
 
 
-def _weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | None:
-    """``[A]``, or None where the attributes stay apart."""
-    given = shaping.attribute_weights
-    if not given:
+def _attribute_weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | None:
+    """Return the weights ``[A]``, or None if the attributes stay separate."""
+    weights = shaping.attribute_weights
+    if not weights:
         return None
-    unknown = set(given) - set(contract.attributes)
+    unknown = set(weights) - set(contract.attributes)
     if unknown:
         raise ConfigError(
             f"shaping.attribute_weights: got {', '.join(sorted(unknown))}, wanted attributes of "
             f"the model: {', '.join(contract.attributes)}"
         )
-    return np.array([given.get(name, 0.0) for name in contract.attributes])
+    return np.array([weights.get(name, 0.0) for name in contract.attributes])
 
 
 def _fixed_statistics(
     shaping: ShapingConfig, contracts: Sequence[ScoringContract]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Mean and deviation ``[M, A]`` that do not change; None where there are none."""
+    """Return fixed means and standard deviations ``[M, A]``; None if there are none."""
     if shaping.standardize is Standardize.contract:
-        return _of_contracts(contracts)
+        return _contract_statistics(contracts)
     if shaping.standardize is not Standardize.given:
         return None
-    wanted = len(contracts[0].attributes)
-    if len(shaping.mean) != wanted:
+    num_attributes = len(contracts[0].attributes)
+    if len(shaping.mean) != num_attributes:
         raise ConfigError(
-            f"shaping.mean: got {len(shaping.mean)} numbers, wanted {wanted}, one for each "
+            f"shaping.mean: got {len(shaping.mean)} numbers, wanted {num_attributes}, one for each "
             f"attribute: {', '.join(contracts[0].attributes)}"
         )
     rows = (len(contracts), 1)
     return np.tile(np.array(shaping.mean), rows), np.tile(np.array(shaping.std), rows)
 
 
-def _of_contracts(contracts: Sequence[ScoringContract]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation ``[M, A]`` as they were measured in training."""
+def _contract_statistics(contracts: Sequence[ScoringContract]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the means and standard deviations ``[M, A]`` that training has measured."""
     for number, contract in enumerate(contracts):
         if contract.reward_mean is None or contract.reward_std is None:
             raise ConfigError(
                 f"shaping.standardize=contract: model {number} has no measured mean and deviation "
-                "of its rewards; use shaping.standardize=running"
+                "of its rewards; set shaping.standardize=running"
             )
         if not all(contract.reward_std):
             raise ConfigError(
-                f"shaping.standardize=contract: the rewards of model {number} had a deviation of 0"
+                f"shaping.standardize=contract: the rewards of model {number} had a deviation of "
+                "0; set shaping.standardize=running"
             )
     return (
         np.array([contract.reward_mean for contract in contracts]),
@@ -375,8 +392,10 @@ def _of_contracts(contracts: Sequence[ScoringContract]) -> tuple[np.ndarray, np.
     )
 
 
-def _rules(shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]) -> dict[str, Any]:
-    """Rules that are not at their default; the path of a file is none."""
+def _list_rules(
+    shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]
+) -> dict[str, Any]:
+    """List rules that differ from their defaults; a file's path is no rule."""
     rules: dict[str, Any] = {
         item.name: getattr(shaping, item.name)
         for item in fields(shaping)

@@ -1,8 +1,8 @@
-"""Threads for work of many steps, each of which has a time limit.
+"""Threads for jobs of many steps, each of which has a time limit.
 
-The chat template of an archive may loop for ever on one conversation. Such a step gets an exception
-raised in its thread, which Python code cannot outrun; and until it ends, another thread takes the
-place of the one that it holds, so that others are not kept waiting.
+The chat template of an archive may loop forever for one conversation. In the thread of a step that
+is too slow, an exception is raised, which Python code cannot suppress. Until the step ends, another
+thread replaces the blocked one, so that other jobs do not wait.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Q = TypeVar("Q")
 
-# How often jobs are looked at, and for how long a step may hold its thread without a stand-in.
+# Interval in which jobs are checked; a step that blocks its thread for longer gets a replacement.
 _WATCH_SECS = 0.25
-# What a step that is interrupted may take to end before it is left to itself: code in C is not
+# How long an interrupted step may take to end before it is abandoned. Code in C cannot be
 # interrupted.
 _GRACE_SECS = 1.0
 
 
 class TooSlowError(ServingError):
-    """A step that took longer than its limit.
+    """A step took longer than its limit.
 
     Attributes:
-        step: its number, from 0.
+        step: number of the step in its job, from 0.
     """
 
     def __init__(self, message: str, step: int) -> None:
@@ -47,19 +47,19 @@ class RunStep(Protocol):
     """Calls a function as one step of a job."""
 
     def __call__(self, function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
-        """Call it.
+        """Call ``function``, and return its result.
 
         Raises:
-            TooSlowError: it took too long.
+            TooSlowError: it took longer than the limit.
         """
 
 
 class _InterruptedStep(BaseException):
-    """Raised in a thread from outside; no ``except Exception`` of a template's code holds it."""
+    """Raised in a slow step from outside; ``except Exception`` in a template does not catch it."""
 
 
 class _AbandonedJobError(Exception):
-    """Ends a job that nobody waits for."""
+    """Ends a job whose caller no longer waits."""
 
 
 class _Job(Generic[T]):
@@ -69,27 +69,27 @@ class _Job(Generic[T]):
         self._work, self._limit_secs, self._message = work, limit_secs, message
         self._lock = Lock()
         self._thread: int | None = None
-        self._begun: float | None = None  # of the step that runs
+        self._begun: float | None = None  # start of the running step; None between steps
         self._step = -1
         self._interrupted = -math.inf
 
-    # In a thread of the pool.
+    # Called in a thread of the pool.
 
     @property
     def is_replaced(self) -> bool:
-        """True if another thread has taken the place of the job's, which then has to end."""
+        """Tell whether another thread has replaced the job's, which must end after the job."""
         with self._lock:
             return self._is_replaced
 
     def run(self) -> None:
-        """Do the work, and hand out its result."""
+        """Do the work and set the result."""
         if not self.result.set_running_or_notify_cancel():
             return
         self._thread = get_ident()
         try:
             result = self._work(self._run_step)
         except BaseException as error:
-            with suppress(InvalidStateError):  # who waited was told that it takes too long
+            with suppress(InvalidStateError):  # the caller has already got a TooSlowError
                 self.result.set_exception(error)
         else:
             with suppress(InvalidStateError):
@@ -109,34 +109,34 @@ class _Job(Generic[T]):
                 return function(*arguments, **named)
             finally:
                 self._end_step()
-        # The interruption may also arrive while the step is being ended.
+        # The interruption may also arrive while _end_step runs, so it is called again.
         except _InterruptedStep:
             self._end_step()
             raise TooSlowError(self._message, self._step) from None
 
     def _end_step(self) -> None:
-        """From here on the thread is not interrupted any more."""
+        """Mark the step as ended; from then on, the thread is not interrupted."""
         with self._lock:
             self._begun = None
-            # One that was raised and has not arrived yet would hit what comes next.
+            # Take back an exception that has not arrived yet; it would hit the code that follows.
             _raise_in(self._thread, None)
 
-    # In the event loop.
+    # Called in the event loop.
 
     def watch(self) -> bool:
-        """Interrupt a step that takes too long; tell whether it needs a stand-in for its thread."""
-        # A thread that waits for Python's lock may hold this one; there is a next time.
+        """Interrupt a step that is too slow; tell whether its thread needs a replacement."""
+        # Not blocking: the lock may be held by a thread that waits for the GIL. Check next time.
         if not self._lock.acquire(blocking=False):
             return False
-        # All with the lock held, so that it is about the step that runs: if that ended in between,
-        # a job that is over would get a stand-in, or the next step the error.
+        # Everything happens under the lock, so that it concerns the running step. Otherwise a
+        # finished job could get a replacement thread, or the next step the exception.
         try:
             if self._begun is None:
                 return False
             now = time.monotonic()
             seconds = now - self._begun
             is_late = seconds >= self._limit_secs or self.is_abandoned
-            # Again after a while: an exception may be lost, as in a destructor.
+            # Repeated after a while, because an exception may be lost, e.g. in a destructor.
             if is_late and now - self._interrupted >= _GRACE_SECS:
                 self._interrupted = now
                 _raise_in(self._thread, _InterruptedStep)
@@ -151,10 +151,10 @@ class _Job(Generic[T]):
 
 
 class TimedThreads:
-    """A few threads for jobs of one event loop; each step of a job has a time limit."""
+    """A few threads that run jobs for one event loop; each step of a job has a time limit."""
 
     def __init__(self, num_threads: int, name: str, limit_secs: float, message: str) -> None:
-        """``message`` is that of the error of a step that takes longer than ``limit_secs``."""
+        """Start the threads; ``message`` is for the TooSlowError after ``limit_secs``."""
         self._name, self._limit_secs, self._message = name, limit_secs, message
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._num_threads = num_threads
@@ -162,12 +162,12 @@ class TimedThreads:
             self._start_thread()
 
     async def run(self, work: Callable[[RunStep], T]) -> T:
-        """Do some work in a thread; it passes what may take long to the function that it is given.
+        """Run ``work`` in a thread; it calls what may be slow through its ``RunStep`` argument.
 
-        If the caller is cancelled, the work ends with the step that runs.
+        If the caller is cancelled, the work ends after the running step.
 
         Raises:
-            TooSlowError: a step could not be interrupted; and whatever the work raises.
+            TooSlowError: a step could not be interrupted. Exceptions of ``work`` are also raised.
         """
         job = _Job(work, self._limit_secs, self._message)
         timer = asyncio.get_running_loop().call_later(_WATCH_SECS, self._watch, job)
@@ -180,7 +180,7 @@ class TimedThreads:
             job.is_abandoned = True
 
     def close(self) -> None:
-        """End the threads; no job may be waited for."""
+        """End the threads; no call of ``run`` may be waiting."""
         for _ in range(self._num_threads):
             self._jobs.put(None)
 
@@ -192,10 +192,10 @@ class TimedThreads:
         asyncio.get_running_loop().call_later(_WATCH_SECS, self._watch, job)
 
     def _start_thread(self) -> None:
-        # Daemons: one that C code holds must not keep the process from its end.
-        Thread(target=self._do_jobs, name=self._name, daemon=True).start()
+        # Daemon threads, because one that is stuck in C code must not keep the process alive.
+        Thread(target=self._run_jobs, name=self._name, daemon=True).start()
 
-    def _do_jobs(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.run()
             if job.is_replaced:
@@ -203,7 +203,7 @@ class TimedThreads:
 
 
 def _raise_in(thread: int | None, error: type[BaseException] | None) -> None:
-    """Have a thread raise an exception at its next instruction; None takes back an earlier one."""
+    """Raise an exception in a thread at its next instruction; None takes back a pending one."""
     assert thread is not None
     target = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), target)

@@ -1,7 +1,15 @@
-"""The HTTP front: one port on which a server answers every protocol.
+"""The HTTP front: one port on which a server or gateway answers every protocol.
 
-Bytes pass through these files in this order: ``listen`` opens the port and runs uvicorn,
-``connection`` enforces the ``limits`` of a connection before anything is kept in memory, and starts
-an ``exchange`` for each request, ``app`` checks the token and routes a request to its protocol,
-``kserve`` answers KServe v2, and ``metrics`` answers ``/metrics``.
+A request passes these files in this order:
+
+``listen.py``      opens the port, and runs uvicorn in the main thread or in another one
+``handshake.py``   TLS handshakes, which count as connections while they last
+``connection.py``  one connection: enforces ``limits.py`` before anything is kept in memory
+``exchange.py``    one request and its answer on a connection
+``app.py``         checks the token, finds the route, and calls the ``ScoringService``
+``bodies.py``      reads a body within the memory limit of all requests
+``kserve.py``      answers KServe v2; the other protocols are in ``serving/protocols``
+
+``metrics.py`` counts all of it for Prometheus. No file here imports torch, because a gateway uses
+them, too.
 """

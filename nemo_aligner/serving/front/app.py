@@ -1,8 +1,8 @@
 """The HTTP front as an ASGI application: every protocol on one port, for any scoring service.
 
-A request passes, in this order: the limits of its connection (``connection.py``, before anything is
-read), the bearer token, and then KServe v2 (``kserve.py``) or FastAPI, which has the routes of all
-other protocols (``serving/protocols/``), health, metrics and the OpenAPI page.
+A request passes three checks in this order: the limits of its connection (``connection.py``, before
+anything is read), the bearer token, and the route. KServe v2 is answered by ``kserve.py``. FastAPI
+has the routes of all other protocols (``serving/protocols/``), health, metrics and OpenAPI.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front import kserve
-from nemo_aligner.serving.front.bodies import HeldBody, RequestBodies
+from nemo_aligner.serving.front.bodies import BodyReader, RequestBodies
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
 from nemo_aligner.serving.front.metrics import FrontMetrics, Statistics
 from nemo_aligner.serving.protocols import (
@@ -55,7 +55,7 @@ from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_n
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.utils.errors import ServingError, one_line, shown
 
-# Every protocol has its line here.
+# Every protocol has a line here.
 ROUTES: list[Route[Any]] = [
     *rewards.ROUTES,
     *openrlhf.ROUTES,
@@ -69,17 +69,17 @@ ROUTES: list[Route[Any]] = [
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
 
-# Probes of Kubernetes and load balancers send no token.
+# Health checks of Kubernetes and load balancers send no token.
 _OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
 _METRICS_PATH = "/metrics"
-# For the OpenAPI page; 500 is not on it, as no client should expect one.
+# Errors on the OpenAPI page. 500 is not listed, because no client should expect it.
 _ERRORS = {
     FailureKind.bad_request: "A body that cannot be read, or a sample that cannot be scored",
     FailureKind.unauthorized: "The bearer token is missing or wrong",
     FailureKind.too_large: "A body of more than max_request_bytes",
     FailureKind.busy: (
-        "No server scores, or the queue is full; Retry-After says when to come again"
+        "No server answers, or the queue is full; Retry-After tells when to try again"
     ),
 }
 _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -91,9 +91,9 @@ class Front:
     """ASGI application that answers for KServe endpoints and a scoring service.
 
     Attributes:
-        is_ready: whether requests are answered; ``/ready`` and KServe's readiness say so.
-        scoring: what scores; None where KServe's endpoints are all there is.
-        metrics: what it has counted.
+        is_ready: whether requests are answered; ``/ready`` and KServe's readiness report it.
+        scoring: scores the requests; None if there are only KServe endpoints.
+        metrics: counts requests and rows.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Front:
         token: str | None,
         statistics: Callable[[], Awaitable[Statistics]],
     ) -> None:
-        """Make the application.
+        """Build the application.
 
         Args:
-            scoring: what scores; None for KServe's endpoints alone, as a critic's.
-            endpoints: KServe's.
+            scoring: scores the requests; None for only KServe endpoints, as for a critic.
+            endpoints: KServe endpoints.
             config: address, access and limits.
-            token: all but health, readiness and the shapes of tensors needs it; None needs none.
-            statistics: counts of the models by their servers' names, for ``/metrics``.
+            token: required by everything but health, readiness and tensor shapes; None for none.
+            statistics: returns counts of the models by their servers' names, for ``/metrics``.
         """
         self.is_ready = True
         self.scoring = scoring
@@ -128,9 +128,9 @@ class Front:
         """Answer a request."""
         if scope["type"] != "http":
             return
-        # Before the token is compared: the paths that need none are known without the prefix.
-        path = gym.OF_ROLLOUT.sub("", scope["path"])
-        # uvicorn leaves the body out where it was asked for the head alone.
+        # The prefix is removed first, because paths that need no token are listed without it.
+        path = gym.ROLLOUT_PREFIX.sub("", scope["path"])
+        # HEAD is answered like GET; uvicorn then omits the body.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if path != scope["path"] or method != scope["method"]:
             scope = {**scope, "method": method, "path": path, "raw_path": path.encode()}
@@ -143,33 +143,33 @@ class Front:
 
     async def _answer_kserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        with self._bodies.hold() as held:
+        with self._bodies.reserve() as reader:
             try:
                 body = b""
                 if scope["method"] == "POST":
-                    body = await held.read(receive, headers)
+                    body = await reader.read(receive, headers)
             except RequestError as error:
                 answer = kserve.refuse(error)
             except ServingError as error:
                 answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
             else:
                 answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
-        await _send(answer, send)
+        await _send_answer(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
-        """Whether a request needs no token."""
+        """Tell whether a request needs no token."""
         if self._token is None or path in _OPEN_PATHS:
             return True
-        # Clients of Triton read the names and shapes of tensors before they send anything, and
-        # pytriton's ModelClient sends its headers with requests for inference alone.
+        # Clients of Triton read the names and shapes of tensors first, and pytriton's ModelClient
+        # sends its headers only with inference requests.
         return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
 
     def _is_kserve(self, path: str) -> bool:
-        # Cohere's /v2/rerank has the same beginning.
+        # Cohere's /v2/rerank is not KServe's.
         return path == "/v2" or (path.startswith("/v2/") and path not in self._routes)
 
     async def _probe(self) -> Mapping[str, str | None]:
-        """Why each server would not answer at the moment; None for those that would."""
+        """Map each server to the reason why it would not answer now, or to None."""
         if not self.is_ready:
             return {}
         return {"local": None} if self.scoring is None else await self.scoring.probe()
@@ -203,7 +203,7 @@ class Front:
         )
         app.add_exception_handler(404, self._answer_unknown_path)
         app.add_exception_handler(405, self._answer_wrong_method)
-        self._add_own_routes(app)
+        self._add_status_routes(app)
         if scoring is None:
             return app
         template_warnings = _TemplateWarnings()
@@ -221,7 +221,7 @@ class Front:
                 ).handle,
                 methods=["POST"],
                 summary=about,
-                description=about,  # else the handler's docstring is on the page
+                description=about,  # otherwise the handler's docstring is on the page
                 operation_id=path.strip("/").replace("/", "_"),
                 openapi_extra=_describe_routes(routes),
             )
@@ -231,9 +231,9 @@ class Front:
             _add_model_route(app, model_route, scoring, self._config)
 
         async def contract() -> Response:
-            # Read anew each time, as a backend may have been replaced since the last reward.
-            rules = (await scoring.read_contract()).to_dict()
-            return respond(HttpAnswer(200, {**rules, "model_fingerprint": scoring.fingerprint}))
+            # Read each time, because a backend may have been replaced since the last reward.
+            published = (await scoring.read_contract()).to_dict()
+            return respond(HttpAnswer(200, {**published, "model_fingerprint": scoring.fingerprint}))
 
         about = "The scoring contract: what a reward means"
         _add_get_routes(app, [("/v1/contract", contract, about)])
@@ -251,7 +251,7 @@ class Front:
         text = f"{request.url.path}: got {request.method}, wanted {other}"
         return respond(HttpAnswer(405, {"detail": text}))
 
-    def _add_own_routes(self, app: FastAPI) -> None:
+    def _add_status_routes(self, app: FastAPI) -> None:
         async def ready() -> Response:
             servers = await self._probe()
             status = 200 if None in servers.values() else 503
@@ -259,8 +259,8 @@ class Front:
                 url: "ready" if reason is None else one_line(reason)
                 for url, reason in servers.items()
             }
-            word = "ready" if status == 200 else "no backend answers"
-            return respond(HttpAnswer(status, {"status": word, "backends": states}), 1)
+            state = "ready" if status == 200 else "no backend answers"
+            return respond(HttpAnswer(status, {"status": state, "backends": states}), 1)
 
         async def scrape() -> Response:
             text, kind = self.metrics.render(self.scoring, await self._statistics())
@@ -270,21 +270,21 @@ class Front:
             app,
             [
                 ("/health", _answer_health, "200 while the server runs"),
-                ("/ready", ready, "200 while rewards can be had, else 503"),
+                ("/ready", ready, "200 while rewards are available, else 503"),
                 (_METRICS_PATH, scrape, "For Prometheus"),
             ],
         )
 
 
 class _App(FastAPI):
-    """FastAPI whose OpenAPI page has the protocols' bodies, which it neither reads nor knows."""
+    """FastAPI, with the protocols' bodies on the OpenAPI page; FastAPI does not parse them."""
 
     def __init__(self, protocols: Sequence[Route[Any]], **settings: Any) -> None:
         super().__init__(**settings)
         self._bodies = {body for route in protocols for body in (route.request, route.response)}
 
     def openapi(self) -> dict[str, Any]:
-        """The page, made at the first request for it."""
+        """Build the OpenAPI page at the first request for it."""
         if self.openapi_schema is None:
             page = super().openapi()
             schemas = page.setdefault("components", {}).setdefault("schemas", {})
@@ -295,14 +295,14 @@ class _App(FastAPI):
 
 
 class _TemplateWarnings:
-    """Logs the first sample of a server that is in another chat template, for each difference."""
+    """Logs the first sample in a foreign chat template, for each kind of difference."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
     def note(self, path: str, row: int, fault: str) -> None:
-        """Log it, unless one with the same kind of fault was logged: a run has millions."""
-        kind = " ".join(fault.split()[:2])  # "it begins", "it has" no, or "it ends" with something
+        """Log the sample, unless one with the same kind of fault was; a run has millions."""
+        kind = " ".join(fault.split()[:2])  # "it begins", "it has" or "it ends"
         if kind not in self._noted:
             self._noted.add(kind)
             print(
@@ -313,7 +313,7 @@ class _TemplateWarnings:
 
 
 class _RouteHandler:
-    """Handler of a path's routes: body, request, rewards and answer, or a route's own failure."""
+    """Handles requests for all routes of a path: parses, scores, and builds answer or error."""
 
     def __init__(
         self,
@@ -330,20 +330,20 @@ class _RouteHandler:
         self._template_warnings = template_warnings
 
     async def handle(self, request: Request) -> Response:
-        """Answer by the route's protocol, and count the answer."""
+        """Answer a request in the form of its route, and count it."""
         begun = time.monotonic()
-        with self._bodies.hold() as held:
-            response = await self._answer(request, held)
+        with self._bodies.reserve() as reader:
+            response = await self._answer(request, reader)
         seconds = time.monotonic() - begun
         self._metrics.count_request(self._route.path, response.status_code, seconds)
         return response
 
-    async def _answer(self, request: Request, held: HeldBody) -> Response:
+    async def _answer(self, request: Request, reader: BodyReader) -> Response:
         route, body, size = self._route, None, 0
         try:
-            content = await held.read(request.receive, request.headers)
+            content = await reader.read(request.receive, request.headers)
             size = len(content)
-            route, body = await call_by_size(size, self._route_of, content)
+            route, body = await call_by_size(size, self._choose_route, content)
             if body is None:
                 body = await call_by_size(size, route.parse, content)
             scored = await self._score(route, body, size)
@@ -352,24 +352,24 @@ class _RouteHandler:
             return response
         except Exception as error:
             failure = public_failure(error)
-        # A refusal may repeat the body.
+        # In a thread for a large body, because the answer may repeat it.
         return await call_by_size(size, self._refuse, route, failure, body)
 
     def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
         return respond(route.refuse(failure, body), failure.retry_after_s)
 
     def _respond(self, route: Route[Any], body: Any, scored: ScoredRows) -> Response:
-        content = route.answer(body, scored, self._served(scored))
+        content = route.answer(body, scored, self._describe_model(scored))
         return respond(HttpAnswer(200, content, row_headers(scored)))
 
-    def _route_of(self, content: bytes) -> tuple[Route[Any], Any]:
-        """The path's first route, unless fields that it does not know mark another one's body.
+    def _choose_route(self, content: bytes) -> tuple[Route[Any], Any]:
+        """Choose the path's first route, unless unknown fields mark the body as another one's.
 
         Returns:
-            The route, and the body if the first route has read it; None if another one is to.
+            The route, and the body if the first route has parsed it, or None for another route.
 
         Raises:
-            ServingError: the first route cannot read it, and it is no other one's.
+            ServingError: the first route cannot parse the body, and no other one claims it.
         """
         try:
             body = self._route.parse(content)
@@ -387,10 +387,10 @@ class _RouteHandler:
         return next(marked, self._route)
 
     async def _score(self, route: Route[Any], body: Any, size: int) -> ScoredRows:
-        """Have a body scored.
+        """Score the samples of a body.
 
         Raises:
-            Exception: any failure of it; see ``public_failure``.
+            Exception: any failure; see ``public_failure``.
         """
         request = await call_by_size(size, route.read, body)
         check_num_rows(request, self._config)
@@ -415,10 +415,10 @@ class _RouteHandler:
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
     ) -> ScoreRequest:
-        """Log rows that are in another chat template, and reject them if set so.
+        """Log rows that are in another chat template, and reject them if configured.
 
         Raises:
-            RequestError: they are rejected, and the route sets no rows aside.
+            RequestError: they are rejected, and the route cannot set rows aside.
         """
         row, fault = next(iter(foreign.items()))
         self._template_warnings.note(route.path, row, fault)
@@ -431,26 +431,26 @@ class _RouteHandler:
         return request.without_rows(foreign)
 
     async def _blame(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
-        """Score another reply: the refusal becomes a row's error, or the prompt's failure."""
+        """Score another reply. If it succeeds, the reply is at fault: make the error its row's."""
         scored = await self._scoring.answer(other, False, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
-        # The reward of the other reply says how many attributes there are, and is not used.
-        nothing = np.full_like(scored.rewards, np.nan)
-        return ScoredRows(nothing, {0: reason}, np.zeros(1, dtype=bool))
+        # Only the shape of the other reply's reward is used, which has the number of attributes.
+        no_rewards = np.full_like(scored.rewards, np.nan)
+        return ScoredRows(no_rewards, {0: reason}, np.zeros(1, dtype=bool))
 
-    def _served(self, scored: ScoredRows) -> Served:
+    def _describe_model(self, scored: ScoredRows) -> Served:
         contract, threshold = self._scoring.contract, self._config.reward_threshold
         if contract is not None:
             weights, scale = contract.attribute_weights, contract.reward_scale
             return Served(MODEL_NAME, contract.attributes, weights, threshold, scale)
-        # A backend of NeMo-Aligner, which publishes no contract with the names of its attributes.
+        # A backend of NeMo-Aligner publishes no contract with the names of its attributes.
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
         return Served(MODEL_NAME, names, None, threshold)
 
 
 def _field_names(content: bytes) -> Collection[str]:
-    """Names of a JSON object's fields; none of another value, or of what is no JSON."""
+    """Return the keys of a JSON object; empty for another value, or for invalid JSON."""
     try:
         value = from_json(content)
     except ValueError:
@@ -458,7 +458,7 @@ def _field_names(content: bytes) -> Collection[str]:
     return value.keys() if isinstance(value, dict) else ()
 
 
-async def _send(answer: KServeAnswer, send: Send) -> None:
+async def _send_answer(answer: KServeAnswer, send: Send) -> None:
     headers = [
         (b"content-length", str(len(answer.body)).encode()),
         *((name.lower().encode(), value.encode()) for name, value in answer.headers.items()),
@@ -468,7 +468,7 @@ async def _send(answer: KServeAnswer, send: Send) -> None:
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
-    """Make a JSON response; a 503 gets ``Retry-After``."""
+    """Build a JSON response; a 503 gets ``Retry-After``."""
     headers = dict(answer.headers)
     if retry_after_s is not None and answer.status == 503:
         headers["Retry-After"] = str(retry_after_s)
@@ -479,7 +479,7 @@ def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
 
 
 async def _respond_or_refuse(work: Awaitable[Response]) -> Response:
-    """An answer that is no protocol's, or why there is none."""
+    """Await the answer of a route without a protocol, or build its error."""
     try:
         return await work
     except Exception as error:
@@ -493,8 +493,8 @@ async def _answer_health() -> Response:
 
 def _add_plain_route(app: FastAPI, route: PlainRoute, bodies: RequestBodies) -> None:
     async def answer(request: Request) -> Response:
-        with bodies.hold() as held:
-            body = await held.read(request.receive, request.headers)
+        with bodies.reserve() as reader:
+            body = await reader.read(request.receive, request.headers)
             if route.is_slow:
                 return await asyncio.to_thread(lambda: respond(route.answer(body)))
             return respond(await call_by_size(len(body), route.answer, body))
@@ -520,15 +520,15 @@ def _add_model_route(
 def _add_get_routes(
     app: FastAPI, routes: Sequence[tuple[str, Callable[[], Awaitable[Response]], str]]
 ) -> None:
-    def refusing(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
-        @wraps(work)  # the OpenAPI page calls it by this name
+    def with_errors(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
+        @wraps(work)  # the OpenAPI page uses its name
         async def handle() -> Response:
             return await _respond_or_refuse(work())
 
         return handle
 
     for path, work, about in routes:
-        _add_route(app, path, refusing(work), about)
+        _add_route(app, path, with_errors(work), about)
 
 
 def _add_route(
@@ -550,7 +550,7 @@ def _add_route(
 
 
 def _describe_routes(routes: Sequence[Route[Any]]) -> dict[str, Any]:
-    """Body and answers of a path's routes for the OpenAPI page (``_App``)."""
+    """Describe bodies and answers of a path's routes for the OpenAPI page (``_App``)."""
 
     def content(bodies: Sequence[type]) -> dict[str, Any]:
         schemas = [{"$ref": f"{_SCHEMAS}{body.__name__}"} for body in bodies]

@@ -1,4 +1,4 @@
-"""Request bodies, read within a limit of each and a common one of all connections."""
+"""Read request bodies within a limit for each, and within one for all bodies in memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from nemo_aligner.serving.endpoints import call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols.base import is_packed, too_large, unpack_body
 
-# Bytes of each body that do not count, so that short requests are read while large ones fill the
-# memory. The number of connections limits their sum.
+# This many bytes of each body are not counted, so that short requests are still read while large
+# ones fill the memory. The limit of connections bounds their sum.
 _FREE_BYTES = 64 * 2**10
 _RETRY_AFTER_S = 1
 
 
 class RequestBodies:
-    """The memory of all requests' bodies; for one event loop."""
+    """Counts the bytes of all bodies in memory; for one event loop."""
 
     def __init__(self, config: FrontConfig) -> None:
-        self.most_of_one = config.max_request_bytes
-        self.most_of_all = config.max_buffered_bytes
+        self.max_body_bytes = config.max_request_bytes
+        self.max_total_bytes = config.max_buffered_bytes
         self.section = config.section
         self.num_bytes = 0
 
-    def hold(self) -> HeldBody:
-        """A place for one body, which is given back when the block of the returned context ends."""
-        return HeldBody(self)
+    def reserve(self) -> BodyReader:
+        """Create a context for one body; its bytes are released at the end of the block."""
+        return BodyReader(self)
 
 
-class HeldBody:
-    """One body, whose bytes count from their arrival until its request has been answered."""
+class BodyReader:
+    """One body; its bytes count from their arrival until the request has been answered."""
 
     __slots__ = ("_bodies", "_counted")
 
@@ -40,58 +40,58 @@ class HeldBody:
         self._bodies = bodies
         self._counted = 0
 
-    def __enter__(self) -> HeldBody:
+    def __enter__(self) -> BodyReader:
         return self
 
     def __exit__(self, *unused: object) -> None:
         self._bodies.num_bytes -= self._counted
 
     async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
-        """Read the body, unpacked, and no more of it than is allowed.
+        """Read and unpack the body, but no more of it than allowed.
 
         Raises:
-            RequestError: it has more bytes than allowed, those of all requests are too many, or its
-                sender leaves before it is whole.
+            RequestError: the body is too large, all bodies together are too large, or the client
+                leaves before the body is complete.
             ServingError: see ``unpack_body``.
         """
-        most = self._bodies.most_of_one
-        # The header spares reading a body that says its size; one in chunks has none.
+        max_bytes = self._bodies.max_body_bytes
+        # If the header tells the size, a body that is too large is not read; chunks have no header.
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > most:
-            raise too_large(most)
+        if length.isdecimal() and int(length) > max_bytes:
+            raise too_large(max_bytes)
         parts, size, has_more = [], 0, True
         while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise RequestError("the body is not whole", FailureKind.bad_request)
+                raise RequestError("the body is not complete", FailureKind.bad_request)
             part, has_more = message.get("body", b""), message.get("more_body", False)
             size += len(part)
-            if size > most:
-                raise too_large(most)
+            if size > max_bytes:
+                raise too_large(max_bytes)
             self._count(size)
             parts.append(part)
         body = b"".join(parts)
         encoding = headers.get("content-encoding", "")
         if not is_packed(body, encoding):
-            return await call_by_size(size, unpack_body, body, encoding, most)
-        # A small body that is packed may have as many bytes as are allowed.
-        unpacked = await call_by_size(most, unpack_body, body, encoding, most)
+            return await call_by_size(size, unpack_body, body, encoding, max_bytes)
+        # Even a small compressed body may have as many bytes as allowed.
+        unpacked = await call_by_size(max_bytes, unpack_body, body, encoding, max_bytes)
         self._count(len(unpacked))
         return unpacked
 
     def _count(self, size: int) -> None:
-        """Count the body as ``size`` bytes; a lone one always has room.
+        """Count the body as ``size`` bytes; if it is the only one, there is always room.
 
         Raises:
-            RequestError: all bodies have too many.
+            RequestError: all bodies together are too large.
         """
         bodies, added = self._bodies, size - _FREE_BYTES - self._counted
         if added <= 0:
             return
-        if bodies.num_bytes > self._counted and bodies.num_bytes + added > bodies.most_of_all:
+        if bodies.num_bytes > self._counted and bodies.num_bytes + added > bodies.max_total_bytes:
             raise RequestError(
                 f"the bodies of all requests in flight have {bodies.num_bytes} bytes, and at most "
-                f"{bodies.most_of_all} are read at once ({bodies.section}.max_buffered_bytes); "
+                f"{bodies.max_total_bytes} are read at once ({bodies.section}.max_buffered_bytes); "
                 f"retry after {_RETRY_AFTER_S} s",
                 FailureKind.busy,
                 _RETRY_AFTER_S,

@@ -1,9 +1,9 @@
-"""Limits of a connection, which are enforced between the socket and the ASGI application.
+"""One connection: limits are enforced between the socket and the ASGI application.
 
-The parser of uvicorn (llhttp) has no limits and reads pipelined requests ahead. ``Connection``
-therefore gives it a connection's bytes in pieces, each of which ends where a request's head or body
-ends at the latest: sizes are checked before the parser stores anything, and the next pipelined
-request stays unparsed until the one before it is answered.
+uvicorn's parser (llhttp) has no limits, and parses pipelined requests ahead. ``Connection``
+therefore passes received bytes on in pieces, each of which ends at the latest at the end of a head
+or body. So sizes are checked before the parser stores anything, and the next pipelined request is
+not parsed before the previous one is answered.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from nemo_aligner.serving.front.limits import (
     ConnectionLimits,
     Refusal,
     error_body,
-    malformed,
+    malformed_request,
 )
 
-# Where a connection stands. The order matters: from BUSY on, nothing is given to the parser.
+# State of a connection. The order matters: from BUSY on, the parser gets no bytes.
 HEAD, BODY, CHUNKED, BUSY, LINGERING, CLOSING = range(6)
 
-# A client that is still sending when it is refused would get a reset instead of the answer if the
-# socket were closed at once. So its bytes are discarded for a while, up to these limits.
+# If a client is still sending when it is rejected, closing the socket at once would send a reset
+# instead of the answer. So its bytes are discarded for a while, up to these limits.
 LINGER_SECS = 1.0
 LINGER_BYTES = 32 * 2**20
 
-# Bytes that a chunk needs beside its data: its size in hexadecimal and two line ends. Clients that
-# write more of them (extensions, leading zeros) draw on max_header_bytes.
+# Bytes of a chunk in addition to its data: its size in hexadecimal and two line ends. Further ones
+# (extensions, leading zeros) count toward max_header_bytes.
 CHUNK_FRAMING_BYTES = 16
 
-# A peer that vanished without a FIN is noticed after about two minutes.
+# With these, a peer that vanished without a FIN is noticed after about two minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 END_OF_HEAD = b"\r\n\r\n"
-# Headers that decide who a request is for, who sends it, and where it ends.
+# Headers that decide the target, the sender or the end of a request, so they must be unique.
 SINGLE_HEADERS = (b"host", b"authorization", b"content-length", b"transfer-encoding", b"expect")
 
 
 class IgnoredUpgrade(Exception):
-    """Stop a parser that would skip the body, because the head offers another protocol."""
+    """Stops a parser that would skip the body because the head offers another protocol."""
 
 
 class Sweep:
-    """One timer that looks for expired deadlines among all connections of a server.
+    """One timer that looks for expired deadlines of all connections of a server.
 
     A timer for each connection would be set and cleared with every request. ``now`` is the loop's
-    time at the last sweep, which deadlines are reckoned from, as reading the clock costs more.
+    time at the last sweep. Deadlines are computed from it, because reading the clock costs more.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
@@ -73,13 +73,13 @@ class Sweep:
         self.timer: asyncio.TimerHandle | None = None
 
     def start(self, connections: set[Any]) -> None:
-        """Sweep as long as there are connections."""
+        """Start the timer, which runs as long as there are connections."""
         if self.timer is None:
             self.now = self.loop.time()
             self.timer = self.loop.call_later(self.interval, self._run, connections)
 
     def _run(self, connections: set[Any]) -> None:
-        # One interval ago, as ``now`` was that old when the deadlines were set.
+        # Compare with one interval ago: ``now`` was up to that old when deadlines were set.
         earlier, self.now = self.now, self.loop.time()
         self.timer = None
         if connections:
@@ -89,7 +89,7 @@ class Sweep:
 
 
 class Connection(HttpToolsProtocol):
-    """The protocol of one connection; ``limited_protocol`` makes a class of it for a server."""
+    """The protocol of one connection; ``limited_protocol`` creates the class for a server."""
 
     limits_of_server: ClassVar[ConnectionLimits]
     refused_connections: ClassVar[dict[int, int]]
@@ -98,8 +98,8 @@ class Connection(HttpToolsProtocol):
 
     cycle: Exchange
 
-    # Python 3.11 reads and writes attributes slowly in objects that have more than 30 of them
-    # without slots, and uvicorn's protocol has 28.
+    # In Python 3.11, attributes are slow in objects that have more than 30 of them without slots,
+    # and uvicorn's protocol has 28.
     __slots__ = (
         "answers",
         "backlog",
@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
         self.task: asyncio.Task[None] | None = None
         # Loop time at which expire() is called.
         self.deadline = math.inf
-        # Bytes behind the request in the parser, of which those before the start are parsed.
+        # Bytes after the request in the parser; those before backlog_start are parsed.
         self.backlog = b""
         self.backlog_start = 0
         self.is_parser_spent = False
@@ -155,17 +155,17 @@ class Connection(HttpToolsProtocol):
         self._begin_head()
 
     def _begin_head(self) -> None:
-        """Expect a new request."""
+        """Prepare for a new request."""
         if self.is_parser_spent:
             self.is_parser_spent = False
             self.parser = httptools.HttpRequestParser(self)
         self.phase = HEAD
         self.is_idle = True
         self.head_bytes = 0
-        # Last bytes of the piece before, as an END_OF_HEAD may begin there.
+        # Last bytes of the previous piece, because an END_OF_HEAD may begin there.
         self.tail = b""
 
-    # The socket.
+    # Events of the socket.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
         self.backlog = b""
 
     def eof_received(self) -> None:
-        """Close, as a client that sends no more has left, as far as anyone can tell."""
+        """Close the connection: a client that sends no more has most probably left."""
         self._count_departure()
         self._withdraw()
         self._close()
@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
             self.backlog = self.backlog[self.backlog_start :] + data
             self.backlog_start = 0
             if len(self.backlog) > HIGH_WATER_LIMIT:
-                # Not by self.flow, which the application resumes by asking if the client has left.
+                # Not with self.flow, which resumes when the application checks for a disconnect.
                 self.transport.pause_reading()
         elif self.phase == LINGERING:
             self.discarded_bytes += len(data)
@@ -230,7 +230,7 @@ class Connection(HttpToolsProtocol):
         self.deadline = self.sweep.now + self.limits.receive_timeout_secs
 
     def expire(self) -> None:
-        """End what has lasted too long; called by the sweep."""
+        """End a connection that has passed its deadline; called by the sweep."""
         if (self.phase == HEAD and self.is_idle) or self.phase == LINGERING:
             self._close()
         elif self.phase < BUSY:
@@ -238,16 +238,16 @@ class Connection(HttpToolsProtocol):
         elif self.transport.get_write_buffer_size() < self.unsent_bytes:
             self._expect_unsent_bytes_to_shrink()
         else:
-            # The client has not taken a byte of its answer all this time.
-            if self.phase == BUSY:  # else it was counted, or only its end is awaited
+            # The client has not read a byte of its answer during the timeout.
+            if self.phase == BUSY:  # otherwise it is counted already, or was just closing
                 self.aborted_connections[ANSWER_NOT_READ] += 1
             self.phase = CLOSING
             self.transport.abort()
 
-    # The parser.
+    # Passing bytes to the parser.
 
     def _parse(self, data: bytes, start: int) -> None:
-        """Give the parser ``data`` from ``start`` up to the end of the request."""
+        """Pass ``data`` from ``start`` on to the parser, up to the end of the request."""
         size = len(data)
         end = start
         cause: BaseException | None
@@ -271,8 +271,8 @@ class Connection(HttpToolsProtocol):
         except Refusal as refusal:
             cause = refusal
         except httptools.HttpParserError as error:
-            # An exception of the callbacks below is the context of the parser's own.
-            cause = error.__context__ or malformed(str(error))
+            # An exception of a callback below is the context of the parser's own exception.
+            cause = error.__context__ or malformed_request(str(error))
         if isinstance(cause, IgnoredUpgrade):
             self._use_parser_for_body()
             self._parse(data, end)
@@ -284,7 +284,7 @@ class Connection(HttpToolsProtocol):
             self.refuse(cause)
         else:
             self.logger.error("Exception in a callback of the parser\n", exc_info=cause)
-            self.refuse(malformed("the server failed to read it"))
+            self.refuse(malformed_request("the server failed to read it"))
 
     def _end_of_head(self, data: bytes, start: int, size: int) -> int:
         end = data.find(END_OF_HEAD, start) + 4
@@ -296,7 +296,7 @@ class Connection(HttpToolsProtocol):
         return end
 
     def _end_of_chunked_piece(self, data: bytes, start: int, size: int) -> int:
-        """Return the end of the next empty line, which every chunked body ends with."""
+        """Return the end of the next empty line; every chunked body ends with one."""
         limits = self.limits
         framing_bytes = self.chunked_bytes - self.body_bytes
         if framing_bytes > limits.max_header_bytes + CHUNK_FRAMING_BYTES * self.chunks:
@@ -305,7 +305,7 @@ class Connection(HttpToolsProtocol):
         if not end:
             end = size
         else:
-            # Data may be nothing but empty lines, and each costs as much as a chunk does.
+            # Data may consist of empty lines, and each of them costs as much as a chunk.
             self.empty_lines += 1
             if self.empty_lines > limits.max_chunks + 1:
                 raise limits.too_many_chunks()
@@ -313,7 +313,7 @@ class Connection(HttpToolsProtocol):
         return end
 
     def _end_of_empty_line(self, data: bytes, start: int, size: int) -> int:
-        """Return where the first empty line ends, which may begin in earlier data; 0: nowhere."""
+        """Return the end of the first empty line, which may begin in earlier data; 0 if none."""
         tail = self.tail
         self.tail = b""
         position = (tail + data[start : start + 3]).find(END_OF_HEAD)
@@ -326,10 +326,10 @@ class Connection(HttpToolsProtocol):
         return 0
 
     def _use_parser_for_body(self) -> None:
-        """Read the body of a request that offers an upgrade, which is answered as plain HTTP.
+        """Parse the body of a request that offers an upgrade, but is answered as plain HTTP.
 
-        llhttp skips such a body and ends there. A parser that sees neither the offer nor the head
-        reads it as it reads any other.
+        llhttp skips such a body and stops. A new parser, which gets a head without the offer,
+        parses it like any other body.
         """
         self.is_parser_spent = True
         self.parser = httptools.HttpRequestParser(BodyCallbacks(self))
@@ -354,7 +354,7 @@ class Connection(HttpToolsProtocol):
         method = parser.get_method().decode("ascii")
         headers = dict(self.headers)
         self._check_framing(headers, method, http_version)
-        path, raw_path, query = self._target()
+        path, raw_path, query = self._parse_target()
         scope: Any = {
             "type": "http",
             "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
@@ -370,7 +370,7 @@ class Connection(HttpToolsProtocol):
             "headers": self.headers,
             "state": self.app_state.copy(),
         }
-        # Trailers come by on_header too. They must not become headers of a checked request.
+        # Trailers also arrive in on_header, and must not become headers of a checked request.
         self.headers = []
         self.is_kept_alive = http_version == "1.1" and parser.should_keep_alive()
         self.cycle = Exchange(
@@ -384,7 +384,7 @@ class Connection(HttpToolsProtocol):
             message_event=asyncio.Event(),
             expect_100_continue=http_version == "1.1"
             and headers.get(b"expect", b"").lower() == b"100-continue",
-            # An answer that starts before the whole request has arrived is the last.
+            # An answer that starts before the whole request has arrived ends the connection.
             keep_alive=False,
             on_response=self.on_response_complete,
         )
@@ -395,15 +395,15 @@ class Connection(HttpToolsProtocol):
             raise IgnoredUpgrade
 
     def _check_framing(self, headers: dict[bytes, bytes], method: str, http_version: str) -> None:
-        """Find out where the request ends, and refuse it where two servers could disagree.
+        """Determine where the request ends; reject it if two servers could disagree about that.
 
-        llhttp itself refuses two different lengths, a length with a transfer coding, and line ends
+        llhttp itself rejects two different lengths, a length with a transfer coding, and line ends
         other than CRLF.
         """
         if self.phase != HEAD:
-            raise malformed("a second request begins inside it")
+            raise malformed_request("a second request begins inside it")
         if http_version not in ("1.1", "1.0"):
-            raise malformed(f"its version is {http_version}")
+            raise malformed_request(f"its version is {http_version}")
         if len(headers) != len(self.headers):
             self._check_repeated_headers()
         length = headers.get(b"content-length")
@@ -416,34 +416,34 @@ class Connection(HttpToolsProtocol):
             self.body_bytes = 0
         elif coding is not None:
             if coding.strip().lower() != b"chunked" or http_version == "1.0":
-                raise malformed("its Transfer-Encoding is not chunked, or comes in HTTP/1.0")
+                raise malformed_request("its Transfer-Encoding is not chunked, or is in HTTP/1.0")
             self.phase = CHUNKED
             self.body_bytes = self.chunks = self.chunked_bytes = self.empty_lines = 0
         if method == "CONNECT":
-            raise malformed("this server is no proxy that could CONNECT")
+            raise malformed_request("CONNECT is only for proxies, which this server is not")
 
     def _check_repeated_headers(self) -> None:
         names = [name for name, _ in self.headers]
         for name in SINGLE_HEADERS:
             if names.count(name) > 1:
-                raise malformed(f"it has two headers {name.decode()}")
+                raise malformed_request(f"it has two headers {name.decode()}")
 
-    def _target(self) -> tuple[str, bytes, bytes]:
-        """Return path, path as it is on the wire, and query of the request."""
+    def _parse_target(self) -> tuple[str, bytes, bytes]:
+        """Return the decoded path, the raw path and the query of the request."""
         try:
             url = httptools.parse_url(self.url)
-            # An absolute URL may end with its host.
+            # An absolute URL may have no path.
             raw_path = url.path or b"/"
             path = raw_path.decode("ascii")
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
-            raise malformed("its target is not a URL or path") from None
+            raise malformed_request("its target is not a URL or path") from None
         if "%" in path:
             path = urllib.parse.unquote(path)
         return self.root_path + path, self.root_path.encode("ascii") + raw_path, url.query or b""
 
     def on_chunk_header(self) -> None:
         self.chunks += 1
-        # The last chunk, which is empty, does not count.
+        # The last chunk, which is empty, is not counted.
         if self.chunks > self.limits.max_chunks + 1:
             raise self.limits.too_many_chunks()
 
@@ -453,7 +453,7 @@ class Connection(HttpToolsProtocol):
             raise self.limits.body_too_large(f"at least {self.body_bytes}")
         cycle = self.cycle
         if not cycle.body:
-            # Not copied where the application takes each piece, or the body comes in one.
+            # Not copied if the application reads each piece, or the body arrives in one piece.
             cycle.body = body  # type: ignore[assignment]
         elif isinstance(cycle.body, bytearray):
             cycle.body += body
@@ -467,7 +467,7 @@ class Connection(HttpToolsProtocol):
         self.phase = BUSY
         self.deadline = math.inf
         if self.flow.write_paused:
-            # The answer to an earlier request is not taken yet.
+            # The client has not read the answer to an earlier request yet.
             self._expect_unsent_bytes_to_shrink()
         cycle = self.cycle
         cycle.more_body = False
@@ -475,7 +475,7 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = self.is_kept_alive
         cycle.message_event.set()
 
-    # The end of an answer, of a connection.
+    # The end of an answer, and of the connection.
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -484,14 +484,14 @@ class Connection(HttpToolsProtocol):
         self.task = None
         self.flow.resume_reading()
         if self.backlog:
-            # Outside this task: the next request must not inherit its context variables.
+            # Not in this task, whose context variables the next request must not inherit.
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
             self.deadline = self.sweep.now + self.limits.keep_alive_secs
 
     def _continue(self) -> None:
-        """Parse the next of several pipelined requests."""
+        """Parse the next pipelined request."""
         if self.phase != BUSY or self.transport.is_closing():
             return
         data, start = self.backlog, self.backlog_start
@@ -506,7 +506,7 @@ class Connection(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Answer with an error in place of the application, and end the connection."""
+        """Send an error instead of the application's answer, and end the connection."""
         status = refusal.status
         self.refused_connections[status] = self.refused_connections.get(status, 0) + 1
         is_started = self.task is not None and self.cycle.response_started
@@ -535,14 +535,14 @@ class Connection(HttpToolsProtocol):
             self._linger()
 
     def shutdown(self) -> None:
-        """Close the connection, or let its answer be the last; called when the server exits."""
+        """Close the connection, at once or after its answer; called when the server exits."""
         if self.phase == LINGERING or self.task is None:
             self._close()
         else:
             self.is_kept_alive = self.cycle.keep_alive = False
 
     def _count_departure(self) -> None:
-        """Count a client that leaves inside its request, or before it has its answer."""
+        """Count a client that leaves during its request, or before its answer is complete."""
         if self.phase < BUSY:
             has_left = not self.is_idle
         else:
@@ -560,7 +560,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
 
     def _linger(self) -> None:
-        """Send a FIN after the answer, and discard what the client is still sending."""
+        """Send a FIN after the answer, and discard what the client still sends."""
         if self.phase >= LINGERING:
             return
         self.phase = LINGERING
@@ -573,7 +573,7 @@ class Connection(HttpToolsProtocol):
         self.transport.resume_reading()
 
     def _close(self) -> None:
-        """Close the transport as soon as the client has taken what is written."""
+        """Close the transport as soon as the client has read what is written."""
         self.phase = CLOSING
         self.backlog = b""
         self._expect_unsent_bytes_to_shrink()
@@ -581,7 +581,7 @@ class Connection(HttpToolsProtocol):
 
 
 class BodyCallbacks:
-    """Callbacks of a parser that has to read a body only; see ``_use_parser_for_body``."""
+    """Callbacks of a parser that only parses a body; see ``_use_parser_for_body``."""
 
     def __init__(self, connection: Connection) -> None:
         self.on_chunk_header = connection.on_chunk_header
@@ -590,10 +590,10 @@ class BodyCallbacks:
 
 
 def limited_protocol(limits: ConnectionLimits) -> type[Connection]:
-    """Make the class for ``uvicorn.Config(http=...)`` of one server.
+    """Create the class for ``uvicorn.Config(http=...)`` of one server.
 
-    Its ``refused_connections`` counts by status the requests that were refused here, and its
-    ``aborted_connections`` counts by cause the connections that ended without an answer.
+    Its ``refused_connections`` counts rejected requests by HTTP status; its
+    ``aborted_connections`` counts connections that ended without an answer, by cause.
     """
     counts = {"refused_connections": {}, "aborted_connections": Counter[str]()}
     fields = {"limits_of_server": limits, **counts, "sweeps": WeakKeyDictionary()}

@@ -1,4 +1,4 @@
-"""One request and its answer: what uvicorn's part of a connection does for the application."""
+"""One request and its answer: uvicorn's interface between a connection and the application."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_aligner.serving.front.limits import error_body
 
 
 class AnswerTransport:
-    """What an exchange writes its answer to: the transport, with a close that may linger."""
+    """The transport that an answer is written to; closing it may wait for the client to read."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -23,23 +23,23 @@ class AnswerTransport:
 
 
 class Exchange(RequestResponseCycle):
-    """One request and its answer. Cancelling its task is not an error of the application."""
+    """One request and its answer; cancelling its task is not an error of the application."""
 
     async def run_asgi(self, app: Any) -> None:
-        """Run the application, and answer what it leaves unanswered."""
+        """Run the application, and answer with an error if it does not."""
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
-            # The client has left, or the time to finish requests before an exit is over.
-            await self._fail(503, "The server is exiting. Retry at another server.")
+            # The client has left, or exit_timeout_secs are over while the server exits.
+            await self._fail(503, "The server is exiting. Retry on another server.")
             raise
         except Exception as error:
             self.logger.error("Exception in ASGI application\n", exc_info=error)
-            await self._fail(500, "The server failed on this request. Its log has the reason.")
+            await self._fail(500, "The server failed on this request. See its log.")
         else:
             if not self.response_complete and not self.disconnected:
                 self.logger.error("The ASGI application returned without completing its answer.")
-                await self._fail(500, "The server failed on this request. Its log has the reason.")
+                await self._fail(500, "The server failed on this request. See its log.")
         finally:
             self.on_response = _ignore
 
@@ -47,7 +47,7 @@ class Exchange(RequestResponseCycle):
         if self.disconnected or self.response_complete:
             return
         if self.response_started:
-            # The client must not take a part of an answer for the whole.
+            # Close instead of ending the answer, so that the client notices that it is incomplete.
             self.transport.close()
             return
         body = error_body(text)
@@ -61,4 +61,4 @@ class Exchange(RequestResponseCycle):
 
 
 def _ignore() -> None:
-    """Replace a connection's callback once its exchange is over."""
+    """Do nothing; it replaces a connection's callback after its exchange has ended."""

@@ -1,7 +1,7 @@
-"""TLS handshakes, which take a connection's place before there is one.
+"""TLS handshakes, which count as connections while they last.
 
-uvicorn would make a connection when its handshake is done: until then it would be in no limit, and
-asyncio would wait 60 seconds for it.
+uvicorn creates a connection only when its handshake is done. Until then no limit would apply, and
+asyncio would wait 60 seconds.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from nemo_aligner.serving.front.limits import FAILED_HANDSHAKE, NO_ROOM_FOR_HAND
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection whose handshake is under way; ``behind_tls`` makes a class of it for a server.
+    """A connection during its handshake; ``behind_tls`` creates the class for a server.
 
-    It is one of the server's connections, so that it counts as one, the sweep ends it in time, and
-    a server that exits does.
+    It is in the server's set of connections. So it counts as one, the sweep ends it in time, and a
+    server that exits closes it.
     """
 
     connection_class: ClassVar[type[Connection]]
     context: ClassVar[ssl.SSLContext]
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """Take what a ``Connection`` is made of."""
+        """Take the arguments of a ``Connection``, which follows the handshake."""
         self._connection = self.connection_class(*arguments, **settings)
         self._connections: set[Any] = self._connection.connections
-        # What comes before start_tls has a protocol for it, or before the connection is there.
+        # Bytes that arrive before start_tls sets its protocol, or before the connection exists.
         self._early = b""
         self._has_ended = False
         self.deadline = math.inf
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin the handshake, if there is room for one more connection."""
+        """Start the handshake, if there is room for one more connection."""
         self._transport = transport
         connection = self._connection
         self._connections.add(self)
@@ -60,7 +60,7 @@ class TlsHandshake(asyncio.Protocol):
         connection = self._connection
         if self._transport.is_closing():
             return
-        # start_tls goes on once this has been called.
+        # The callback runs after start_tls has set its protocol.
         connection.loop.call_soon(self._begin_with_early_bytes)
         try:
             transport = await connection.loop.start_tls(
@@ -70,7 +70,7 @@ class TlsHandshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=connection.limits.handshake_secs,
             )
-        except OSError:  # ssl's errors are among them; nobody is left to be told
+        except OSError:  # includes ssl.SSLError; the client cannot be told
             connection.aborted_connections[FAILED_HANDSHAKE] += 1
             return
         finally:
@@ -85,7 +85,7 @@ class TlsHandshake(asyncio.Protocol):
             connection.eof_received()
 
     def _begin_with_early_bytes(self) -> None:
-        """Give the protocol of ``start_tls`` what arrived before, as the transport would."""
+        """Pass bytes that arrived too early to start_tls's protocol, like the transport does."""
         protocol: Any = self._transport.get_protocol()
         while self._early:
             buffer = protocol.get_buffer(len(self._early))
@@ -95,15 +95,15 @@ class TlsHandshake(asyncio.Protocol):
             self._early = self._early[size:]
 
     def expire(self) -> None:
-        """End a handshake that has lasted too long; called by the sweep."""
+        """Abort a handshake that takes too long; called by the sweep."""
         self._transport.abort()
 
     def shutdown(self) -> None:
-        """End it, as the server exits; called by uvicorn."""
+        """Abort the handshake, because the server exits; called by uvicorn."""
         self._transport.abort()
 
 
 def behind_tls(connection_class: type[Connection], context: ssl.SSLContext) -> type[TlsHandshake]:
-    """Make the class for ``uvicorn.Config(http=...)`` of a server that has a certificate."""
+    """Create the class for ``uvicorn.Config(http=...)`` of a server with a certificate."""
     fields = {"connection_class": connection_class, "context": context}
     return type("LimitedHandshake", (TlsHandshake,), fields)

@@ -1,20 +1,20 @@
-"""KServe v2 over HTTP: what pytriton's, tritonclient's and NeMo-Aligner's clients ask.
+"""KServe v2 over HTTP, for the clients pytriton, tritonclient and NeMo-Aligner.
 
 =====================================  ===========================================================
 ``GET /v2``                            name, version and extensions of the server
 ``GET /v2/health/live``, ``ready``     200, or 503 until the server is ready
 ``GET /v2/models/M``                   names, datatypes and shapes of the tensors of model M
 ``GET /v2/models/M/ready``             200, or 503 until the server is ready
-``GET /v2/models/M/config``            Triton's model configuration, which clients read at first
-``GET /v2/models/M/stats``             counts and times of the requests to M, as Triton has them
+``GET /v2/models/M/config``            Triton's model configuration, which clients read first
+``GET /v2/models/M/stats``             numbers and times of requests to M, in Triton's form
 ``POST /v2/models/M/infer``            tensors in, tensors out
-``POST /v2/repository/index``          the names of all models
+``POST /v2/repository/index``          names of all models
 =====================================  ===========================================================
 
-``/versions/1`` may follow the name of a model. Tensors are JSON, or binary by the extension for
-binary data; bodies may be compressed. Triton's other extensions (shared memory, loading models,
-tracing, gRPC) are Triton's alone: ``server.triton_port``. References: KServe's "predict protocol,
-version 2", and ``http_server.cc`` of triton-inference-server/server for what its text leaves open.
+``/versions/1`` may follow the name of a model. Tensors are JSON, or binary by the binary data
+extension; bodies may be compressed. For Triton's other extensions (shared memory, loading models,
+tracing, gRPC) use Triton itself: ``server.triton_port``. References: KServe's "predict protocol,
+version 2", and ``http_server.cc`` of triton-inference-server/server where its text is unclear.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from nemo_aligner.serving.protocols.strict_json import read_json
 from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
-_MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<rest>/\w+)?")
-_MOST_DIGITS = 12  # of the length of a body
-_COMPRESSION_LEVEL = 1  # the fastest: floats hardly become smaller at any
+_MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<suffix>/\w+)?")
+_MOST_DIGITS = 12  # in the header with the length of the JSON
+_COMPRESSION_LEVEL = 1  # the fastest: floats hardly shrink at any level
 _ALL_STATISTICS = "/v2/models/stats"
 _SERVER_PATHS = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", _ALL_STATISTICS)
 _EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
-# Phases of a request in Triton's statistics. Ours are counted as a whole (``success``, ``fail``).
+# Phases of a request in Triton's statistics. Here only whole requests are measured.
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 
 
 @dataclass(frozen=True)
 class KServeAnswer:
-    """Status, body and headers of an answer."""
+    """HTTP status, body and headers of an answer."""
 
     status: int
     body: bytes
@@ -66,12 +66,12 @@ class KServeAnswer:
 
     @classmethod
     def of_json(cls, content: Any, status: int = 200) -> KServeAnswer:
-        """An answer of JSON."""
+        """Create an answer with a JSON body."""
         return cls(status, to_json(content, inf_nan_mode="constants"), {"Content-Type": _JSON})
 
 
 class _Counts:
-    """Requests to a model: how many, and how many nanoseconds they took."""
+    """Numbers and durations of requests to one model."""
 
     def __init__(self) -> None:
         self.rows = self.last_ms = 0
@@ -86,10 +86,10 @@ class _Counts:
 
 
 class KServe:
-    """Answers the paths below ``/v2`` for some endpoints.
+    """Answers the paths under ``/v2`` for a list of endpoints.
 
-    ``is_ready`` tells whether requests would be answered; ``count_request`` gets the canonical path
-    of each request for inference, its status and its seconds.
+    ``is_ready`` tells whether requests can be answered. ``count_request`` is called with the
+    canonical path of each inference request, its HTTP status and its duration in seconds.
     """
 
     def __init__(
@@ -105,40 +105,40 @@ class KServe:
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> KServeAnswer:
-        """Answer a request. ``headers`` have names in lower case; ``body`` is unpacked."""
+        """Answer a request; names in ``headers`` are lower case, and ``body`` is unpacked."""
         parts = _MODEL.fullmatch(path)
         if parts is None or path == _ALL_STATISTICS:
             return await self._answer_server(method, path)
-        name, rest = parts["name"], parts["rest"] or ""
+        name, suffix = parts["name"], parts["suffix"] or ""
         endpoint = self._endpoints.get(name)
         if endpoint is None or parts["version"] not in (None, "1"):
             version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
             models = ", ".join(self._endpoints)
-            return _error(404, f"unknown model {shown(name)}{version}. Models: {models}")
-        if rest == "/infer" and method == "POST":
+            return _error_answer(404, f"unknown model {shown(name)}{version}. Models: {models}")
+        if suffix == "/infer" and method == "POST":
             return await self._infer(endpoint, headers, body)
         if method != "GET":
-            return _error(405, f"{path}: got {method}, wanted GET, or POST to /infer")
-        if rest == "/ready":
-            return await self._readiness()
-        reads: dict[str, Callable[[Endpoint], Any]] = {
-            "": _describe,
-            "/config": _configuration,
-            "/stats": lambda endpoint: {"model_stats": [self._statistics(endpoint.name)]},
+            return _error_answer(405, f"{path}: got {method}, wanted GET, or POST to /infer")
+        if suffix == "/ready":
+            return await self._answer_ready()
+        descriptions: dict[str, Callable[[Endpoint], Any]] = {
+            "": _describe_model,
+            "/config": _describe_config,
+            "/stats": lambda endpoint: {"model_stats": [self._describe_counts(endpoint.name)]},
         }
-        if rest not in reads:
+        if suffix not in descriptions:
             return _unknown_path(path)
-        return KServeAnswer.of_json(reads[rest](endpoint))
+        return KServeAnswer.of_json(descriptions[suffix](endpoint))
 
     async def _answer_server(self, method: str, path: str) -> KServeAnswer:
-        """Answer a path that names no model."""
+        """Answer a path without the name of a model."""
         if path == "/v2/repository/index" and method == "POST":
             state = {"version": "1", "state": "READY", "reason": ""}
             return KServeAnswer.of_json([{"name": name, **state} for name in self._endpoints])
         if path not in _SERVER_PATHS:
             return _unknown_path(path)
         if method != "GET":
-            return _error(405, f"{path}: got {method}, wanted GET")
+            return _error_answer(405, f"{path}: got {method}, wanted GET")
         if path in ("/v2", "/v2/"):
             version = nemo_aligner.__version__
             about = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
@@ -146,10 +146,10 @@ class KServe:
         if path == "/v2/health/live":
             return KServeAnswer(200, b"", {})
         if path == "/v2/health/ready":
-            return await self._readiness()
-        return KServeAnswer.of_json({"model_stats": [*map(self._statistics, self._counts)]})
+            return await self._answer_ready()
+        return KServeAnswer.of_json({"model_stats": [*map(self._describe_counts, self._counts)]})
 
-    async def _readiness(self) -> KServeAnswer:
+    async def _answer_ready(self) -> KServeAnswer:
         return KServeAnswer(200 if await self._is_ready() else 503, b"", {})
 
     async def _infer(
@@ -162,11 +162,11 @@ class KServe:
                 len(body), _decode_request, endpoint, headers, body
             )
             requested = _requested_outputs(endpoint, request)
-            # One row, as a server's own probe: else a client could hide its traffic.
+            # Only with one row, like probes of our gateway; clients must not hide large requests.
             is_one_row = all(len(array) == 1 for array in inputs.values())
             probe = endpoint.answer_probe if is_one_row and is_probe(request) else None
             outputs = await (probe or endpoint.answer)(inputs)
-            # A small request may have a large answer: the values of a critic.
+            # The answer may be larger than the request, e.g. a critic's values.
             size = max(len(body), *(array.nbytes for array in outputs.values()))
             encoding = headers.get("accept-encoding", "")
             answer = await call_by_size(
@@ -182,7 +182,7 @@ class KServe:
         self._count_request(f"/v2/models/{endpoint.name}/infer", answer.status, seconds)
         return answer
 
-    def _statistics(self, name: str) -> dict[str, Any]:
+    def _describe_counts(self, name: str) -> dict[str, Any]:
         counts = self._counts[name]
         measured = {
             outcome: {"count": counts.requests[outcome], "ns": counts.nanoseconds[outcome]}
@@ -200,29 +200,31 @@ class KServe:
 
 
 def refuse(failure: RequestError) -> KServeAnswer:
-    """The answer to a request that fails."""
-    answer = _error(failure.kind.status, failure.message)
-    # Of a server whose backends are gone clients lose patience; a busy one they wait for.
+    """Build the answer to a failed request."""
+    answer = _error_answer(failure.kind.status, failure.message)
+    # Clients wait for a busy server, but must not do so if the gateway's backends are gone.
     if failure.kind is not FailureKind.busy or failure.retry_after_s is None:
         return answer
     headers = {**answer.headers, "Retry-After": str(failure.retry_after_s)}
     return KServeAnswer(answer.status, answer.body, headers)
 
 
-def _error(status: int, message: str) -> KServeAnswer:
+def _error_answer(status: int, message: str) -> KServeAnswer:
     return KServeAnswer.of_json({"error": message}, status)
 
 
 def _unknown_path(path: str) -> KServeAnswer:
-    return _error(
-        404, f"{shown(path)}: this server has no such path. Triton's own has (server.triton_port)"
+    return _error_answer(
+        404,
+        f"{shown(path)}: this server has no such path. Triton itself has more of them "
+        "(server.triton_port)",
     )
 
 
 # Descriptions of models.
 
 
-def _describe(endpoint: Endpoint) -> dict[str, Any]:
+def _describe_model(endpoint: Endpoint) -> dict[str, Any]:
     batch = [-1] if endpoint.max_rows else []
 
     def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
@@ -244,8 +246,8 @@ def _describe(endpoint: Endpoint) -> dict[str, Any]:
     }
 
 
-def _configuration(endpoint: Endpoint) -> dict[str, Any]:
-    """Triton's ``ModelConfig``, in which BYTES is a STRING, and shapes leave out the rows."""
+def _describe_config(endpoint: Endpoint) -> dict[str, Any]:
+    """Build Triton's ``ModelConfig``: BYTES is STRING there, and shapes omit the batch."""
 
     def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
         return [
@@ -278,10 +280,10 @@ def _configuration(endpoint: Endpoint) -> dict[str, Any]:
 def _decode_request(
     endpoint: Endpoint, headers: Mapping[str, str], body: bytes
 ) -> tuple[dict[str, Any], Tensors]:
-    """Read a body: its JSON, and the tensors that the endpoint takes.
+    """Decode a body to its JSON object and the input tensors of the endpoint.
 
     Raises:
-        ServingError: it is no request of KServe v2, or not one for this endpoint.
+        ServingError: it is not a request of KServe v2, or does not fit the endpoint.
     """
     header = headers.get(HEADER_LENGTH.lower(), "")
     length = len(body)
@@ -307,23 +309,23 @@ def _decode_request(
 
 
 def _check_id(request: Mapping[str, Any]) -> None:
-    """Raise ServingError for an id that no answer could repeat."""
+    """Raise ServingError for an id that an answer could not repeat."""
     identifier = request.get("id", "")
     is_text = isinstance(identifier, str)
     if not is_text or identifier.encode(errors="ignore").decode() != identifier:
-        raise ServingError(f"id: got {shown(identifier)}, wanted a text")
+        raise ServingError(f"id: got {shown(identifier)}, wanted a string")
 
 
 def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
-    """Raise ServingError unless the tensors are those of the endpoint, with as many rows each."""
+    """Raise ServingError unless the tensors fit the endpoint and have equally many rows."""
     specs = {spec.name: spec for spec in endpoint.inputs}
     for name, array in inputs.items():
         spec = specs.get(name)
         if spec is None:
             raise ServingError(f"unknown input {shown(name)}. Inputs: {', '.join(specs)}")
-        wanted, got = datatype_of(spec.dtype), datatype_of(array.dtype)
-        if got != wanted:
-            raise ServingError(f"{name}: got the datatype {got}, wanted {wanted}")
+        actual, expected = datatype_of(array.dtype), datatype_of(spec.dtype)
+        if actual != expected:
+            raise ServingError(f"{name}: got the datatype {actual}, wanted {expected}")
         shape = ([-1] if endpoint.max_rows else []) + list(spec.shape)
         fits = len(array.shape) == len(shape) and all(
             size in (-1, length) for size, length in zip(shape, array.shape, strict=True)
@@ -343,16 +345,16 @@ def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
     rows = max(counts.values(), default=0)
     if rows > endpoint.max_rows:
         raise ServingError(
-            f"got {rows} rows, wanted at most {endpoint.max_rows} (max_batch_size). Send fewer at "
-            "once"
+            f"got {rows} rows, wanted at most {endpoint.max_rows} (max_batch_size). Send fewer "
+            "rows per request"
         )
 
 
 def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Whether each requested output shall be binary, by name; None if all are requested.
+    """Map each requested output to whether it shall be binary; None if all are requested.
 
     Raises:
-        ServingError: an output is unknown, or the list has another form.
+        ServingError: an output is unknown, or the list is malformed.
     """
     listed = request.get("outputs")
     if not listed:
@@ -388,7 +390,7 @@ def _encode_answer(
         requested = dict.fromkeys(outputs, _is_binary_by_default(request))
     listed, pieces = [], []
     for name, is_binary in requested.items():
-        if name not in outputs:  # optional, and this request has none
+        if name not in outputs:  # an optional output that this answer does not have
             continue
         array = outputs[name]
         tensor: dict[str, Any] = {
@@ -408,12 +410,12 @@ def _encode_answer(
         content["id"] = request["id"]
     header = KServeAnswer.of_json(content)
     if not pieces:
-        return _compressed(header, encoding)
+        return _compress(header, encoding)
     headers = {
         "Content-Type": "application/octet-stream",
         HEADER_LENGTH: str(len(header.body)),
     }
-    return _compressed(KServeAnswer(200, b"".join([header.body, *pieces]), headers), encoding)
+    return _compress(KServeAnswer(200, b"".join([header.body, *pieces]), headers), encoding)
 
 
 def _json_values(array: np.ndarray) -> list[Any]:
@@ -423,10 +425,10 @@ def _json_values(array: np.ndarray) -> list[Any]:
     return [value.decode("utf-8", errors="replace") for value in values]
 
 
-def _compressed(answer: KServeAnswer, accepts: str) -> KServeAnswer:
-    """Compress an answer for a client that asks for one encoding alone, as tritonclient does.
+def _compress(answer: KServeAnswer, accepts: str) -> KServeAnswer:
+    """Compress an answer if the client accepts exactly one encoding, like tritonclient.
 
-    Clients that list several accept any; compression would only cost them time.
+    Clients that list several encodings accept any; compression would only cost time.
     """
     packers: dict[str, Callable[[bytes, int], bytes]] = {
         "gzip": gzip.compress,

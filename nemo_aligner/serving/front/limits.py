@@ -1,4 +1,4 @@
-"""Limits of the connections of a server, and the answers to requests above them."""
+"""Limits of a server's connections, and the answers to requests that exceed them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from nemo_aligner.config.serving import FrontConfig
 
-# A client's part of a TLS handshake is a few hundred bytes, sent at once.
+# A client sends a few hundred bytes at once for a TLS handshake.
 _HANDSHAKE_SECS = 10.0
 
-# Causes of connections that end without an answer, as the metrics name them.
+# Causes of connections that end without an answer, as labels in the metrics.
 CLIENT_LEFT, ANSWER_NOT_READ = "client_left", "answer_not_read"
 FAILED_HANDSHAKE, NO_ROOM_FOR_HANDSHAKE = "failed_handshake", "no_room_for_handshake"
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of every connection of a server, with the name of their section for messages."""
+    """Limits of each connection; ``section`` of the settings is for messages."""
 
     section: str
     max_header_bytes: int
@@ -29,7 +29,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, config: FrontConfig) -> ConnectionLimits:
-        """Take the limits from a server's settings."""
+        """Read the limits from a server's settings."""
         return cls(
             section=config.section,
             max_header_bytes=config.max_header_bytes,
@@ -42,14 +42,14 @@ class ConnectionLimits:
 
     @property
     def handshake_secs(self) -> float:
-        """Seconds until a TLS handshake is ended without an answer."""
+        """Seconds after which an unfinished TLS handshake is aborted."""
         return min(_HANDSHAKE_SECS, self.receive_timeout_secs)
 
     @property
     def max_refused_connections(self) -> int:
-        """Most connections with those that are being refused; more are closed unanswered.
+        """Most connections, including those that get an error; more are closed without an answer.
 
-        A refused connection stays for a moment, until its client has the answer.
+        A rejected connection stays open for a moment, until its client has read the error.
         """
         return self.max_open_connections + self.max_open_connections // 8 + 8
 
@@ -65,7 +65,7 @@ class ConnectionLimits:
         return Refusal(
             413,
             f"The request body has {size} bytes and the limit is {self.max_request_bytes}. "
-            f"Send fewer rows in a request, or raise {self.section}.max_request_bytes.",
+            f"Send fewer rows per request, or raise {self.section}.max_request_bytes.",
         )
 
     def too_many_chunks(self) -> Refusal:
@@ -78,20 +78,20 @@ class ConnectionLimits:
     def too_slow(self) -> Refusal:
         return Refusal(
             408,
-            f"The request did not arrive as a whole within {self.receive_timeout_secs:g} seconds. "
+            f"The request was not complete within {self.receive_timeout_secs:g} seconds. "
             f"Send it faster, or raise {self.section}.receive_timeout_secs.",
         )
 
     def too_many_connections(self) -> Refusal:
         return Refusal(
             503,
-            f"The server has {self.max_open_connections} open connections, as many as it accepts. "
+            f"The server already has {self.max_open_connections} open connections, its limit. "
             f"Retry in a second, or raise {self.section}.max_open_connections.",
         )
 
 
 class Refusal(Exception):
-    """An answer that ends a connection. Raised from a callback, it also stops the parser."""
+    """An error answer that ends a connection. Raising it in a callback also stops the parser."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -99,8 +99,8 @@ class Refusal(Exception):
         self.text = text
 
 
-def malformed(reason: str) -> Refusal:
-    return Refusal(400, f"The request is not valid HTTP/1.1: {reason}. Correct the client.")
+def malformed_request(reason: str) -> Refusal:
+    return Refusal(400, f"The request is not valid HTTP/1.1: {reason}. Fix the client.")
 
 
 def error_body(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Sockets and uvicorn: the front listens, answers in the main thread or beside it, and drains."""
+"""The socket and uvicorn: listen, answer in the main thread or another one, and drain."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from nemo_aligner.serving.front.limits import ConnectionLimits
 from nemo_aligner.serving.scoring import ScoringService
 from nemo_aligner.utils.errors import ServingError
 
-_BACKLOG = 2048  # connections that the kernel holds until they are accepted; uvicorn's own default
+_BACKLOG = 2048  # connections that wait in the kernel to be accepted; uvicorn's default
 
 
 def open_socket(config: FrontConfig) -> socket.socket:
-    """Bind the socket of the front; nobody is accepted before it listens.
+    """Bind the socket of the front; it accepts no connection yet.
 
-    A server does so before it loads a model, so that nobody takes the port meanwhile.
+    A server binds it before loading a model, so that no other process takes the port meanwhile.
 
     Raises:
-        ServingError: the port is taken, the host is no address of this machine, or the certificate
-            or its key cannot be used.
+        ServingError: the port is taken, the host is not an address of this machine, or the
+            certificate or its key cannot be used.
     """
     tls_context(config)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -41,26 +41,26 @@ def open_socket(config: FrontConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
-        # Of two sockets that do not listen yet, the kernel lets both have the port otherwise.
+        # Otherwise the kernel gives the same port to two sockets that do not listen yet.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
-        raise _bind_error(config, error) from error
-    # Of an earlier server that was killed: a script that waits for it would go on at once.
+        raise _describe_bind_error(config, error) from error
+    # A killed server may have left the file; a script that waits for it would continue at once.
     ReadyFile(config.ready_file).remove()
     return listener
 
 
-def _bind_error(config: FrontConfig, error: OSError) -> ServingError:
+def _describe_bind_error(config: FrontConfig, error: OSError) -> ServingError:
     section, host, port = config.section, config.host, config.port
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ServingError(
-            f"{section}.host: got {host}, which is no address of this machine. 127.0.0.1 is for "
-            "this machine alone, 0.0.0.0 for every network"
+            f"{section}.host: got {host}, which is not an address of this machine. Use 127.0.0.1 "
+            "for this machine only, or 0.0.0.0 for every network"
         )
     if error.errno == errno.EADDRINUSE:
         return ServingError(
-            f"{section}.port: {host}:{port} is not free: another process has it. Choose another "
+            f"{section}.port: {host}:{port} is not free: another process uses it. Choose another "
             "port, or 0 for any free one"
         )
     if error.errno == errno.EACCES:
@@ -69,25 +69,25 @@ def _bind_error(config: FrontConfig, error: OSError) -> ServingError:
 
 
 def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
-    """The certificate and its key; None for a server without.
+    """Load the certificate and its key; None if none is configured.
 
     Raises:
-        ServingError: they do not fit each other, or the key needs a password.
+        ServingError: they do not belong together, or the key has a password.
     """
     if config.certificate_file is None:
         return None
 
     def refuse_password() -> str:
-        raise ServingError("the key is encrypted; write it without a password")
+        raise ServingError("the key is encrypted; save it without a password")
 
     for name in ("certificate_file", "key_file"):
         path = getattr(config, name)
         if not Path(path).is_file():
-            raise ServingError(f"{config.section}.{name}: {path}: there is no such file")
+            raise ServingError(f"{config.section}.{name}: {path}: the file does not exist")
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(config.certificate_file, config.key_file, refuse_password)
-    except (OSError, ServingError) as error:  # ssl's errors are among them
+    except (OSError, ServingError) as error:  # ssl.SSLError is an OSError
         files = f"{config.certificate_file}, {config.key_file}"
         raise ServingError(
             f"{config.section}.certificate_file, key_file: {files}: {error}"
@@ -96,26 +96,26 @@ def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
 
 
 def url_of(listener: socket.socket, config: FrontConfig) -> str:
-    """The URL that clients ask."""
+    """Return the URL for clients."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if config.certificate_file is None else "https"
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
 def _listen(listener: socket.socket) -> socket.socket:
-    """Have the socket accept connections; uvloop would not say that it cannot."""
-    # Again, as connections of an earlier server may still linger.
+    """Let the socket accept connections; raise here, because uvloop would hide a failure."""
+    # Set again, because connections of an earlier server may still be closing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.listen(_BACKLOG)
     except OSError as error:
         host, port = listener.getsockname()[:2]
-        raise ServingError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+        raise ServingError(f"{host}:{port}: cannot listen: {error.strerror}") from error
     return listener
 
 
 class FrontServer:
-    """uvicorn around a front: in the calling thread by ``run``, in one of its own by ``start``."""
+    """uvicorn around a front: ``run`` blocks the calling thread, ``start`` uses another one."""
 
     def __init__(
         self,
@@ -124,7 +124,14 @@ class FrontServer:
         on_ready: Callable[[], None] = lambda: None,
         on_drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_ready`` is called once requests are accepted, ``on_drain`` when they are no more."""
+        """Prepare uvicorn.
+
+        Args:
+            front: the application.
+            config: its settings.
+            on_ready: called once requests are accepted.
+            on_drain: called once no more requests are accepted.
+        """
         connections = limited_protocol(ConnectionLimits.of(config))
         front.metrics.refused_connections = connections.refused_connections
         front.metrics.aborted_connections = connections.aborted_connections
@@ -146,20 +153,20 @@ class FrontServer:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that answers; it exists once requests are accepted."""
+        """The event loop of the front; it exists once requests are accepted."""
         assert self._server.loop is not None
         return self._server.loop
 
     def run(self, listener: socket.socket) -> None:
-        """Answer until SIGTERM or SIGINT, and then what is in flight."""
+        """Answer requests until SIGTERM or SIGINT, then finish the ones in flight."""
         with closing(_listen(listener)), _ignore_signals_after_drain():
             self._server.run(sockets=[listener])
 
     def start(self, listener: socket.socket) -> None:
-        """Answer in another thread, until ``stop``; return once requests are accepted.
+        """Answer requests in another thread until ``stop``; return once they are accepted.
 
         Raises:
-            ServingError: it cannot listen.
+            ServingError: the socket cannot listen.
         """
         self._thread = threading.Thread(
             target=self._run, args=[listener], name="front", daemon=True
@@ -170,13 +177,13 @@ class FrontServer:
             raise ServingError(f"the HTTP front cannot start: {self._error}") from self._error
 
     def stop(self) -> None:
-        """Refuse new connections, answer what is in flight, and end."""
+        """Reject new connections, finish requests in flight, and end the thread."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join()
 
     def failure(self) -> str | None:
-        """Why it does not answer any more; None while it does."""
+        """Return the reason why the front no longer answers; None while it does."""
         if self._thread is None or self._thread.is_alive():
             return None
         return f"the HTTP front ended: {self._error}"
@@ -192,7 +199,7 @@ class FrontServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which begins and ends what a scoring service runs in its event loop."""
+    """uvicorn's server; it also starts and closes the scoring service in its event loop."""
 
     def __init__(
         self,
@@ -208,7 +215,7 @@ class _Server(uvicorn.Server):
         self._on_ready, self._on_drain = on_ready, on_drain
 
     async def main_loop(self) -> None:
-        """Until it shall stop."""
+        """Run until the server shall stop."""
         self.loop = asyncio.get_running_loop()
         if self._scoring is not None:
             await self._scoring.start()
@@ -218,8 +225,8 @@ class _Server(uvicorn.Server):
         self._on_drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what is in flight, then end the scoring service."""
-        print("Draining: in-flight requests are answered, new ones are refused", flush=True)
+        """Finish requests in flight, then close the scoring service."""
+        print("Draining: in-flight requests are answered, new ones are rejected", flush=True)
         await super().shutdown(sockets)
         if self._scoring is not None:
             await self._scoring.close()
@@ -227,7 +234,7 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def _ignore_signals_after_drain() -> Iterator[None]:
-    """Ignore the signal that uvicorn raises again once it has drained; the exit code is 0."""
+    """Ignore the signal that uvicorn raises again after draining, so that the exit code is 0."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
@@ -238,20 +245,20 @@ def _ignore_signals_after_drain() -> Iterator[None]:
 
 
 class ReadyFile:
-    """A file that holds the URL of a server while it answers; None is no file."""
+    """A file with the URL of a server while it answers; with ``path`` None, no file."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
 
     def write(self, url: str) -> None:
-        """The server answers.
+        """Write the URL, when the server starts to answer.
 
         Raises:
-            ServingError: it cannot be written.
+            ServingError: the file cannot be written.
         """
         if self._path is None:
             return
-        # Renamed once it is whole: who waits for the file reads it as soon as it is there.
+        # Renamed when complete, because a script reads the file as soon as it exists.
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             partial.write_text(url + "\n")
@@ -260,6 +267,6 @@ class ReadyFile:
             raise ServingError(f"ready_file: {self._path}: {error.strerror}") from error
 
     def remove(self) -> None:
-        """The server does not answer any more."""
+        """Remove the file, when the server no longer answers."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)

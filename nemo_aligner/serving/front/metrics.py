@@ -1,4 +1,4 @@
-"""Prometheus metrics: the requests of an HTTP front, and the servers whose model it uses."""
+"""Prometheus metrics of an HTTP front, and of the model servers behind it."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from prometheus_client.exposition import generate_latest
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.serving.scoring import ScoringService
 
-# Upper bounds of latencies, from those of a short text on a GPU to those behind a full queue.
+# Upper bounds in seconds, from a short sample on a GPU to a request behind a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _HTTP, _SERVER = "nemo_aligner_http", "nemo_aligner_server"
-# Counters that a backend publishes (``LocalService.statistics``), with their help texts.
+# Counters that model servers publish (``LocalService.statistics``), with their help texts.
 COUNTED = {
     "requests": "requests answered with rewards",
     "refused_requests": "requests answered with an error",
-    "rows": "texts scored",
-    "tokens": "tokens of the texts scored",
+    "rows": "samples scored",
+    "tokens": "tokens of the scored samples",
     "computed_tokens": "tokens that went through the model",
-    "cached_tokens": "tokens whose keys and values were kept (cache hits)",
+    "cached_tokens": "tokens whose keys and values were in the cache",
     "calls": "calls of the model",
-    "queue_seconds": "seconds that rows waited for their call, added over rows",
-    "forward_seconds": "seconds that the model computed",
+    "queue_seconds": "seconds that rows waited for their call, summed over rows",
+    "forward_seconds": "seconds in which the model computed",
 }
 
 Statistics = Mapping[str, Mapping[str, float] | None]
 
 
 class FrontMetrics:
-    """Counts what the front answers; for one event loop.
+    """Counts the requests of a front; for one event loop.
 
     Attributes:
-        refused_connections: by status, the requests that a limit of their connection has refused.
-        aborted_connections: by cause, the connections that ended without an answer.
+        refused_connections: HTTP status -> number of requests that a connection limit rejected.
+        aborted_connections: cause -> number of connections that ended without an answer.
     """
 
     def __init__(self) -> None:
         self.refused_connections: Mapping[int, int] = {}
         self.aborted_connections: Mapping[str, int] = {}
-        disable_created_metrics()  # a line more of each, of which Prometheus makes nothing
+        disable_created_metrics()  # otherwise each metric has a creation time, which is not used
         self._registry = CollectorRegistry()
         self._requests = Counter(
             f"{_HTTP}_requests",
@@ -57,41 +57,41 @@ class FrontMetrics:
         )
         self._seconds = Histogram(
             f"{_HTTP}_request_seconds",
-            "from the request's head to its answer",
+            "seconds from the request's head to its answer",
             ["route"],
             buckets=_SECONDS,
             registry=self._registry,
         )
         self._rows = Counter(
             f"{_HTTP}_rows",
-            "texts: scored, refused; cut, completed and foreign_template ones are among these",
+            "samples: scored or refused; cut, completed and foreign_template ones are among them",
             ["route", "outcome"],
             registry=self._registry,
         )
 
     def count_request(self, path: str, status: int, seconds: float) -> None:
-        """Count a request to a route, answered after ``seconds``."""
+        """Count a request to a route that was answered after ``seconds``."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
     def count_scored(self, path: str, scored: ScoredRows) -> None:
-        """Count the rows of a request that was scored."""
+        """Count the rows of a scored request."""
         rows = len(scored.rewards)
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
         self._rows.labels(path, "refused").inc(len(scored.errors))
         self._rows.labels(path, "cut").inc(int(scored.exceeded.sum()))
 
     def count_rows(self, path: str, outcome: str, rows: int) -> None:
-        """Rows of a request that are also counted as something else than scored or refused."""
+        """Count rows that have an outcome in addition to scored or refused."""
         if rows:
             self._rows.labels(path, outcome).inc(rows)
 
     def render(self, scoring: ScoringService | None, statistics: Statistics) -> tuple[bytes, str]:
-        """Write the text for Prometheus, with the counts of the models; and its content type."""
+        """Write Prometheus's text format, with current values of the models; and its type."""
         now = CollectorRegistry()
         refused = CounterMetricFamily(
             f"{_HTTP}_refused_connections",
-            "requests refused by a limit of their connection, before they were read",
+            "requests rejected by a limit of their connection, before they were read",
             labels=["status"],
         )
         for status, count in self.refused_connections.items():
@@ -103,13 +103,14 @@ class FrontMetrics:
         )
         for cause, count in self.aborted_connections.items():
             aborted.add_metric([cause], count)
-        of_scoring = () if scoring is None else _of_service(scoring)
-        now.register(_Snapshot([refused, aborted, *of_scoring, *_of_backends(statistics)]))
+        service_metrics = () if scoring is None else _service_metrics(scoring)
+        families = [refused, aborted, *service_metrics, *_backend_metrics(statistics)]
+        now.register(_Snapshot(families))
         return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
 
 
 class _Snapshot:
-    """Values that were taken elsewhere."""
+    """A collector of values that were measured elsewhere."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -118,19 +119,19 @@ class _Snapshot:
         yield from self._families
 
 
-def _of_service(scoring: ScoringService) -> Iterator[Metric]:
+def _service_metrics(scoring: ScoringService) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        f"{_HTTP}_rows_in_flight", "texts not answered yet", value=scoring.rows_in_flight
+        f"{_HTTP}_rows_in_flight", "samples not answered yet", value=scoring.rows_in_flight
     )
     contract = scoring.contract
     gauges = {
         name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=["attribute"])
         for name, about in (
-            ("rows", "of how many rewards, the last, these are"),
-            ("mean", "mean of the last rewards"),
-            ("std", "standard deviation of the last rewards"),
-            ("mean_drift", "mean less the contract's, in the contract's standard deviations"),
-            ("std_ratio", "standard deviation over the contract's"),
+            ("rows", "number of latest rewards in the other gauges"),
+            ("mean", "mean of the latest rewards"),
+            ("std", "standard deviation of the latest rewards"),
+            ("mean_drift", "mean minus the contract's, in the contract's standard deviations"),
+            ("std_ratio", "standard deviation divided by the contract's"),
         )
     }
     for column, drift in enumerate(scoring.recent.drift(contract)):
@@ -141,14 +142,14 @@ def _of_service(scoring: ScoringService) -> Iterator[Metric]:
     yield from gauges.values()
 
 
-def _of_backends(statistics: Statistics) -> Iterator[Metric]:
+def _backend_metrics(statistics: Statistics) -> Iterator[Metric]:
     up = GaugeMetricFamily(f"{_SERVER}_up", "whether the backend answers", labels=["backend"])
     waiting = GaugeMetricFamily(
-        f"{_SERVER}_waiting_rows", "texts that wait for a call of the model", labels=["backend"]
+        f"{_SERVER}_waiting_rows", "rows that wait for a call of the model", labels=["backend"]
     )
     fill = GaugeMetricFamily(
         f"{_SERVER}_pack_fill",
-        "computed tokens of a call, in the mean, over what a call has room for",
+        "mean of a call's computed tokens divided by the tokens that fit into a call",
         labels=["backend"],
     )
     counters = {

@@ -1,6 +1,23 @@
-"""Requests and replies, whichever protocol they come by; each file of this package is a protocol.
+"""Wire protocols: how a request becomes a ``ScoreRequest``, and rewards become an answer.
 
-The client imports this, so nothing here needs pydantic: that is for ``base.py`` and the gateway.
+A request passes these files in this order:
+
+``strict_json.py``   rejects JSON with duplicate keys or too deep nesting, before it is parsed
+``base.py``          ``Route``, request bodies as pydantic models, unpacking, messages about bodies
+one file a protocol  ``rewards.py`` (``/v1/rewards``, our own), ``vllm.py``, ``sglang.py``,
+                     ``tei.py``, ``rerank.py`` (vLLM, Jina, Cohere), ``openrlhf.py``, ``slime.py``
+                     and ``gym.py`` (NeMo Gym) translate a body to a ``ScoreRequest`` and
+                     ``ScoredRows`` to the answer of their protocol
+
+KServe v2 sends tensors instead of JSON objects:
+
+``kserve_body.py``   tensors as HTTP bodies; the client uses it, too
+``kserve.py``        what the tensors of ``reward_model`` and ``contract`` mean
+``critic.py``        what the tensors of a PPO critic's endpoints mean
+
+This file has the types that all of them share. ``serving/front`` owns sockets, limits and tokens.
+The client imports this package, so this file, ``strict_json.py``, ``kserve*.py`` and ``critic.py``
+must not import pydantic.
 """
 
 from __future__ import annotations
@@ -18,7 +35,10 @@ __all__ = ["ScoreRequest", "ScoredRows", "StepRewards", "TensorSpec", "place_row
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One named tensor; ``shape`` leaves out the batch dimension, -1 is any size."""
+    """Name, dtype and shape of one tensor of a KServe v2 endpoint.
+
+    ``shape`` does not include the batch dimension; -1 stands for any size.
+    """
 
     name: str
     dtype: Any
@@ -28,11 +48,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One decoded request: B ``texts`` (raw, or a conversation's messages) or ``token_lists``.
+    """One decoded request, whichever protocol it came by.
 
-    ``add_eos`` is what its sender takes the contract's rule to be, for each of the B. ``refused``
-    has further rows that cannot be scored, by their numbers in the whole request, and why; the B
-    are the rest, in order.
+    Attributes:
+        texts: B raw texts or conversations; None if the request has token ids.
+        token_lists: B lists of token ids; None if the request has texts.
+        add_eos: B flags: whether the sender expects an end-of-sequence token to be added. Only
+            clients of NeMo-Aligner send them.
+        refused: row number in the request -> reason, for further rows that cannot be scored. The B
+            rows above are the other ones, in order.
     """
 
     texts: list[Text] | None = None
@@ -42,16 +66,16 @@ class ScoreRequest:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole request, those that are refused included."""
+        """Number of rows of the request, including the rejected ones."""
         return len(self.texts or self.token_lists or ()) + len(self.refused)
 
     @property
     def row_numbers(self) -> list[int]:
-        """Numbers in the whole request of the rows that are not refused."""
+        """Positions in the request of the B rows that are not rejected, ascending."""
         return [row for row in range(self.num_rows) if row not in self.refused]
 
     def without_rows(self, reasons: Mapping[int, str]) -> ScoreRequest:
-        """The same request with further rows refused, by their numbers in the whole request."""
+        """Copy this request with more rows rejected: ``reasons`` maps their row numbers to why."""
         keeps = [row not in reasons for row in self.row_numbers]
 
         def remaining(rows: Sequence[Any] | None) -> list[Any] | None:

@@ -1,8 +1,8 @@
-r"""A protocol over plain HTTP and JSON, as the gateway serves it.
+r"""Building blocks of the protocols over plain HTTP and JSON.
 
-A protocol is one file of this folder with its ``Route``\ s, listed in ``ROUTES`` of
-``serving/http.py``. It only translates: its body to a ``ScoreRequest``, and what became of that to
-its own answer.
+Each protocol is one file of this folder. It lists its ``Route``\ s, which ``ROUTES`` of
+``serving/front/app.py`` collects. A protocol only translates: its body to a ``ScoreRequest``, and
+rewards or a failure to an answer.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-_SHOWN_PROBLEMS = 3  # of a body
-# Of these; a union's branches have one each, most of which say the same. Others are only counted.
+_SHOWN_PROBLEMS = 3  # in the error message of one body
+# pydantic reports a value that fits no branch of a union once for each branch, with nearly the same
+# words. Only this many reports are read; further ones are counted.
 _READ_PROBLEMS = 8
-# Characters of a bad value, so that the line has room for what was wanted.
+# Characters of a bad value in a message, so that the line has room for the expected type.
 _SHOWN_VALUE = 60
-# Branches of a union in the place of a problem, which are no names of the body.
+# pydantic puts the branch of a union into the location of a problem. It is no key of the body.
 _BRANCH = re.compile(r"(str|int|float|bool)$|(list|dict)\[")
-# By pydantic's error types; others keep pydantic's words.
+# Our message for each of pydantic's error types; others keep pydantic's message.
 _WORDS = {
     "missing": "required, but missing",
     "too_short": "got {actual_length}, wanted at least {min_length}",
     "list_type": "got {got}, wanted a list",
-    "string_type": "got {got}, wanted a text",
+    "string_type": "got {got}, wanted a string",
     "int_type": "got {got}, wanted an integer",
     "model_type": "got {got}, wanted an object",
     "dict_type": "got {got}, wanted an object",
@@ -50,28 +51,34 @@ _WORDS = {
 
 
 class Body(BaseModel):
-    """Base of requests and answers; unknown names of a request are kept."""
+    """Base of all request and answer bodies; fields of a request that are not declared are kept."""
 
-    # Strict: otherwise pydantic takes "1" for a number and a number for a text.
+    # Strict: otherwise pydantic converts "1" to a number, and a number to a string.
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 T = TypeVar("T", bound=Body)
 Item = TypeVar("Item")
-# A list of a body. Validation stops at its first bad element: pydantic would make an error for each
-# of millions, which takes seconds in which nothing else is answered.
+# A list in a body. Validation stops at its first bad element: pydantic would create an error for
+# each of millions of elements, and the server answers nobody during those seconds.
 Items = Annotated[list[Item], Field(fail_fast=True)]
-# Samples of a request. No setting allows more, as looking at millions of them takes many seconds.
+# Most samples of one request. No setting raises it, because validating millions of samples takes
+# many seconds.
 MOST_ROWS = 2**16
 Rows = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_ROWS)]
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model behind the gateway, for answers that name it.
+    """The served model, for answers that name it.
 
-    ``attributes`` are the names of a reward's columns, and ``weights`` (None where no server says)
-    make one number of them. ``scale`` is the contract's ``reward_scale``, None likewise.
+    Attributes:
+        model_name: the name in answers of vLLM's and the reranking protocols.
+        attributes: names of the A columns of a reward.
+        weights: A weights that merge the attributes into one reward; None if the server publishes
+            no scoring contract.
+        reward_threshold: from this reward on, NeMo Gym counts a reply as good.
+        scale: ``reward_scale`` of the contract; None if the server publishes none.
     """
 
     model_name: str
@@ -81,69 +88,72 @@ class Served:
     scale: str | None = None
 
     def one_reward(self, rewards: np.ndarray) -> list[float]:
-        """Merge ``[B, A]`` rewards into one per row, as evaluation does; A = 1 is left as it is.
+        """Merge rewards ``[B, A]`` into one per row by the weights; A = 1 is returned unchanged.
 
         Raises:
-            ServingError: A > 1, and nobody says how much each attribute counts.
+            ServingError: A > 1, and the weights are not known.
         """
         if self.weights is None and rewards.shape[1] > 1:
             raise ServingError(
                 f"the model has {rewards.shape[1]} attributes, and its server publishes no scoring "
-                "contract with their weights; wanted one reward for each text"
+                "contract with their weights; wanted one reward per sample"
             )
         return one_reward(rewards, self.weights or (1.0,)).tolist()
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A status, an object for JSON, and further headers than those of every answer."""
+    """An HTTP status, an object that is sent as JSON, and additional headers."""
 
     status: int
     content: Any
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-# Numbers of rows, from 0, that were cut to the model's length, or are not written in its chat
-# template. Headers, as some protocols' answers have no room for a further field.
+# Headers that list row numbers (from 0): of samples that were cut to the model's length, and of
+# samples that are not written in the model's chat template. They are headers because the answers of
+# some protocols have no room for another field.
 TRUNCATED_ROWS = "X-Truncated-Rows"
 FOREIGN_ROWS = "X-Foreign-Template-Rows"
-_MOST_SHOWN_ROWS = 100  # clients refuse headers of more than 8 KiB
+_MOST_SHOWN_ROWS = 100  # clients reject headers of more than 8 KiB
 
 
 def row_headers(scored: ScoredRows) -> dict[str, str]:
-    """Headers about rows that have a reward by less than the whole text, or by other rules."""
+    """List truncated samples and samples in a foreign chat template in headers."""
     masks = {TRUNCATED_ROWS: scored.exceeded, FOREIGN_ROWS: scored.foreign_template}
     marked = {
         name: np.flatnonzero(mask).tolist() for name, mask in masks.items() if mask is not None
     }
-    return {name: _listed(rows) for name, rows in marked.items() if rows}
+    return {name: _list_row_numbers(rows) for name, rows in marked.items() if rows}
 
 
-def _listed(rows: Sequence[int]) -> str:
+def _list_row_numbers(rows: Sequence[int]) -> str:
     more = [f"and {len(rows) - _MOST_SHOWN_ROWS} more"] * (len(rows) > _MOST_SHOWN_ROWS)
     return ", ".join([*map(str, rows[:_MOST_SHOWN_ROWS]), *more])
 
 
 @dataclass(frozen=True)
 class Route(Generic[T]):
-    """A URL of a protocol.
+    """One URL of a protocol that answers with rewards, and the functions that translate for it.
 
     Attributes:
-        path: the URL's path; requests come by POST.
-        about: for people, in one line.
-        request: what the body has; unfit ones are refused in one line.
-        response: what the answer has, for the OpenAPI page.
-        read: raises ServingError where the body cannot be scored.
-        answer: to a request that was scored.
-        refuse: to one that was not; the body is None where it could not be read.
-        sets_rows_aside: a row that is refused has an error of its own; else the request has.
+        path: path of the URL; requests are POST.
+        about: one line for the OpenAPI page.
+        request: model of the body; a body that does not fit is rejected with a one-line message.
+        response: model of the answer, for the OpenAPI page.
+        read: converts a body to a ``ScoreRequest``; raises ServingError if it cannot be scored.
+        answer: builds the answer of a request that was scored.
+        refuse: builds the answer of a request that failed; the body is None if it is unreadable.
+        sets_rows_aside: a row that cannot be scored gets an error of its own, and the others are
+            scored; without it, the whole request fails.
         completes_turns: a raw text or token row that ends at an end of turn gets what the model's
-            template writes behind it (``gateway.complete_turns``).
-        with_other_reply: the request of one text with a reply that nobody refuses. Where the text
-            is refused, this says whose fault it is: the reply's, if this is scored; ``answer`` then
-            gets it as a row with an error. Else the prompt's, which is for ``refuse``.
-        marks: names of a body's fields by which it is this protocol's, where another one has its
-            route at the same ``path``, before this.
+            chat template writes after one (``gateway.complete_turns``).
+        with_other_reply: builds the same request with a reply that is always valid. If a sample is
+            rejected, the front scores this one to find out what is at fault. If it succeeds, the
+            reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise the
+            prompt is at fault, and ``refuse`` builds the answer.
+        marks: names of fields by which a body belongs to this route, if another protocol has a
+            route at the same ``path``, which is listed before this one.
     """
 
     path: str
@@ -159,7 +169,7 @@ class Route(Generic[T]):
     marks: tuple[str, ...] = ()
 
     def parse(self, body: bytes) -> T:
-        """The body of a request.
+        """Parse the body of a request.
 
         Raises:
             ServingError, RequestError: see ``parse_body``.
@@ -169,10 +179,11 @@ class Route(Generic[T]):
 
 @dataclass(frozen=True)
 class PlainRoute:
-    """A URL that a protocol's clients ask beside rewards; ``answer`` to the bytes of a body.
+    """A URL of a protocol that does not return rewards.
 
-    It raises ServingError where the body is unfit: HTTP 400. Where it ``is_slow``, answering takes
-    more than a few milliseconds and belongs in a thread, however small the body is.
+    ``answer`` maps the bytes of a body to the answer; it raises ServingError (HTTP 400) if the body
+    is invalid. ``is_slow`` means that answering takes more than a few milliseconds even for a small
+    body, so the front runs it in a thread.
     """
 
     path: str
@@ -184,9 +195,10 @@ class PlainRoute:
 
 @dataclass(frozen=True)
 class ModelRoute:
-    """A URL with what is known of the model, asked by GET.
+    """A URL that describes the model; requests are GET.
 
-    ``answer`` gets the backends' contract, None if they publish none, and the gateway's settings.
+    ``answer`` gets the scoring contract, or None if the backends publish none, and the gateway's
+    settings.
     """
 
     path: str
@@ -195,61 +207,65 @@ class ModelRoute:
 
 
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
-    """``{"detail"}``, FastAPI's own shape, which clients of servers made with it read."""
+    """Answer ``{"detail": message}``, FastAPI's form, which clients of FastAPI servers read."""
     return HttpAnswer(failure.kind.status, {"detail": failure.message})
 
 
 _GZIP, _UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ENCODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
-# Bytes that are unpacked at once, so that no more than these are held beyond the limit.
+# Bytes unpacked per step, so that memory exceeds the limit by no more than this.
 _UNPACKED_AT_ONCE = 2**16
 
 
-def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
-    """A body's JSON: unpacked (see ``decompress``), and without a byte order mark.
+def unpack_body(content: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Return a body's JSON: decompressed (see ``decompress``), without a byte order mark.
 
     Raises:
-        RequestError: it has more bytes than ``most`` once unpacked.
-        ServingError: it is packed otherwise, cut off or damaged, or in UTF-16.
+        RequestError: it is longer than ``max_bytes`` once unpacked.
+        ServingError: its encoding is not supported, its data is damaged, or it is UTF-16.
     """
-    content = decompress(content, encoding, most)
+    content = decompress(content, encoding, max_bytes)
     if content.startswith(_UTF16):
         raise ServingError("body: got text in UTF-16; wanted JSON in UTF-8")
     return content.removeprefix(codecs.BOM_UTF8)
 
 
 def is_packed(content: bytes, encoding: str) -> bool:
-    """Whether a body is packed, so that a small one may take long to unpack."""
+    """Tell whether a body is compressed, so that even a small one may take long to unpack."""
     return encoding.strip().lower() == "deflate" or content.startswith(_GZIP)
 
 
-def decompress(content: bytes, encoding: str, most: int) -> bytes:
-    """A body without gzip, which its first bytes say, or deflate, which only its header can say.
+def decompress(content: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Unpack a body that is compressed with gzip or deflate; return any other one unchanged.
 
-    ``encoding`` is the header ``Content-Encoding``. At no time are more than ``most`` bytes and a
-    buffer held before it is known that they are all; zlib works without the GIL.
+    gzip is recognized by the first bytes, deflate only by ``encoding``, the ``Content-Encoding``
+    header. At most ``max_bytes`` and one buffer are held at any time, so a compression bomb does
+    not fill the memory. zlib works without the GIL.
 
     Raises:
-        RequestError: it has more bytes than ``most`` once unpacked.
-        ServingError: it is packed otherwise, cut off or damaged, or has more behind its end.
+        RequestError: it is longer than ``max_bytes`` once unpacked.
+        ServingError: its encoding is not supported, or its data is damaged or has bytes after its
+            end.
     """
     encoding = encoding.strip().lower()
     if encoding not in _ENCODINGS:
         raise ServingError(
             f"Content-Encoding: got {shown(encoding)}, wanted gzip, deflate or none; send the body "
-            "as it is"
+            "uncompressed"
         )
     if "gzip" in encoding and not content.startswith(_GZIP):
-        raise ServingError("Content-Encoding: got gzip, and a body that is not; leave it out")
-    return _unpack(content, most) if is_packed(content, encoding) else content
+        raise ServingError(
+            "Content-Encoding: got gzip, but the body is not compressed; leave the header out"
+        )
+    return _unpack(content, max_bytes) if is_packed(content, encoding) else content
 
 
-def _unpack(content: bytes, most: int) -> bytes:
+def _unpack(content: bytes, max_bytes: int) -> bytes:
     pieces, size = [], 0
     for piece in _unpacked_pieces(content):
         size += len(piece)
-        if size > most:
-            raise too_large(most)
+        if size > max_bytes:
+            raise too_large(max_bytes)
         pieces.append(piece)
     return b"".join(pieces)
 
@@ -259,167 +275,170 @@ def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
     start = 0
     try:
         while start < len(content) and not unpacker.eof:
-            # In slices: at each call zlib copies what it has not used of its input.
+            # In slices: each call of zlib copies the input that it has not used.
             packed = content[start : start + _UNPACKED_AT_ONCE]
             start += len(packed)
             piece = b""
-            # A full piece without input that is left may have more behind it, too.
+            # A full piece may be followed by more output even when no input is left.
             while packed or len(piece) == _UNPACKED_AT_ONCE:
                 piece = unpacker.decompress(packed, _UNPACKED_AT_ONCE)
                 packed = unpacker.unconsumed_tail
                 yield piece
     except zlib.error as error:
-        raise ServingError(f"body: its packed data cannot be read: {error}") from error
+        raise ServingError(f"body: its compressed data cannot be read: {error}") from error
     if not unpacker.eof or unpacker.unused_data or start < len(content):
-        raise ServingError("body: its packed data is cut off, or has more behind its end")
+        raise ServingError(
+            "body: its compressed data is incomplete, or more bytes follow its end; send it again"
+        )
 
 
-def too_large(most: int) -> RequestError:
-    """The failure of a body of more bytes than ``most``."""
+def too_large(max_bytes: int) -> RequestError:
+    """Return the error of a body of more bytes than ``max_bytes``."""
     return RequestError(
-        f"got a body of more than {most} bytes (max_request_bytes); send less at once",
+        f"got a body of more than {max_bytes} bytes (max_request_bytes); send smaller requests",
         FailureKind.too_large,
     )
 
 
 def parse_body(form: type[T], body: bytes) -> T:
-    """Read a body of this form.
+    """Parse and validate a JSON body.
 
     Raises:
-        ServingError: it has another form, a key twice, or is no JSON.
+        ServingError: it is not JSON, has a duplicate key, or does not fit the model ``form``.
         RequestError: it has more than ``MOST_ROWS`` samples.
     """
     if not body or body.isspace():
-        raise ServingError("body: it is empty, wanted a JSON object")
+        raise ServingError("body: it is empty; wanted a JSON object")
     check_keys(body)
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
-        if any(each["type"] == "too_long" for each in error.errors(include_url=False)):
+        if any(problem["type"] == "too_long" for problem in error.errors(include_url=False)):
             raise RequestError(
-                f"got more than {MOST_ROWS} samples in one request; send less at once",
+                f"got more than {MOST_ROWS} samples in one request; send smaller requests",
                 FailureKind.too_large,
             ) from error
-        raise ServingError(_problems_of(error, form)) from error
+        raise ServingError(_describe_problems(error, form)) from error
 
 
-# Names that one protocol or another has for a sample. A route that reads one of them would ignore
-# the others, as names that it does not know.
+# Names that protocols use for a sample. A route reads one of them; without a check it would ignore
+# the others, because unknown fields are kept.
 _SAMPLE_FIELDS = (
     *("input", "inputs", "input_ids", "messages", "conversations"),
     *("text", "texts", "prompt", "query", "queries"),
 )
 
 
-def refuse_other_samples(body: Body, name: str, others: Sequence[str] = _SAMPLE_FIELDS) -> None:
-    """Refuse a body that has samples under ``name`` and under another name, too.
+def refuse_other_samples(body: Body, name: str) -> None:
+    """Reject a body that has samples under ``name`` and also under another name.
 
     Raises:
         ServingError: it names both.
     """
     extra = body.model_extra or {}
-    for other in others:
+    for other in _SAMPLE_FIELDS:
         if extra.get(other):
-            raise ServingError(f"got {name} and {other}, wanted one of them: both are samples")
+            raise ServingError(f"got {name} and {other}, which are both samples; send one of them")
 
 
 def as_json(value: Any) -> str:
-    """A value of a body for an error message, as its sender wrote it, in one short line."""
+    """Write a value of a body as one short line of JSON, for an error message."""
     try:
         return short(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         return shown(value)
 
 
-def read_conversation(given: Any) -> Text:
-    """A conversation of a body in the normal form.
+def read_conversation(value: Any) -> Text:
+    """Read a conversation (a list of messages, or an object with ``messages``) of a body.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a conversation.
     """
-    if isinstance(given, str):
-        raise DataError(f"got {as_json(given)}, wanted a list of messages")
-    return read_text(given)
+    if isinstance(value, str):
+        raise DataError(f"got {as_json(value)}, wanted a list of messages")
+    return read_text(value)
 
 
-def conversation_of(given: Any, where: str) -> Text:
-    """``read_conversation`` for a request of one conversation, which fails as a whole.
+def conversation_of(value: Any, location: str) -> Text:
+    """Read the only conversation of a request; ``location`` is its place for messages.
 
     Raises:
-        ServingError: it is none.
+        ServingError: it is not a conversation.
     """
     try:
-        return read_conversation(given)
+        return read_conversation(value)
     except DataError as error:
-        place = "" if str(error).startswith(f"{where}[") else f"{where}: "
-        raise ServingError(f"{place}{error}") from error
+        prefix = "" if str(error).startswith(f"{location}[") else f"{location}: "
+        raise ServingError(f"{prefix}{error}") from error
 
 
-def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: a string, or parts that are all texts (OpenAI's form).
+def text_of(content: Any, location: str) -> str:
+    """Return the text of a message's content: a string, or a list of text parts (OpenAI's form).
 
     Raises:
-        ServingError: a part is an image, or anything else but text.
+        ServingError: a part is an image or anything else but text.
     """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        _refuse_content(content, where)
+        _refuse_content(content, location)
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
-            _refuse_content(part, where)
+            _refuse_content(part, location)
     return "".join(text for text in texts if text is not None)
 
 
-def _refuse_content(content: Any, where: str) -> NoReturn:
+def _refuse_content(content: Any, location: str) -> NoReturn:
     raise ServingError(
-        f"{where}: got {as_json(content)}, wanted a text or a list of parts with text"
+        f"{location}: got {as_json(content)}, wanted a string or a list of parts with text"
     )
 
 
-def _problems_of(error: ValidationError, request: type[BaseModel]) -> str:
-    """Describe what is wrong with a body, in one line."""
-    # Without pydantic's links to its own pages, which nobody follows from an answer.
+def _describe_problems(error: ValidationError, request: type[BaseModel]) -> str:
+    """Describe in one line what is wrong with a body."""
+    # Without the links to pydantic's own pages, which do not help the sender of a request.
     errors = error.errors(include_url=False)
     problems: dict[tuple[Any, ...], str] = {}
-    for each in errors[:_READ_PROBLEMS]:
-        place, words = each["loc"], _problem(each, request)
-        got, wants, wanted = words.partition(", wanted ")
-        if place and wants and _BRANCH.match(str(place[-1])):
-            # A value that fits no branch of a union is one problem.
-            key = (*place[:-1], got)
-            before = problems.get(key, "")
-            if wanted not in before:
-                problems[key] = f"{before} or {wanted}" if before else words
+    for details in errors[:_READ_PROBLEMS]:
+        location, message = details["loc"], _describe_problem(details, request)
+        actual, separator, expected = message.partition(", wanted ")
+        if location and separator and _BRANCH.match(str(location[-1])):
+            # The reports of a union's branches are merged: "wanted a string or a list".
+            key = (*location[:-1], actual)
+            merged = problems.get(key, "")
+            if expected not in merged:
+                problems[key] = f"{merged} or {expected}" if merged else message
         else:
-            problems[(*place, got)] = words
+            problems[(*location, actual)] = message
     lines = [
-        f"{'.'.join(map(_key, key[:-1])) or 'body'}: {words}" for key, words in problems.items()
+        f"{'.'.join(map(_escape_key, key[:-1])) or 'body'}: {message}"
+        for key, message in problems.items()
     ]
-    more = len(lines[_SHOWN_PROBLEMS:]) + len(errors[_READ_PROBLEMS:])
-    rest = [f"and {more} more"] if more else []
-    return short("; ".join([*lines[:_SHOWN_PROBLEMS], *rest]))
+    unshown = len(lines[_SHOWN_PROBLEMS:]) + len(errors[_READ_PROBLEMS:])
+    ending = [f"and {unshown} more"] if unshown else []
+    return short("; ".join([*lines[:_SHOWN_PROBLEMS], *ending]))
 
 
-def _key(part: str | int) -> str:
-    """A part of a place, escaped where a sender's key would break the line."""
+def _escape_key(part: str | int) -> str:
+    """Return a part of a location; a key with line breaks or control characters is escaped."""
     text = str(part)
     return text if text.isprintable() else json.dumps(text)
 
 
-def _problem(each: ErrorDetails, request: type[BaseModel]) -> str:
-    if each["type"] == "extra_forbidden":
-        # Which model a name further inside belongs to is not known here.
-        known = request.model_fields if len(each["loc"]) == 1 else ()
-        key = str(each["loc"][0])
-        # Comparing a key of megabytes with the known ones takes seconds.
-        near = suggestion(key, known) if len(key) <= _SHOWN_VALUE else None
+def _describe_problem(details: ErrorDetails, request: type[BaseModel]) -> str:
+    if details["type"] == "extra_forbidden":
+        # The fields of a nested model are not known here, only those of the body itself.
+        fields = request.model_fields if len(details["loc"]) == 1 else ()
+        key = str(details["loc"][0])
+        # Comparing a key of megabytes with the field names would take seconds.
+        near = suggestion(key, fields) if len(key) <= _SHOWN_VALUE else None
         meant = f"; did you mean {near}?" if near else ""
-        return f"unknown field{meant}" + (f"; known are {', '.join(known)}" if known else "")
-    words = _WORDS.get(each["type"])
-    if words is None:
-        return each["msg"]
-    got = as_json(each["input"])
-    cut = got if len(got) <= _SHOWN_VALUE else f"{got[:_SHOWN_VALUE]}..."
-    return words.format(got=cut, **each.get("ctx", {}))
+        return f"unknown field{meant}" + (f"; known are {', '.join(fields)}" if fields else "")
+    message = _WORDS.get(details["type"])
+    if message is None:
+        return details["msg"]
+    value = as_json(details["input"])
+    shortened = value if len(value) <= _SHOWN_VALUE else f"{value[:_SHOWN_VALUE]}..."
+    return message.format(got=shortened, **details.get("ctx", {}))

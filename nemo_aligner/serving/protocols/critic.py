@@ -1,23 +1,25 @@
-"""KServe v2: the tensors of a critic's endpoints, as NeMo-Aligner's clients send and read them.
+"""The KServe v2 tensors of a PPO critic's endpoints, which NeMo-Aligner's clients use.
 
-``critic_infer`` takes what ``reward_model`` takes (see ``kserve.py``). ``critic_train`` and
-``critic_save`` are not batched: a request has whole shapes.
+``critic_infer`` takes the inputs of ``reward_model`` (see ``kserve.py``). ``critic_train`` and
+``critic_save`` are not batched: their shapes are complete, without an implied batch dimension.
 
 ================  ===========  =========  =========================================================
 model             input        dtype      shape and meaning
 ================  ===========  =========  =========================================================
 ``critic_train``  tokens       INT64      [N, S]
-                  returns      FP32       [N, S - 1]: of every token but the last
-                  prev_values  FP32       [N, S - 1]
-                  mask         FP32       [N, S - 1], 1, or 0 where there is nothing to learn
+                  returns      FP32       [N, S - 1]: one per token except the last
+                  prev_values  FP32       [N, S - 1]: the values before this training step
+                  mask         FP32       [N, S - 1]: 1 where the critic learns, else 0
+``critic_save``   dummy_var    INT64      [1], ignored
 ``critic_save``   dummy_var    INT64      [1], which is not looked at
 ================  ===========  =========  =========================================================
 
-``critic_infer`` answers ``values`` FP32 [B, S]: number t is the value of the sequence up to token
-t; S is the width of the request's ``tokens``, or the length of its longest text, and what comes
-after a sequence's end is 0. ``exceeded`` INT32 [B, 1] is that of ``reward_model``. A server that
-has the reward model, too, adds ``rewards`` FP32 [B, 1], with attributes merged by the contract's
-weights. ``critic_train`` answers ``loss_mean`` FP32 [1], ``critic_save`` ``status`` INT64 [1], 0.
+``critic_infer`` answers ``values`` FP32 [B, S]: element t is the value of the sequence up to token
+t. S is the width of the request's ``tokens``, or the length of its longest sample; positions after
+a sequence's end are 0. ``exceeded`` INT32 [B, 1] is the same as that of ``reward_model``. A server
+that also has the reward model adds ``rewards`` FP32 [B, 1], merged over the attributes by the
+contract's weights. ``critic_train`` answers ``loss_mean`` FP32 [1]; ``critic_save`` answers
+``status`` INT64 [1], which is 0.
 """
 
 from __future__ import annotations
@@ -49,10 +51,12 @@ SAVE_OUTPUTS = (TensorSpec("status", np.int64, (1,)),)
 
 
 @dataclass(frozen=True)
-class Valued:
-    """N sequences: ``values`` has an array ``[tokens]`` float32 for each, ``rewards`` is ``[N]``.
+class CriticValues:
+    """Values of N sequences, and their rewards.
 
-    ``rewards`` is None where no server has a reward model.
+    Attributes:
+        values: N arrays ``[tokens]`` float32.
+        rewards: ``[N]`` float32; None if no server has a reward model.
     """
 
     values: list[np.ndarray]
@@ -60,7 +64,7 @@ class Valued:
 
 
 def join_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of different lengths as one array, filled up with zeros."""
+    """Stack N rows of different lengths into float32 ``[N, longest]``, padded with zeros."""
     joined = np.zeros((len(rows), max(map(len, rows))), dtype=np.float32)
     for line, row in zip(joined, rows, strict=True):
         line[: len(row)] = row
@@ -70,7 +74,7 @@ def join_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
 def encode_values(
     inputs: Mapping[str, np.ndarray], joined: np.ndarray, exceeded: np.ndarray, has_rewards: bool
 ) -> dict[str, np.ndarray]:
-    """The answer to a request's ``inputs``: ``joined`` rows of values, rewards before them."""
+    """Encode the answer to a request; ``joined`` is [B, S] values, after a column of rewards."""
     rewards, values = joined[:, : int(has_rewards)], joined[:, int(has_rewards) :]
     if "tokens" in inputs:
         missing = inputs["tokens"].shape[1] - values.shape[1]
@@ -80,21 +84,21 @@ def encode_values(
     return {**answer, "rewards": np.ascontiguousarray(rewards)} if has_rewards else answer
 
 
-def decode_values(outputs: Mapping[str, np.ndarray]) -> Valued:
-    """Decode an answer of ``critic_infer``; all values are as long as the longest sequence.
+def decode_values(outputs: Mapping[str, np.ndarray]) -> CriticValues:
+    """Decode an answer of ``critic_infer``; all rows are padded to the longest sequence.
 
     Raises:
-        KeyError: there are no values.
+        KeyError: the answer has no values.
     """
     rewards = outputs.get("rewards")
-    return Valued(
+    return CriticValues(
         [*np.asarray(outputs["values"], dtype=np.float32)],
         None if rewards is None else np.asarray(rewards, dtype=np.float32).reshape(-1),
     )
 
 
 def encode_rollout(rollout: Rollout) -> dict[str, np.ndarray]:
-    """The inputs of ``critic_train``."""
+    """Encode a rollout as the inputs of ``critic_train``."""
     return {
         "tokens": np.asarray(rollout.tokens, dtype=np.int64),
         "returns": np.asarray(rollout.returns, dtype=np.float32),
@@ -104,14 +108,14 @@ def encode_rollout(rollout: Rollout) -> dict[str, np.ndarray]:
 
 
 def decode_rollout(inputs: Mapping[str, np.ndarray]) -> Rollout:
-    """A request's tensors; whether they fit each other, ``Rollout.check`` says.
+    """Decode a rollout; ``Rollout.check`` tells whether its tensors fit each other.
 
     Raises:
-        DataError: one is missing.
+        DataError: a tensor is missing.
     """
     names = [spec.name for spec in TRAIN_INPUTS]
     missing = [name for name in names if name not in inputs]
     if missing:
-        got = ", ".join(sorted(inputs)) or "no inputs"
-        raise DataError(f"got {got}, wanted {', '.join(names)}")
+        actual = ", ".join(sorted(inputs)) or "no inputs"
+        raise DataError(f"got {actual}, wanted {', '.join(names)}")
     return Rollout(*(inputs[name] for name in names))

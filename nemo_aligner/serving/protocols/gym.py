@@ -1,18 +1,20 @@
-"""NeMo Gym's requests, first ``POST /verify``: one rollout, and the same back with its reward.
+"""NeMo Gym's requests to a resources server: ``POST /verify`` scores a rollout, and some more.
 
-The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``responses_create_params`` is
-what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
-API, and ``tools``), ``response.output`` what it said. Both together are scored as one conversation,
-calls of functions and their results included. Reasoning is no part of it, and a rollout with a
-refusal, or with tools that are not functions, cannot be scored.
+Shapes follow ``base_resources_server.py`` of nemo-gym 0.7. ``responses_create_params`` is the
+prompt: ``instructions``, ``tools``, and ``input``, a string or items of OpenAI's Responses API.
+``response.output`` is what the policy generated. Both together are scored as one conversation,
+including function calls and their results. Reasoning items are dropped. A rollout with a refusal,
+or with tools that are not functions, cannot be scored.
 
-A rollout without a reward gets reward 0, ``failure_kind`` (of Gym's vocabulary) and
-``failure_reason``. It also has ``mask_sample``, as its 0 is no measurement of the policy: the
-servers do not answer, or the rollout could not be scored with any reply. Where the reply is at
-fault (too long, with the template's own tokens, with arguments that are no JSON, or missing, as
-when the reasoning took all tokens), it is masked too, except with ``gateway.reward_threshold``:
-such a rollout failed the test, so its 0 counts. An answer other than 200 is for a body that is no
-rollout, and for a model that fails, as one whose rewards are NaN: it would fail for every other.
+A rollout without a reward gets reward 0, a ``failure_kind`` of Gym's vocabulary, and a
+``failure_reason``. ``mask_sample`` excludes it from training, because its 0 does not measure the
+policy: the servers do not answer, or the rollout could not be scored with any reply. Sometimes the
+reply itself is at fault: it is too long, contains the template's special tokens, has arguments that
+are not JSON, or is missing because reasoning used up all tokens. Such a rollout is masked, too,
+unless ``gateway.reward_threshold`` is set: then it failed the test, and its 0 counts.
+
+The HTTP status is 200 except for a body that is not a rollout, and for a failing model, e.g. one
+with NaN rewards, which would fail for every other rollout as well.
 """
 
 from __future__ import annotations
@@ -48,23 +50,23 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# A failure kind that is not in Gym's failure_kinds.py, so it begins with the server's name.
+# Gym's failure_kinds.py has no such kind, so the name begins with the server's.
 _REFUSED = "reward_model:refused_text"
-_NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
+_NO_REPLY = "response.output: got no message of the assistant at its end, wanted the reply"
 _ROLES = {"developer": "system"}  # the Responses API's name for what chat templates call system
-_OF_FUNCTION = ("name", "description", "parameters", "strict")
-# A reply that no contract refuses: where a rollout is refused with it too, its prompt is at fault.
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+# A reply that every contract accepts. If a rollout is rejected with it, its prompt is at fault.
 _OTHER_REPLY = "."
 
 
-_SAID = {"type": "output_text", "text": "A rose."}
+_EXAMPLE_PART = {"type": "output_text", "text": "A rose."}
 _EXAMPLE: dict[str, Any] = {
-    "output": [{"type": "message", "role": "assistant", "content": [_SAID]}]
+    "output": [{"type": "message", "role": "assistant", "content": [_EXAMPLE_PART]}]
 }
 
 
 class ResponseParams(Body):
-    """Prompt of the policy."""
+    """The prompt that the policy got."""
 
     input: str | list[Any]
     instructions: str | None = None
@@ -72,13 +74,13 @@ class ResponseParams(Body):
 
 
 class PolicyResponse(Body):
-    """Output of the policy."""
+    """The policy's output, as items of the Responses API."""
 
     output: list[Any]
 
 
 class VerifyRequest(Body):
-    """One rollout; whatever else it has comes back as it is."""
+    """One rollout; its further fields are returned unchanged."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -94,7 +96,7 @@ class VerifyRequest(Body):
 
 
 class VerifyResponse(Body):
-    """The request's fields, and those from ``reward`` on."""
+    """The fields of the request, and the ones from ``reward`` on."""
 
     responses_create_params: ResponseParams
     response: PolicyResponse
@@ -110,56 +112,62 @@ class VerifyResponse(Body):
 
 
 def read(body: VerifyRequest) -> ScoreRequest:
-    """Read a rollout; raise ServingError if it has items that are no text."""
-    # Of the response alone: a prompt that ends with an assistant's turn would pass for the reply.
-    said = turns_of(body.response.output, "response.output")
-    if not said or said[-1]["role"] != "assistant":
+    """Read a rollout; raise ServingError if its prompt has items that are not text."""
+    # Only the response is checked: a prompt may itself end with an assistant's turn.
+    reply = turns_of(body.response.output, "response.output")
+    if not reply or reply[-1]["role"] != "assistant":
         return ScoreRequest(texts=[], refused={0: _NO_REPLY})
     try:
-        return ScoreRequest(texts=[_conversation(body, said)])
+        return ScoreRequest(texts=[_build_conversation(body, reply)])
     except ServingError as error:
-        read_with_other_reply(body)  # raises where it is the prompt that cannot be read
+        read_with_other_reply(body)  # raises if the prompt is what cannot be read
         return ScoreRequest(texts=[], refused={0: str(error)})
 
 
 def read_with_other_reply(body: VerifyRequest) -> ScoreRequest:
-    """The same prompt with a reply of one letter: where that is refused, the prompt is."""
+    """Read the prompt with a one-character reply; if it is rejected, the prompt is at fault."""
     other = {"role": "assistant", "content": _OTHER_REPLY}
-    return ScoreRequest(texts=[_conversation(body, [other])])
+    return ScoreRequest(texts=[_build_conversation(body, [other])])
 
 
-def _conversation(body: VerifyRequest, said: Messages) -> Text:
-    asked = body.responses_create_params
+def _build_conversation(body: VerifyRequest, reply: Messages) -> Text:
+    prompt = body.responses_create_params
     messages: Messages = []
-    if asked.instructions:
-        messages.append({"role": "system", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        messages.append({"role": "user", "content": asked.input})
+    if prompt.instructions:
+        messages.append({"role": "system", "content": prompt.instructions})
+    if isinstance(prompt.input, str):
+        messages.append({"role": "user", "content": prompt.input})
     else:
-        messages += turns_of(asked.input, "responses_create_params.input")
-    tools = [_tool(tool, number) for number, tool in enumerate(asked.tools or ())]
-    return conversation_of({"messages": joined([*messages, *said]), "tools": tools}, "rollout")
+        messages += turns_of(prompt.input, "responses_create_params.input")
+    tools = [_convert_tool(tool, number) for number, tool in enumerate(prompt.tools or ())]
+    return conversation_of(
+        {"messages": merge_assistant_turns([*messages, *reply]), "tools": tools}, "rollout"
+    )
 
 
-def _tool(given: Any, number: int) -> dict[str, Any]:
-    """A function of the Responses API, as the chat API has it."""
-    if not isinstance(given, dict) or given.get("type", "function") != "function":
-        place = f"responses_create_params.tools.{number}"
-        raise ServingError(f"{place}: got {as_json(given)}, wanted a function")
-    kept = {key: given[key] for key in _OF_FUNCTION if given.get(key) is not None}
-    return {"type": "function", "function": kept}
+def _convert_tool(tool: Any, number: int) -> dict[str, Any]:
+    """Convert a function from the form of the Responses API to that of the chat API."""
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        location = f"responses_create_params.tools.{number}"
+        raise ServingError(f"{location}: got {as_json(tool)}, wanted a function")
+    function = {key: tool[key] for key in _FUNCTION_KEYS if tool.get(key) is not None}
+    return {"type": "function", "function": function}
 
 
-def turns_of(items: list[Any], where: str) -> Messages:
-    """Messages of the Responses API, calls of tools and their results, without reasoning."""
+def turns_of(items: list[Any], location: str) -> Messages:
+    """Convert items of the Responses API to messages, including tool calls and their results.
+
+    Raises:
+        ServingError: an item is not text; the message begins with ``location`` and its number.
+    """
     turns: Messages = []
     for number, item in enumerate(items):
-        place = f"{where}.{number}"
+        place = f"{location}.{number}"
         kind = item.get("type") or "message" if isinstance(item, dict) else None
-        # Reward models are trained on replies, which have no reasoning in them.
+        # Reward models are trained on replies without reasoning.
         if kind == "reasoning":
             continue
-        read_item = _READ_BY_KIND.get(kind) if isinstance(kind, str) else None
+        read_item = _ITEM_READERS.get(kind) if isinstance(kind, str) else None
         if read_item is not None:
             turns.append(read_item(item, place))
             continue
@@ -172,31 +180,33 @@ def turns_of(items: list[Any], where: str) -> Messages:
     return turns
 
 
-def _call(item: dict[str, Any], place: str) -> Message:
+def _read_call(item: dict[str, Any], place: str) -> Message:
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
-def _result(item: dict[str, Any], place: str) -> Message:
+def _read_call_result(item: dict[str, Any], place: str) -> Message:
     text = text_of(item.get("output"), place)
     return {"role": "tool", "content": text, "tool_call_id": item.get("call_id")}
 
 
-_READ_BY_KIND = {"function_call": _call, "function_call_output": _result}
+_ITEM_READERS = {"function_call": _read_call, "function_call_output": _read_call_result}
 
 
-def joined(turns: Messages) -> Messages:
-    """With the assistant's messages and calls that follow each other as one."""
+def merge_assistant_turns(turns: Messages) -> Messages:
+    """Merge messages and calls of the assistant that follow each other into one message.
+
+    The Responses API has separate items for text and calls; chat templates expect one turn.
+    """
     messages: Messages = []
     for role, group in groupby(turns, key=itemgetter("role")):
         run = [*group]
-        # The Responses API has text and calls as items of their own, chat templates as one turn.
-        messages += [_as_one(run)] if role == "assistant" and len(run) > 1 else run
+        messages += [_merge_turns(run)] if role == "assistant" and len(run) > 1 else run
     return messages
 
 
-def _as_one(run: Messages) -> Message:
+def _merge_turns(run: Messages) -> Message:
     contents = [turn["content"] for turn in run if turn["content"] is not None]
     calls = [call for turn in run for call in turn.get("tool_calls", ())]
     message = {"role": "assistant", "content": "".join(contents) if contents else None}
@@ -204,17 +214,18 @@ def _as_one(run: Messages) -> Message:
 
 
 def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """The rollout with its reward: 1 or 0 where there is a threshold, else as it is."""
+    """Answer the rollout with its reward; with a threshold the reward becomes 1 or 0."""
     threshold = served.reward_threshold
     if scored.errors:
         reason = scored.errors[0]
         if reason != _NO_REPLY:
-            reason = f"the model refuses what the policy said: {reason}"
-        return {**_echo(body), **_unmeasured(_REFUSED, reason, is_masked=threshold is None)}
+            reason = f"the reward model rejects the policy's reply: {reason}"
+        failure = _failure_fields(_REFUSED, reason, is_masked=threshold is None)
+        return {**_echo_fields(body), **failure}
     (reward,) = served.one_reward(scored.rewards)
     components = dict(zip(served.attributes, scored.rewards[0].tolist(), strict=True))
     return {
-        **_echo(body),
+        **_echo_fields(body),
         "reward": reward if threshold is None else float(reward >= threshold),
         "raw_reward": reward,
         "reward_components": components,
@@ -228,21 +239,21 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
 
 
 def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
-    """A rollout without a reward; an error where the body is none, or the failure has no kind."""
+    """Answer a rollout with reward 0, or an HTTP error if Gym has no kind for this failure."""
     kind = failure.kind.gym_kind
-    # Any other status than 200 would end a run of Gym for one of its rollouts.
+    # Gym ends a whole run if one rollout gets any other status than 200.
     if body is None or kind is None:
         return refuse_with_detail(failure, body)
-    unmeasured = _unmeasured(kind, failure.message, is_masked=True)
-    return HttpAnswer(200, {**_echo(body), **unmeasured})
+    fields = _failure_fields(kind, failure.message, is_masked=True)
+    return HttpAnswer(200, {**_echo_fields(body), **fields})
 
 
-def _echo(body: VerifyRequest) -> dict[str, Any]:
+def _echo_fields(body: VerifyRequest) -> dict[str, Any]:
     return body.model_dump(exclude_unset=True)
 
 
-def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
-    # Every field of an answer: a rollout that is scored again brings those of the last time along.
+def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
+    # All fields of an answer: a rollout that is scored again still carries those of the first time.
     return {
         "reward": 0.0,
         "raw_reward": None,
@@ -258,13 +269,13 @@ def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
 
 # ``POST /compare``: replies to one conversation, and a reward for each.
 #
-# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) asks a generative
-# judge, which compares pairs of replies. A reward model needs none: each reply is scored alone,
-# ``rewards`` are the model's own numbers (the judge's are from 1 to 5), and ``comparison_results``
-# is empty. ``conversation_history`` is the messages before the replies; ``response_objs`` are read
-# as those of ``/verify``. A ``principle`` is an instruction to a judge, which no reward model
-# follows, so it is refused. A reply that cannot be scored refuses the group: a made-up reward in
-# its place would train the policy on it.
+# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) sends it to a
+# generative judge, which compares pairs of replies. A reward model scores each reply by itself, so
+# ``comparison_results`` is empty, and ``rewards`` are the model's numbers (a judge's are from 1 to
+# 5). ``conversation_history`` has the messages before the replies; ``response_objs`` are read like
+# the response of ``/verify``. A ``principle`` instructs a judge, and no reward model follows it, so
+# it is rejected. If one reply cannot be scored, the whole group fails, because a made-up reward in
+# its place would train the policy.
 
 
 class CompareRequest(Body):
@@ -281,7 +292,7 @@ class CompareRequest(Body):
 
 
 class CompareResponse(Body):
-    """A reward for each reply, in the request's order; ``metrics`` are of these rewards."""
+    """A reward for each reply, in the request's order, and statistics of these rewards."""
 
     rewards: list[float]
     comparison_results: list[dict[str, Any]]
@@ -289,24 +300,27 @@ class CompareResponse(Body):
 
 
 def read_compare(body: CompareRequest) -> ScoreRequest:
-    """Read each reply with the conversation before it; raise ServingError if one cannot be."""
+    """Append each reply to the conversation; raise ServingError if one of them is unreadable."""
     if body.principle:
         raise ServingError(
-            f"principle: got {as_json(body.principle)}, wanted null: a reward model follows none"
+            f"principle: got {as_json(body.principle)}, wanted null: a reward model cannot follow "
+            "instructions"
         )
-    asked = turns_of(body.conversation_history, "conversation_history")
+    prompt = turns_of(body.conversation_history, "conversation_history")
     texts: list[Text] = []
-    for number, reply in enumerate(body.response_objs):
-        where = f"response_objs.{number}"
-        said = turns_of(reply.output, f"{where}.output")
-        if not said or said[-1]["role"] != "assistant":
-            raise ServingError(f"{where}.output: got no message of the assistant at its end")
-        texts.append(conversation_of(joined([*asked, *said]), where))
+    for number, response in enumerate(body.response_objs):
+        location = f"response_objs.{number}"
+        reply = turns_of(response.output, f"{location}.output")
+        if not reply or reply[-1]["role"] != "assistant":
+            raise ServingError(
+                f"{location}.output: got no message of the assistant at its end, wanted the reply"
+            )
+        texts.append(conversation_of(merge_assistant_turns([*prompt, *reply]), location))
     return ScoreRequest(texts=texts)
 
 
 def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """The judge's names of metrics, of the rewards."""
+    """Answer the rewards, and metrics under the names that Gym's judge uses."""
     rewards = served.one_reward(scored.rewards)
     metrics = {
         "mean_individual_score": float(np.mean(rewards)),
@@ -340,69 +354,70 @@ ROUTES: list[Route[Any]] = [
 ]
 
 
-# The other requests of NeMo Gym to a resources server, as in its ``SimpleResourcesServer``.
+# NeMo Gym's other requests to a resources server, as in its ``SimpleResourcesServer``.
 #
-# ``POST /seed_session`` and ``POST /close_session`` come before and after each rollout. No state is
-# kept for one, so they return the identifier that they were given. ``POST /aggregate_metrics``
-# comes at a run's end with all rollouts, without their texts. Its answer is the mean, maximum,
-# minimum, median and standard deviation of each number in them, overall and for each task, under
-# Gym's names; masked rollouts are only counted. ``GET /reverify_mode``: a rollout may be scored
-# again at any time. If Gym observes its rollouts, all paths begin with ``/ng-rollout/ROLLOUT``,
-# which is removed.
+# ``POST /seed_session`` comes before and ``POST /close_session`` after each rollout. This server
+# keeps no state for a rollout, so both return the identifier that they got. ``POST
+# /aggregate_metrics`` comes at the end of a run with all rollouts, without their texts. Its answer
+# has the mean, maximum, minimum, median and standard deviation of each number in them, overall and
+# per task, under Gym's names; masked rollouts are only counted. ``GET /reverify_mode`` tells that a
+# rollout may be scored again at any time. If Gym observes its rollouts, all paths begin with
+# ``/ng-rollout/ROLLOUT``, which is removed.
 
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
-_MOST_NAMES = 1000  # of numbers; a run has dozens
-_MOST_IN_PYTHON = 64
+_MOST_NAMES = 1000  # of numbers in the rollouts; a usual run has dozens
+_MOST_IN_PYTHON = 64  # up to this length, plain Python computes statistics faster than numpy
 _LARGEST = sys.float_info.max
-_OWN = "_ng_"  # what begins so is Gym's own, and no measurement
+_GYM_PREFIX = "_ng_"  # of Gym's internal fields, which are no measurements
 _SESSION = "resources_session_id"
-# Before the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
-OF_ROLLOUT = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
+# Prefix of the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
+ROLLOUT_PREFIX = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
 
 
 class SessionRequest(Body):
-    """An identifier, where an environment server gives one."""
+    """The identifier of a session, if an environment server assigned one."""
 
     resources_session_id: str | None = None
 
 
 class AggregateRequest(Body):
-    """All rollouts of a run, without what was asked and said."""
+    """All rollouts of a run, without prompts and replies."""
 
     verify_responses: Items[dict[str, Any]]
 
 
 def answer_session(content: bytes) -> HttpAnswer:
-    """The identifier, if there is one."""
+    """Return the identifier of the session, if there is one."""
     body = parse_body(SessionRequest, content)
-    known = body.resources_session_id
-    return HttpAnswer(200, {} if known is None else {_SESSION: known})
+    session = body.resources_session_id
+    return HttpAnswer(200, {} if session is None else {_SESSION: session})
 
 
 def answer_aggregate(content: bytes) -> HttpAnswer:
-    """Metrics by Gym's names."""
+    """Compute the metrics of a run under Gym's names."""
     rollouts = parse_body(AggregateRequest, content).verify_responses
     _check_indices(rollouts)
-    # A masked rollout has reward 0 as a placeholder, which would lower every mean.
-    measured = [each for each in rollouts if not each.get("mask_sample")]
+    # The reward 0 of a masked rollout is a placeholder, which would lower every mean.
+    measured = [rollout for rollout in rollouts if not rollout.get("mask_sample")]
     overall, by_task = _Group(), defaultdict[Any, _Group](_Group)
     for rollout in measured:
-        numbers = _numbers(rollout)
+        numbers = _read_numbers(rollout)
         overall.add(numbers)
         by_task[rollout.get(_TASK, 0)].add(numbers)
         if len(overall.columns) > _MOST_NAMES:
             raise ServingError(
-                f"verify_responses: got numbers by more than {_MOST_NAMES} names, wanted fewer: "
-                "statistics are of each name"
+                f"verify_responses: got numbers by more than {_MOST_NAMES} names, wanted fewer, "
+                "because the answer has statistics of each name"
             )
-    coverage = _coverage(rollouts, measured, len(by_task))
+    coverage = _count_masked(rollouts, measured, len(by_task))
     groups = [
         {_TASK: task, **group.statistics(), "num_rollouts": group.num_rollouts}
         for task, group in by_task.items()
     ]
     statistics = overall.statistics()
-    repeats = {"num_repeats": len({each.get(_ROLLOUT, 0) for each in rollouts})} if measured else {}
+    indices = {rollout.get(_ROLLOUT, 0) for rollout in rollouts}
+    repeats = {"num_repeats": len(indices)} if measured else {}
     means = {name: value for name, value in statistics.items() if name.startswith("mean/")}
     return HttpAnswer(
         200,
@@ -415,60 +430,62 @@ def answer_aggregate(content: bytes) -> HttpAnswer:
 
 
 def answer_reverify_mode(content: bytes) -> HttpAnswer:
-    """Nothing is kept from one rollout to the next."""
+    """Answer ``stateless``: a rollout may be scored again at any time."""
     return HttpAnswer(200, "stateless")
 
 
 def _check_indices(rollouts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ServingError for an index of a task or repeat that nothing can be grouped by."""
+    """Raise ServingError if the index of a task or repeat is neither an integer nor a string."""
     for number, rollout in enumerate(rollouts):
         for key in (_TASK, _ROLLOUT):
             index = rollout.get(key)
             if not isinstance(index, int | str | None):
-                place = f"verify_responses.{number}.{key}"
-                raise ServingError(f"{place}: got {as_json(index)}, wanted an integer or a text")
+                location = f"verify_responses.{number}.{key}"
+                raise ServingError(
+                    f"{location}: got {as_json(index)}, wanted an integer or a string"
+                )
 
 
 class _Group:
-    """Numbers of the rollouts of one task, or of all, by their names."""
+    """Numbers of the rollouts of one task, or of all rollouts, by name."""
 
     def __init__(self) -> None:
         self.num_rollouts = 0
         self.columns: dict[str, list[float]] = defaultdict(list)
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Add one rollout's numbers."""
+        """Add the numbers of one rollout."""
         self.num_rollouts += 1
         for name, number in numbers.items():
             self.columns[name].append(number)
 
     def statistics(self) -> dict[str, float]:
-        """Compute statistics of each name, without those that no float holds."""
+        """Compute statistics of each name; values that no float can hold are dropped."""
         return {
             f"{kind}/{name}": value
             for name, column in self.columns.items()
-            for kind, value in _statistics(column).items()
+            for kind, value in _compute_statistics(column).items()
             if math.isfinite(value)
         }
 
 
-def _numbers(rollout: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers, and bools, of a rollout that a float can hold, without Gym's own."""
+def _read_numbers(rollout: Mapping[str, Any]) -> dict[str, float]:
+    """Return a rollout's numbers and booleans as floats, without Gym's internal fields."""
     return {
         name: float(value)
         for name, value in rollout.items()
-        # Not math.isfinite, which fails on an integer of more than 308 digits.
+        # Not math.isfinite, which raises for an integer of more than 308 digits.
         if isinstance(value, (int, float))
         and -_LARGEST <= value <= _LARGEST
-        and name[:4] != _OWN
+        and name[:4] != _GYM_PREFIX
         and name != "mask_sample"
     }
 
 
-def _statistics(column: list[float]) -> dict[str, float]:
+def _compute_statistics(column: list[float]) -> dict[str, float]:
     if len(column) > _MOST_IN_PYTHON:
-        return _statistics_of_many(column)
-    # A task has a few rollouts: numpy would take twenty times as long.
+        return _compute_statistics_in_numpy(column)
+    # A task has a few rollouts, for which numpy takes twenty times as long.
     count, ordered = len(column), sorted(column)
     low, high = ordered[(count - 1) // 2], ordered[count // 2]
     mean = sum(column) / count
@@ -483,7 +500,7 @@ def _statistics(column: list[float]) -> dict[str, float]:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _statistics_of_many(column: list[float]) -> dict[str, float]:
+def _compute_statistics_in_numpy(column: list[float]) -> dict[str, float]:
     values = np.array(column)
     return {
         "mean": float(values.mean()),
@@ -494,13 +511,13 @@ def _statistics_of_many(column: list[float]) -> dict[str, float]:
     }
 
 
-def _coverage(
+def _count_masked(
     rollouts: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], tasks: int
 ) -> dict[str, int]:
-    """Counts of masked rollouts; empty if there are none."""
+    """Count measured and masked rollouts and tasks; empty if no rollout is masked."""
     if len(measured) == len(rollouts):
         return {}
-    every_task = {each.get(_TASK, 0) for each in rollouts}
+    every_task = {rollout.get(_TASK, 0) for rollout in rollouts}
     return {
         "coverage/measured_rollouts": len(measured),
         "coverage/masked_rollouts": len(rollouts) - len(measured),

@@ -1,51 +1,61 @@
-"""KServe v2: the tensors of the ``reward_model`` endpoint, to and from what they mean.
+"""The KServe v2 tensors of the endpoints ``reward_model`` and ``contract``, and their meaning.
 
-A request carries B texts (or token rows), in exactly one of three forms:
+A request has B samples in exactly one of three forms:
 
 ====================  =====  ======  ==============================================================
 input                 dtype  shape   meaning
 ====================  =====  ======  ==============================================================
-``sentences``         BYTES  [B, 1]  raw UTF-8 text, scored as it stands, without chat template
+``sentences``         BYTES  [B, 1]  raw UTF-8 text, scored unchanged, without a chat template
 ``conversations``     BYTES  [B, 1]  a JSON list of messages, or an object with ``messages``,
                                      ``tools`` and ``documents``; the contract's chat template is
                                      applied
-``tokens``            INT64  [B, S]  token ids, scored as sent; whatever stands after the length
-                                     is ignored
+``tokens``            INT64  [B, S]  token ids, scored unchanged; ids after a row's length are
+                                     ignored
 ``sequence_lengths``  INT64  [B, 1]  the true lengths, with ``tokens``
 ``add_EOS``           BOOL   [B, 1]  optional, from clients of NeMo-Aligner 0.2-0.3; see below
 ====================  =====  ======  ==============================================================
 
-The answer has ``rewards`` FP32 [B, A], one column per attribute; ``exceeded`` INT32 [B, 1], 1
-where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it; and
-``contract_hash`` and ``model_fingerprint`` BYTES [B, 1], which say by what contract and by what
-weights it was scored, empty where the server does not know. With any other overlong
-rule, and for ``tokens``, which are never altered, too long is an error. A server that shapes its
-rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M models before;
-``deviation`` FP32 [B, A] where it has several; and ``passed`` INT32 [B, 1] where it has a
-threshold. A model with K outputs for each attribute also answers with ``spread`` FP32 [B, A], the
-uncertainty of the rewards, and ``outputs`` FP32 [B, M * A * K]. A model with a reward for each turn
-or step also answers with ``steps`` BYTES [B, 1], JSON: ``rewards``, S rows of A, and ``spans``, of
-each what message (null in a raw text) and which characters of it it is the reward of; for
-``tokens`` it has the last one alone, and no spans.
+The answer has:
 
-The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
-JSON, its hash included; with ``model_fingerprint`` BYTES [1], empty if the model has none; with
-``statistics`` BYTES [1]: what the server has counted since its start, a JSON object of numbers (see
-``Meter.statistics``); with ``turn_end`` BYTES [1]: what the chat template writes after a reply (see
-``TurnEnd``), as JSON, or null; and with ``sample_frame`` BYTES [1]: what the template writes around
-a sample (see ``SampleFrame``), as JSON, or null. It needs no
-input; ``dummy_var`` INT64 [1] is for clients that must send one.
+=====================  =====  ==============  ====================================================
+output                 dtype  shape           meaning
+=====================  =====  ==============  ====================================================
+``rewards``            FP32   [B, A]          one column per attribute
+``exceeded``           INT32  [B, 1]          1 if the sample was longer than ``seq_length`` and the
+                                              contract's ``truncate_left`` rule cut it
+``contract_hash``      BYTES  [B, 1]          hash of the scoring contract; empty if unknown
+``model_fingerprint``  BYTES  [B, 1]          fingerprint of the weights; empty if unknown
+``raw_rewards``        FP32   [B, M * A]      only if the server shapes its rewards: the rewards of
+                                              its M models before shaping
+``deviation``          FP32   [B, A]          only with M > 1: standard deviation over the models
+``passed``             INT32  [B, 1]          only with a threshold: 1 if the reward reaches it
+``spread``             FP32   [B, A]          only with K outputs per attribute: uncertainty of each
+                                              reward
+``outputs``            FP32   [B, M * A * K]  only with K outputs per attribute: all of them
+``steps``              BYTES  [B, 1]          only with a reward per turn or step: a JSON object
+=====================  =====  ==============  ====================================================
 
-``complete_turns`` does not concern this protocol, nor ``/v1/rewards``: clients and gateways of this
-package send texts by it that are to have the reward of the same text in process, and a gateway has
-completed those of its own routes.
+``steps`` has ``rewards``, a list of S rows of A numbers, and ``spans``, which say for each row the
+message (null in a raw text) and the range of characters that it belongs to. For ``tokens`` it has
+only the last row and no spans. With any overlong rule but ``truncate_left``, a sample that is too
+long is an error; so is a row of ``tokens`` that is too long, because token ids are never cut.
 
-Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
-contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
-says, for the other forms it must be false, and a request that disagrees is refused.
+The ``contract`` endpoint is not batched. It needs no input; ``dummy_var`` INT64 [1] is for clients
+that must send one. All of its outputs are BYTES [1]: ``contract``, the scoring contract as JSON
+with its hash; ``model_fingerprint``, empty if the model has none; ``statistics``, a JSON object of
+counts since the server's start (see ``Meter.statistics``); ``turn_end``, what the chat template
+writes after a reply (see ``TurnEnd``), as JSON or null; and ``sample_frame``, what the template
+writes around a sample (see ``SampleFrame``), as JSON or null.
 
-A bad request is answered with HTTP 400 and one line of its own; the others in its batch are not
-touched. So is one without the server's bearer token.
+``gateway.complete_turns`` applies neither to this protocol nor to ``/v1/rewards``. Clients and
+gateways of this package send samples by it, and these must get the same reward as in process.
+
+Whether an end-of-sequence token is added is part of what a score means, so the scoring contract
+decides it. ``add_EOS`` cannot change it: it must agree with the contract for ``sentences`` and be
+false for the other forms; otherwise the request is rejected.
+
+A bad request, or one without the server's bearer token, gets HTTP 400 with a one-line message. The
+other requests of its batch are not affected.
 """
 
 from __future__ import annotations
@@ -83,8 +93,8 @@ OUTPUTS = (
     TensorSpec("contract_hash", bytes, (1,)),
     TensorSpec("model_fingerprint", bytes, (1,)),
 )
-# Only if rewards are shaped, or a head has several outputs for an attribute. Each is the field of
-# ``ScoredRows`` of the same name, which is ``[B]`` where the tensor has one number a row.
+# Sent only if rewards are shaped, or a head has several outputs per attribute. Each tensor is the
+# field of ``ScoredRows`` of the same name; a field ``[B]`` is sent as ``[B, 1]``.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
@@ -105,22 +115,25 @@ CONTRACT_OUTPUTS = (
 
 
 def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
-    """The inputs of a request for raw texts."""
+    """Encode the inputs of a request for B raw texts."""
     return {"sentences": _bytes_column(text.encode() for text in texts)}
 
 
 def encode_conversations(conversations: Sequence[Messages | Conversation]) -> dict[str, np.ndarray]:
-    """The inputs of a request for conversations."""
-    # In UTF-8: escaped, a text in most scripts would be two to three times as long.
-    rows = (json.dumps(as_json(each), ensure_ascii=False).encode() for each in conversations)
+    """Encode the inputs of a request for B conversations."""
+    # Not escaped to ASCII, which would double or triple the size of texts in most scripts.
+    rows = (
+        json.dumps(as_json(conversation), ensure_ascii=False).encode()
+        for conversation in conversations
+    )
     return {"conversations": _bytes_column(rows)}
 
 
 def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """The inputs of a request for token ids: rows padded with zeros, and their true lengths.
+    """Encode the inputs of a request for token ids: zero-padded ``[B, S]``, lengths ``[B, 1]``.
 
     Raises:
-        DataError: a row is empty, or has what is no token id.
+        DataError: a row is empty or has elements that are not token ids.
     """
     rows = [_token_ids(number, row) for number, row in enumerate(token_lists)]
     lengths = np.array([[len(row)] for row in rows], dtype=np.int64)
@@ -131,7 +144,7 @@ def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]
 
 
 def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
-    """The outputs of one answered request."""
+    """Encode the output tensors of one scored request."""
     rows = len(scored.rewards)
     outputs = {
         "rewards": np.asarray(scored.rewards, dtype=np.float32),
@@ -142,14 +155,14 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
     for spec in OPTIONAL_OUTPUTS:
         values = getattr(scored, spec.name)
         if values is not None and spec.dtype is bytes:
-            outputs[spec.name] = _bytes_column(each.to_json().encode() for each in values)
+            outputs[spec.name] = _bytes_column(steps.to_json().encode() for steps in values)
         elif values is not None:
             outputs[spec.name] = np.asarray(values, dtype=spec.dtype).reshape(len(values), -1)
     return outputs
 
 
 def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
-    """Decode an answer; a server of NeMo-Aligner sends ``exceeded`` at most, or only rewards."""
+    """Decode the outputs of an answer; servers of NeMo-Aligner send only rewards and exceeded."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
@@ -157,7 +170,7 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
         values = optional[spec.name]
         if values is not None and spec.dtype is bytes:
             optional[spec.name] = _decode_steps(values)
-        elif values is not None and spec.shape == (1,):  # one number a row: [B, 1] on the wire
+        elif values is not None and spec.shape == (1,):  # one number per row: [B, 1] on the wire
             optional[spec.name] = values.reshape(-1)
     return ScoredRows(
         rewards,
@@ -170,16 +183,16 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
 
 
 def _first_text(outputs: Mapping[str, np.ndarray], name: str) -> str | None:
-    """Text that is the same for all rows; None where a server sends none, or an empty one."""
+    """Decode a string that is equal for all rows; None if the server sends none or an empty one."""
     values = outputs.get(name, np.array([b""]))
     return _decode_bytes(values.reshape(-1)[0]) or None
 
 
 def _decode_steps(values: np.ndarray) -> np.ndarray:
-    found = np.full(len(values), None, dtype=np.object_)
+    steps = np.full(len(values), None, dtype=np.object_)
     for row, raw in enumerate(values.reshape(-1)):
-        found[row] = StepRewards.from_json(_decode_bytes(raw))
-    return found
+        steps[row] = StepRewards.from_json(_decode_bytes(raw))
+    return steps
 
 
 def encode_contract(
@@ -188,7 +201,7 @@ def encode_contract(
     sample_frame: SampleFrame | None,
     fingerprint: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model that stay: how samples become scores, and which model."""
+    """Encode the outputs of the ``contract`` endpoint that stay fixed while a server runs."""
     end = None if turn_end is None else turn_end.to_dict()
     frame = None if sample_frame is None else sample_frame.to_dict()
     return {
@@ -203,23 +216,23 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
     """Decode the scoring contract.
 
     Raises:
-        CheckpointError: it is of another version, or was changed.
+        CheckpointError: its version is not supported, or its hash does not fit its content.
     """
     return ScoringContract.from_dict(_decode_json(outputs["contract"]))
 
 
 def decode_fingerprint(outputs: Mapping[str, np.ndarray]) -> str | None:
-    """Decode the model's fingerprint; None where the server tells none."""
+    """Decode the model's fingerprint; None if the server does not publish one."""
     return _first_text(outputs, "model_fingerprint")
 
 
 def decode_template_part(
     outputs: Mapping[str, np.ndarray], name: str, from_dict: Callable[[Any], T]
 ) -> T | None:
-    """Decode ``turn_end`` or ``sample_frame``, by ``name``; None if the template has none.
+    """Decode ``turn_end`` or ``sample_frame`` (``name``); None if the template has none.
 
     Raises:
-        ServingError: the server does not say, as one of an earlier version.
+        ServingError: the server does not send it, as servers of earlier versions do.
     """
     try:
         values = _decode_json(outputs[name])
@@ -229,19 +242,19 @@ def decode_template_part(
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model: the server's counts."""
+    """Encode the server's counts as an output of the ``contract`` endpoint."""
     return {"statistics": _json_output(dict(statistics))}
 
 
 def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Decode a server's counts; values that are no numbers are left out.
+    """Decode the counts of a server; values that are not numbers are dropped.
 
     Raises:
-        ServingError: it does not say, or not as a JSON object.
+        ServingError: the server sends no counts, or not as a JSON object.
     """
     try:
-        found = _decode_json(outputs["statistics"])
-        return {name: float(value) for name, value in found.items() if _is_number(value)}
+        counts = _decode_json(outputs["statistics"])
+        return {name: float(value) for name, value in counts.items() if _is_number(value)}
     except (KeyError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise ServingError(f"statistics: {error}") from error
 
@@ -260,51 +273,54 @@ def _is_number(value: object) -> bool:
 
 
 def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
-    """Check one request's tensors and take them apart.
+    """Check the input tensors of one request and convert them to a ``ScoreRequest``.
 
     Raises:
-        ServingError: the tensors contradict each other or the contract above, in one line.
+        ServingError: the tensors contradict each other or the tables at the top of this file.
     """
     forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
-    # One form, so that all rows of a request have the same rule: with a template, or without.
+    # Only one form, so that one rule holds for all rows: with or without the chat template.
     if len(forms) != 1:
         raise ServingError(
-            f"got {_listing(inputs)}, wanted exactly one of sentences, conversations, "
+            f"got {_list_names(inputs)}, wanted exactly one of sentences, conversations, "
             "or tokens with sequence_lengths"
         )
     form = forms[0]
     if len(inputs[form]) == 0:
         raise ServingError(f"{form}: got no rows, wanted at least one")
     if (form == "tokens") != ("sequence_lengths" in inputs):
-        raise ServingError(f"got {_listing(inputs)}, wanted tokens and sequence_lengths together")
-    add_eos = _column(inputs, "add_EOS", len(inputs[form])) if "add_EOS" in inputs else None
+        raise ServingError(
+            f"got {_list_names(inputs)}, wanted tokens and sequence_lengths together"
+        )
+    add_eos = _read_column(inputs, "add_EOS", len(inputs[form])) if "add_EOS" in inputs else None
     flags = None if add_eos is None else [bool(flag) for flag in add_eos]
     if form == "tokens":
         return ScoreRequest(token_lists=_decode_tokens(inputs), add_eos=flags)
-    rows = [_text(form, *each) for each in enumerate(_column(inputs, form, len(inputs[form])))]
+    column = _read_column(inputs, form, len(inputs[form]))
+    rows = [_decode_text(form, row, raw) for row, raw in enumerate(column)]
     if form == "sentences":
         return ScoreRequest(texts=list(rows), add_eos=flags)
-    conversations = [_conversation(row, text) for row, text in enumerate(rows)]
+    conversations = [_decode_conversation(row, text) for row, text in enumerate(rows)]
     return ScoreRequest(texts=list(conversations), add_eos=flags)
 
 
 def size_of_request(inputs: Mapping[str, np.ndarray]) -> tuple[int, int]:
-    """Rows and bytes of a request's tensors, before any is looked into."""
+    """Return the number of rows and bytes of a request's tensors, without decoding them."""
     rows = max((len(array) for array in inputs.values() if array.ndim), default=0)
     return rows, sum(map(_num_bytes, inputs.values()))
 
 
 def _num_bytes(array: np.ndarray) -> int:
-    # Of an array of bytes numpy would count the pointers.
+    # For an array of bytes objects, nbytes would count only the pointers.
     return sum(map(len, array.reshape(-1))) if array.dtype == np.object_ else array.nbytes
 
 
 def _token_ids(number: int, row: Sequence[int]) -> np.ndarray:
     if len(row) == 0:
-        raise DataError(f"row {number}: it has no tokens")
+        raise DataError(f"row {number}: it has no tokens; leave the row out")
     try:
         ids = np.asarray(row)
-    except ValueError:  # lists of different lengths
+    except ValueError:  # nested lists of different lengths
         ids = np.array(None)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(f"row {number}: got {shown(row)}, wanted token ids")
@@ -315,19 +331,19 @@ def _bytes_column(rows: Any) -> np.ndarray:
     return np.array([[row] for row in rows], dtype=np.object_)
 
 
-def _listing(inputs: Mapping[str, np.ndarray]) -> str:
+def _list_names(inputs: Mapping[str, np.ndarray]) -> str:
     return ", ".join(sorted(inputs)) or "no inputs"
 
 
-def _column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]:
+def _read_column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]:
     array = inputs[name]
     if array.shape != (rows, 1):
         raise ServingError(f"{name}: got shape {list(array.shape)}, wanted [{rows}, 1]")
     return list(array.reshape(-1))
 
 
-def _text(form: str, row: int, raw: Any) -> str:
-    """Decode a text; bytes that are not UTF-8 would be scored as another one."""
+def _decode_text(form: str, row: int, raw: Any) -> str:
+    """Decode UTF-8 strictly: with replaced bytes, a different text would be scored."""
     try:
         return raw.decode("utf-8") if isinstance(raw, bytes) else str(raw)
     except UnicodeDecodeError as error:
@@ -342,7 +358,7 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
     tokens = inputs["tokens"]
     if tokens.ndim != 2:
         raise ServingError(f"tokens: got shape {list(tokens.shape)}, wanted [B, S]")
-    lengths = [int(length) for length in _column(inputs, "sequence_lengths", len(tokens))]
+    lengths = [int(length) for length in _read_column(inputs, "sequence_lengths", len(tokens))]
     for row, length in enumerate(lengths):
         if not 1 <= length <= tokens.shape[1]:
             raise ServingError(
@@ -352,19 +368,19 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
     return [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
 
 
-def _conversation(row: int, text: str) -> Text:
-    """Parse a conversation of a row; raise ServingError with the row if it is none."""
+def _decode_conversation(row: int, text: str) -> Text:
+    """Parse the conversation of a row; raise ServingError with the row number if it is invalid."""
     try:
-        given = read_json(text)
+        value = read_json(text)
     except ServingError as error:
         raise ServingError(f"conversations, row {row}: {error}") from None
-    messages = given.get("messages") if isinstance(given, dict) else given
+    messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise ServingError(
             f"conversations, row {row}: got {text[:80]}, "
-            "wanted a list of messages that is not empty, or an object with messages"
+            "wanted a non-empty list of messages, or an object with messages"
         )
     try:
-        return read_text(given)
+        return read_text(value)
     except DataError as error:
         raise ServingError(f"row {row}: {error}") from error

@@ -1,8 +1,9 @@
-"""Tensors as HTTP bodies: KServe v2 with its extension for binary data.
+"""Encode and decode tensors as HTTP bodies, by KServe v2 and its binary data extension.
 
-A body is JSON, whose length a header gives, and then the tensors' bytes in its order,
-little-endian; an item of BYTES has its length before it in 4 bytes. Texts as JSON would be escaped
-and parsed once more on each side. The client and the HTTP front read and write the same form.
+A body is a JSON object, whose length is in a header, followed by the tensors' bytes in the order in
+which the JSON lists them, little-endian. Each element of a BYTES tensor is preceded by its length
+in 4 bytes. Binary data spares both sides escaping and parsing texts as JSON. The client and the
+HTTP front both use this file.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from nemo_aligner.utils.errors import ServingError, short, shown
 Tensors = dict[str, np.ndarray]
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-# Parameter of a request whose rewards are nobody's, such as the one by which ``/verify`` finds out
-# who is at fault.
+# Request parameter of a probe, whose rewards nobody uses: NeMo Gym's ``/verify`` sends one to find
+# out whether the prompt or the reply is at fault.
 _PROBE = "probe"
 _BYTES = "BYTES"
 _TYPES = {
@@ -40,7 +41,7 @@ _TYPES = {
     "FP64": np.float64,
 }
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
-# Types that the elements of a datatype have as JSON.
+# Python types that the elements of a datatype may have in JSON.
 _JSON_TYPES: dict[str, set[type]] = {
     _BYTES: {str},
     "BOOL": {bool},
@@ -48,18 +49,18 @@ _JSON_TYPES: dict[str, set[type]] = {
     **{name: {int, float, type(None)} for name in _TYPES if name.startswith("FP")},
 }
 _LENGTH = struct.Struct("<I")
-_MOST_DIMENSIONS = 32  # of an array of numpy 1
-# Of a dimension. Far more than a body can hold, and numpy's sizes do not overflow.
+_MOST_DIMENSIONS = 32  # the limit of numpy 1
+# Largest size of one dimension: far more than a body can hold, and numpy's sizes do not overflow.
 _MOST_ITEMS = 2**31
 
 
 def datatype_of(dtype: Any) -> str:
-    """The datatype of tensors whose arrays have this dtype; ``bytes`` and objects are BYTES."""
+    """Return the KServe datatype for a numpy dtype; ``bytes`` and objects are BYTES."""
     return _NAMES.get(np.dtype(dtype), _BYTES)
 
 
 def pack_tensor(array: np.ndarray) -> bytes:
-    """The binary data of a tensor."""
+    """Encode the elements of a tensor, in row-major order, as binary data."""
     if datatype_of(array.dtype) == _BYTES:
         return b"".join(_LENGTH.pack(len(item)) + item for item in array.reshape(-1))
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
@@ -68,9 +69,10 @@ def pack_tensor(array: np.ndarray) -> bytes:
 def encode_body(
     inputs: Mapping[str, np.ndarray], is_probe: bool = False
 ) -> tuple[bytes, dict[str, str]]:
-    """Encode a request: its body and headers; arrays of ``bytes`` become BYTES.
+    """Encode a request as body and headers.
 
-    ``is_probe``: the server shall not count it. Servers that do not know the parameter ignore it.
+    Arrays of ``bytes`` objects become BYTES tensors. With ``is_probe`` the server does not count
+    the request in its statistics; servers that do not know the parameter ignore it.
     """
     listed, pieces = [], []
     for name, array in inputs.items():
@@ -91,16 +93,16 @@ def encode_body(
 
 
 def is_probe(request: Mapping[str, Any]) -> bool:
-    """Tell whether the JSON of a request says that it shall not be counted."""
+    """Tell whether the JSON of a request has the parameter that excludes it from statistics."""
     parameters = request.get("parameters")
     return isinstance(parameters, dict) and parameters.get(_PROBE) is True
 
 
 def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
-    """Decode the outputs of an answer, whether they are binary or JSON.
+    """Decode the output tensors of an answer; their data may be binary or JSON.
 
     Raises:
-        ServingError: it is no answer of KServe v2.
+        ServingError: the body is not an answer of KServe v2.
     """
     try:
         length = int(headers.get(HEADER_LENGTH, len(body)))
@@ -114,14 +116,14 @@ def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
 
 
 def decode_tensors(listed: object, binary: bytes) -> Tensors:
-    """Decode the tensors of a request or an answer of KServe v2, whoever sent them.
+    """Decode the tensors of a request or an answer of KServe v2.
 
-    No size is trusted: shape, datatype and data have to agree before an array is made. The binary
-    data has to be used up, as sizes that lie about one tensor would shift all that follow.
+    The sender is not trusted: shape, datatype and data must agree before an array is created. All
+    of the binary data must be used, because a wrong size of one tensor would shift all that follow.
 
     Args:
-        listed: ``inputs`` or ``outputs`` of its JSON.
-        binary: the bytes behind its JSON.
+        listed: the JSON list ``inputs`` of a request, or ``outputs`` of an answer.
+        binary: the bytes after the JSON.
 
     Raises:
         ServingError: it names the tensor and what is wrong with it.
@@ -144,16 +146,16 @@ def decode_tensors(listed: object, binary: bytes) -> Tensors:
         start = end
     if start != len(binary):
         raise ServingError(
-            f"got {len(binary)} bytes of binary data, of which the tensors' binary_data_size has "
-            f"{start}; the sizes have to add up to all of it"
+            f"got {len(binary)} bytes of binary data, but the tensors' binary_data_size add up to "
+            f"{start}; the sizes must add up to all of the data"
         )
     return tensors
 
 
-def _binary_size(entry: Mapping[str, Any], most: int) -> int:
-    """Bytes of a tensor in the binary data, of which ``most`` are left; 0 if it has JSON data."""
+def _binary_size(entry: Mapping[str, Any], remaining: int) -> int:
+    """Return a tensor's size in bytes in the ``remaining`` binary data; 0 if its data is JSON."""
     parameters = entry.get("parameters")
-    if parameters is None:  # of clients that write every field
+    if parameters is None:  # some clients send null
         parameters = {}
     if not isinstance(parameters, dict):
         raise ServingError(f"parameters: got {shown(parameters)}, wanted an object")
@@ -161,23 +163,24 @@ def _binary_size(entry: Mapping[str, Any], most: int) -> int:
         raise ServingError("parameters: shared memory is not supported; send the data itself")
     has_size, has_data = "binary_data_size" in parameters, "data" in entry
     if has_size == has_data:
-        got = "both data and" if has_data else "neither data nor"
-        raise ServingError(f"got {got} binary_data_size, wanted one of them")
+        state = "both data and" if has_data else "neither data nor"
+        raise ServingError(f"got {state} binary_data_size, wanted one of them")
     size = parameters.get("binary_data_size", 0)
-    if not _is_size(size) or size > most:
-        raise ServingError(f"binary_data_size: got {shown(size)}, wanted 0 to {most}, what is left")
+    if not _is_size(size) or size > remaining:
+        raise ServingError(
+            f"binary_data_size: got {shown(size)}, wanted 0 to {remaining}, the bytes that are left"
+        )
     return size
 
 
 def _decode_tensor(entry: Mapping[str, Any], raw: bytes) -> np.ndarray:
-    shape, datatype = _shape(entry.get("shape")), entry.get("datatype")
+    shape, datatype = _check_shape(entry.get("shape")), entry.get("datatype")
     if not isinstance(datatype, str) or datatype not in _JSON_TYPES:
-        known = ", ".join(_JSON_TYPES)
-        got = "nothing" if datatype is None else shown(datatype)
-        raise ServingError(f"datatype: got {got}, wanted one of {known}")
+        actual = "nothing" if datatype is None else shown(datatype)
+        raise ServingError(f"datatype: got {actual}, wanted one of {', '.join(_JSON_TYPES)}")
     items = prod(shape)
     if "data" in entry:
-        data = _flattened(entry["data"], shape)
+        data = _flatten_data(entry["data"], shape)
         _check_count(len(data), items, shape)
         values = _from_json(data, datatype)
     elif datatype == _BYTES:
@@ -186,22 +189,22 @@ def _decode_tensor(entry: Mapping[str, Any], raw: bytes) -> np.ndarray:
         dtype = np.dtype(_TYPES[datatype]).newbyteorder("<")
         size = items * dtype.itemsize
         if len(raw) != size:
-            what = f"shape {shape} of {datatype}"
-            raise ServingError(f"got {len(raw)} bytes of binary data, wanted {size} for {what}")
-        # A byte that is neither 0 nor 1 would make a bool that numpy takes for neither.
+            tensor = f"shape {shape} of {datatype}"
+            raise ServingError(f"got {len(raw)} bytes of binary data, wanted {size} for {tensor}")
+        # numpy would misread a bool whose byte is neither 0 nor 1, so compare instead of cast.
         is_bool = datatype == "BOOL"
         values = np.frombuffer(raw, np.uint8) != 0 if is_bool else np.frombuffer(raw, dtype)
     try:
         return values.reshape(shape)
-    except ValueError:  # a 0 among sizes whose product numpy cannot hold
+    except ValueError:  # a size of 0 next to sizes whose product overflows
         raise ServingError(f"shape: got {shape}, which is too large") from None
 
 
-def _shape(sizes: Any) -> list[int]:
+def _check_shape(sizes: Any) -> list[int]:
     is_list = isinstance(sizes, list) and len(sizes) <= _MOST_DIMENSIONS
     if not is_list or not all(_is_size(size) and size <= _MOST_ITEMS for size in sizes):
-        got = "nothing" if sizes is None else shown(sizes)
-        raise ServingError(f"shape: got {got}, wanted a list of sizes")
+        actual = "nothing" if sizes is None else shown(sizes)
+        raise ServingError(f"shape: got {actual}, wanted a list of sizes")
     return sizes
 
 
@@ -209,13 +212,13 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _check_count(count: int, wanted: int, shape: Sequence[int]) -> None:
-    if count != wanted:
-        raise ServingError(f"data: got {count} elements, wanted {wanted} for shape {shape}")
+def _check_count(count: int, expected: int, shape: Sequence[int]) -> None:
+    if count != expected:
+        raise ServingError(f"data: got {count} elements, wanted {expected} for shape {shape}")
 
 
-def _flattened(data: Any, shape: Sequence[int]) -> list[Any]:
-    """Elements in JSON in row-major order: sent flat, or as lists in lists by the shape."""
+def _flatten_data(data: Any, shape: Sequence[int]) -> list[Any]:
+    """Return JSON elements in row-major order; they are sent flat or nested like the shape."""
     if not isinstance(data, list):
         raise ServingError(f"data: got {shown(data)}, wanted a list")
     if not data or not isinstance(data[0], list):
@@ -223,51 +226,52 @@ def _flattened(data: Any, shape: Sequence[int]) -> list[Any]:
     _check_count(len(data), shape[0] if shape else 1, shape)
     for size in shape[1:]:
         if not all(isinstance(row, list) and len(row) == size for row in data):
-            raise ServingError(f"data: got lists that do not fit shape {shape}")
+            raise ServingError(f"data: got nested lists that do not fit shape {shape}")
         data = [*chain.from_iterable(data)]
     return data
 
 
 def _from_json(data: list[Any], datatype: str) -> np.ndarray:
     allowed = _JSON_TYPES[datatype]
-    # By their types first: numpy would make numbers of texts, and integers of fractions.
+    # Types are checked first: numpy would convert strings to numbers, and truncate fractions.
     if not {*map(type, data)} <= allowed:
         row = next(row for row, value in enumerate(data) if type(value) not in allowed)
         raise ServingError(f"data, element {row}: got {shown(data[row])}, wanted {datatype}")
     if datatype == _BYTES:
-        return np.array([_encoded(row, text) for row, text in enumerate(data)], dtype=np.object_)
+        return np.array([_encode_item(row, text) for row, text in enumerate(data)], np.object_)
     dtype = np.dtype(_TYPES[datatype])
     if dtype.kind in "iu" and data:
         limits = np.iinfo(datatype.lower())
         outside = next((x for x in (min(data), max(data)) if not limits.min <= x <= limits.max), 0)
         if outside:
-            raise ServingError(f"data: got {shown(outside)}, which no {datatype} can hold")
+            raise ServingError(f"data: got {shown(outside)}, which does not fit {datatype}")
     if dtype.kind != "f":
         return np.array(data, dtype)
     try:
-        # JSON has no NaN: a server writes null, if anything.
+        # JSON has no NaN: servers write null instead.
         wide = np.array([np.nan if value is None else value for value in data], np.float64)
     except OverflowError:
-        raise ServingError(f"data: got a number that no {datatype} can hold") from None
+        raise ServingError(f"data: got a number that does not fit {datatype}") from None
     with np.errstate(over="ignore"):
         values = wide.astype(dtype)
     if (np.isinf(values) & ~np.isinf(wide)).any():
-        raise ServingError(f"data: got a number that no {datatype} can hold")
+        raise ServingError(f"data: got a number that does not fit {datatype}")
     return values
 
 
-def _encoded(row: int, text: str) -> bytes:
+def _encode_item(row: int, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
         raise ServingError(
-            f"data, element {row}: got half of a surrogate pair, wanted a text that UTF-8 can hold"
+            f"data, element {row}: got half of a surrogate pair; wanted a string that UTF-8 can "
+            "encode"
         ) from None
 
 
 def _from_packed(raw: bytes, count: int, shape: Sequence[int]) -> np.ndarray:
-    """Items of BYTES, each behind its length; ``count`` of them use up ``raw``."""
-    # Each item has 4 bytes at least, so that no more memory is used than the body has.
+    """Decode BYTES elements, each preceded by its length; they must use up all of ``raw``."""
+    # Checked before memory is allocated: each element has at least 4 bytes.
     if count * _LENGTH.size > len(raw):
         raise ServingError(f"got {len(raw)} bytes of binary data, too few for shape {shape}")
     values = np.empty(count, dtype=np.object_)
@@ -283,7 +287,6 @@ def _from_packed(raw: bytes, count: int, shape: Sequence[int]) -> np.ndarray:
         start = end
     if start != len(raw):
         raise ServingError(
-            f"got {len(raw)} bytes of binary data, of which {count} items for shape {shape} use "
-            f"{start}"
+            f"got {len(raw)} bytes of binary data, but {count} items for shape {shape} have {start}"
         )
     return values

@@ -1,10 +1,10 @@
 """OpenRLHF's remote reward model: ``POST /get_reward``.
 
-Its trainer (0.11: ``openrlhf/utils/agent.py``, its server ``openrlhf/cli/serve_rm.py``) sends
-``query``, the whole texts of prompt and reply as the policy's tokenizer writes them, with
-``prompts`` and ``labels``, which a reward model has no use for. A query is scored as it stands; one
-that ends at the policy's end of turn is completed to what the model's chat template writes.
-``scores`` are what it filters prompts by, ``extra_logs`` what it logs.
+OpenRLHF's trainer (0.11: ``openrlhf/utils/agent.py``; its own server: ``openrlhf/cli/serve_rm.py``)
+sends ``query``, raw texts of prompt and reply in the policy's chat template. It also sends
+``prompts`` and ``labels``, which are ignored. A query is scored unchanged, except that one that
+ends at the policy's end of turn is completed to what the model's chat template writes there. The
+trainer filters prompts by ``scores`` of the answer, and logs its ``extra_logs``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_aligner.serving.protocols.base import (
 
 
 class GetRewardRequest(Body):
-    """Texts to score; what else is sent has no part in a reward."""
+    """Raw texts to score; undeclared fields do not affect their rewards."""
 
     query: Rows[str] = Field(min_length=1, examples=[["What is red? A rose."]])
     prompts: list[Any] | None = None
@@ -33,7 +33,7 @@ class GetRewardRequest(Body):
 
 
 class GetRewardResponse(Body):
-    """One number for each query."""
+    """One reward for each query, twice: OpenRLHF reads both ``rewards`` and ``scores``."""
 
     rewards: list[float]
     scores: list[float]
@@ -41,18 +41,18 @@ class GetRewardResponse(Body):
 
 
 def read(body: GetRewardRequest) -> ScoreRequest:
-    """The queries, as raw texts; raise ServingError for samples of another name, too."""
+    """Read the queries as raw texts; raise ServingError if there are other samples, too."""
     refuse_other_samples(body, "query")
     return ScoreRequest(texts=[*body.query])
 
 
 def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """``extra_logs`` has each attribute, where the model has several, and what was truncated."""
+    """Answer the rewards; ``extra_logs`` has truncation and, if there are several, attributes."""
     rewards = scored.rewards
     merged = served.one_reward(rewards)
     several = served.attributes if rewards.shape[1] > 1 else ()
     logs = {f"reward_{name}": rewards[:, column].tolist() for column, name in enumerate(several)}
-    # In every answer: OpenRLHF logs the mean over those that have it.
+    # In every answer, also if all are 0: OpenRLHF averages over the answers that have the field.
     logs["truncated"] = scored.exceeded.astype(float).tolist()
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 

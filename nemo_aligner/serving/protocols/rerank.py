@@ -1,13 +1,13 @@
-"""``POST /rerank`` with ``documents``, ``/v1/rerank`` and ``/v2/rerank``: vLLM, Jina and Cohere.
+"""Reranking as in vLLM, Jina and Cohere: ``POST /rerank``, ``/v1/rerank`` and ``/v2/rerank``.
 
-The three send the same: a ``query``, ``documents`` (texts, or objects with ``text``), ``top_n`` and
-``return_documents``; and read ``results``, the best first, each with ``index`` and
-``relevance_score``. Sources: vLLM 0.32 (``vllm/entrypoints/pooling/*/protocol.py``), Cohere's
-client 6.1 and Jina's reference of November 2026. The query is the user's message and a document the
-reply. A score is the model's reward, which may be any number. ``document`` is in the answer unless
-``return_documents`` is false, as with vLLM and Jina.
+All three send ``query``, ``documents`` (strings, or objects with ``text``), ``top_n`` and
+``return_documents``, and read ``results``, best first, each with ``index`` and ``relevance_score``.
+Sources: vLLM 0.32 (``vllm/entrypoints/pooling/*/protocol.py``), Cohere's client 6.1 and Jina's
+reference of November 2026. The query is the user's message, and a document is the reply. A score is
+the model's reward, which may be any number. As in vLLM and Jina, ``document`` is in the answer
+unless ``return_documents`` is false.
 
-TEI has ``/rerank``, too, with ``texts`` (``tei.py``).
+TEI also has ``/rerank``, but with ``texts`` instead of ``documents`` (``tei.py``).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from nemo_aligner.serving.protocols.vllm import check_fixed
 from nemo_aligner.serving.protocols.vllm import refuse as refuse_like_vllm
 from nemo_aligner.utils.errors import ServingError
 
-# By Cohere's first version: the parts of a document that count. There is one.
+# Cohere's first version: which parts of a document count. Here a document has only ``text``.
 _RANK_FIELDS = (None, ["text"])
 
 
 class DocumentsRequest(Body):
-    """A query and documents, which are replies to it."""
+    """A query, and documents that are replies to it."""
 
     query: str | dict[str, Any] = Field(examples=["What is red?"])
     documents: Rows[str | dict[str, Any]] = Field(min_length=1, examples=[["A rose.", "The sky."]])
@@ -49,7 +49,7 @@ class DocumentsRequest(Body):
 
 
 class RankedDocument(Body):
-    """One of the documents, by its place in the request."""
+    """One of the documents, by its index in the request."""
 
     index: int
     relevance_score: float
@@ -57,7 +57,7 @@ class RankedDocument(Body):
 
 
 class DocumentsResponse(Body):
-    """The best first; a document that was cut to the model's length has ``truncated``, true."""
+    """Documents, best first; one that was cut to the model's length has ``truncated: true``."""
 
     id: str
     model: str
@@ -67,17 +67,19 @@ class DocumentsResponse(Body):
 
 
 def read(body: DocumentsRequest) -> ScoreRequest:
-    """Read pairs of the query and each document; raise ServingError for what is no text."""
+    """Pair the query with each document; raise ServingError if one of them is not text."""
     check_fixed(body, special_tokens=True)
     refuse_other_samples(body, "documents")
     rank_fields = (body.model_extra or {}).get("rank_fields")
     if rank_fields not in _RANK_FIELDS:
         raise ServingError(
-            f'rank_fields: got {as_json(rank_fields)}, wanted null or ["text"]: a document is one '
-            "text here"
+            f'rank_fields: got {as_json(rank_fields)}, wanted null or ["text"]: a document has '
+            "only text here"
         )
-    query = {"role": "user", "content": _text(body.query, "query")}
-    replies = [_text(each, f"documents.{row}") for row, each in enumerate(body.documents)]
+    query = {"role": "user", "content": _read_content(body.query, "query")}
+    replies = [
+        _read_content(document, f"documents.{row}") for row, document in enumerate(body.documents)
+    ]
     return ScoreRequest(
         texts=[
             conversation_of([query, {"role": "assistant", "content": reply}], f"documents.{row}")
@@ -86,23 +88,23 @@ def read(body: DocumentsRequest) -> ScoreRequest:
     )
 
 
-def _text(value: str | dict[str, Any], where: str) -> str:
-    """A text, that of Cohere's and Jina's object, or vLLM's parts of text."""
+def _read_content(value: str | dict[str, Any], location: str) -> str:
+    """Return a string, the text of Cohere's and Jina's object, or vLLM's joined text parts."""
     if isinstance(value, str):
         return value
     content = value.get("text", value.get("content"))
-    return text_of(value if content is None else content, where)
+    return text_of(value if content is None else content, location)
 
 
 def answer(body: DocumentsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """The best documents; if rewards are equal, the earlier one comes first, as in vLLM."""
-    # Only those are built that are sent: a request may have many documents and want one.
+    """List the best documents; of equal rewards the earlier document comes first, as in vLLM."""
+    # Only the requested results are built: a request may have many documents and a small top_n.
     ranked = sorted(enumerate(served.one_reward(scored.rewards)), key=lambda pair: -pair[1])
     results = []
     for index, reward in ranked[: body.top_n or None]:
         result: dict[str, Any] = {"index": index, "relevance_score": reward}
         if body.return_documents is not False:
-            result["document"] = {"text": _text(body.documents[index], "documents")}
+            result["document"] = {"text": _read_content(body.documents[index], "documents")}
         if scored.exceeded[index]:
             result["truncated"] = True
         results.append(result)
@@ -110,26 +112,26 @@ def answer(body: DocumentsRequest, scored: ScoredRows, served: Served) -> dict[s
         "id": f"rerank-{uuid.uuid4().hex}",
         "model": served.model_name,
         "results": results,
-        # The gateway has no tokenizer to count with, and clients of all three read the field.
+        # Clients of all three protocols read the field, but the gateway has no tokenizer to count.
         "usage": {"prompt_tokens": 0, "total_tokens": 0},
         "meta": {},
     }
 
 
 def refuse(failure: RequestError, body: DocumentsRequest | None) -> HttpAnswer:
-    """vLLM's ``error``, Jina's ``detail`` and Cohere's ``message`` in one."""
-    refused = refuse_like_vllm(failure, body)
-    words = {"detail": failure.message, "message": failure.message}
-    return HttpAnswer(refused.status, {**refused.content, **words})
+    """Answer a failed request with vLLM's ``error``, Jina's ``detail`` and Cohere's ``message``."""
+    answer = refuse_like_vllm(failure, body)
+    messages = {"detail": failure.message, "message": failure.message}
+    return HttpAnswer(answer.status, {**answer.content, **messages})
 
 
-def _route(path: str, about: str, marks: tuple[str, ...] = ()) -> Route[DocumentsRequest]:
+def _make_route(path: str, about: str, marks: tuple[str, ...] = ()) -> Route[DocumentsRequest]:
     types = (DocumentsRequest, DocumentsResponse)
     return Route(path, about, *types, read, answer, refuse, marks=marks)
 
 
 ROUTES = [
-    _route("/rerank", "vLLM's reranking: documents by their rewards", ("documents",)),
-    _route("/v1/rerank", "Jina's reranking, Cohere's first and vLLM's: documents by their rewards"),
-    _route("/v2/rerank", "Cohere's second reranking, and vLLM's: documents by their rewards"),
+    _make_route("/rerank", "vLLM's reranking: documents by their rewards", ("documents",)),
+    _make_route("/v1/rerank", "Jina's reranking, Cohere's first and vLLM's: documents by rewards"),
+    _make_route("/v2/rerank", "Cohere's second reranking, and vLLM's: documents by rewards"),
 ]

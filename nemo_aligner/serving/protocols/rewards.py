@@ -1,15 +1,21 @@
 """``POST /v1/rewards``: this package's own protocol, for anything that can post JSON.
 
-The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, or
-objects with ``messages``, ``tools`` and ``documents``, which get the model's chat template) and
-``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
-of ``attributes``, or null where it cannot be scored, and ``errors`` says why. ``scale`` says what
-the numbers are: ``probability``, ``log_odds`` or ``score``. ``truncated`` says which texts were cut
-to the model's length. ``contract_hash`` and ``model_fingerprint`` say by what contract and weights
-the rows were scored. With ``outputs: true`` a model with several outputs for
-each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``. With
-``steps: true`` a model with a reward for each turn or step adds ``steps``: of each row all of them,
-each with the ``message`` (null in a raw text) and the characters ``start`` to ``end`` of it.
+A request has exactly one of:
+
+- ``texts``: raw texts, scored unchanged;
+- ``conversations``: lists of messages, or objects with ``messages``, ``tools`` and ``documents``,
+  which are written in the model's chat template;
+- ``tokens``: lists of token ids, scored unchanged.
+
+The answer has ``rewards``, one row per sample with a number for each of ``attributes``. A row is
+null if its sample cannot be scored; ``errors`` tells why. ``scale`` is ``probability``,
+``log_odds`` or ``score``. ``truncated`` tells which samples were cut to the model's length.
+``contract_hash`` and ``model_fingerprint`` identify the scoring contract and the weights.
+
+With ``outputs: true``, a model with several outputs per attribute adds ``spread``, the uncertainty
+of each reward, and ``outputs``. With ``steps: true``, a model with a reward per turn or step adds
+``steps``: for each row a list of all rewards, each with the number of its ``message`` (null in a
+raw text) and the range of characters from ``start`` to ``end``.
 """
 
 from __future__ import annotations
@@ -33,14 +39,14 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import DataError, ServingError
 
-# Only from servers that shape their rewards.
+# Fields that only servers that shape their rewards send.
 _SHAPED = ("raw_rewards", "deviation")
-# Only from models with several outputs for each attribute.
-_READ = ("spread", "outputs")
+# Fields of models with several outputs per attribute, sent on request.
+_OUTPUTS = ("spread", "outputs")
 
 
-# A list of messages, or an object with messages, tools and documents: ``read_text`` says what is
-# wrong with one.
+# A list of messages, or an object with messages, tools and documents. It is not validated here,
+# because ``read_text`` describes errors better.
 RewardConversation = Annotated[
     Any,
     WithJsonSchema(
@@ -62,7 +68,7 @@ RewardConversation = Annotated[
 
 
 class RewardsRequest(Body, extra="forbid"):
-    """Exactly one of the three."""
+    """A request with exactly one of ``texts``, ``conversations`` and ``tokens``."""
 
     texts: Rows[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
     conversations: Rows[RewardConversation] | None = Field(None, min_length=1)
@@ -72,14 +78,14 @@ class RewardsRequest(Body, extra="forbid"):
 
 
 class RowError(Body):
-    """Reason why a row has no reward."""
+    """The reason why a row has no reward."""
 
     row: int
     message: str
 
 
 class StepReward(Body):
-    """Rewards of a turn or step, and the characters of a message that it is; null for tokens."""
+    """Rewards of one turn or step, and its message and characters; those are null for tokens."""
 
     rewards: list[float]
     message: int | None = None
@@ -88,7 +94,7 @@ class StepReward(Body):
 
 
 class RewardsResponse(Body):
-    """A reward of each row for each attribute; what shapes rewards adds more of the same rows."""
+    """Rewards of each row for each attribute, and optional fields with one entry per row."""
 
     rewards: list[list[float] | None]
     attributes: list[str]
@@ -106,56 +112,56 @@ class RewardsResponse(Body):
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
-    """Read a request; raise ServingError if it does not have exactly one form."""
+    """Read a request; raise ServingError unless it has exactly one form of samples."""
     forms = [name for name in ("texts", "conversations", "tokens") if getattr(body, name)]
     if len(forms) != 1:
-        got = " and ".join(forms) or "no samples"
-        raise ServingError(f"got {got}, wanted one of texts, conversations and tokens")
+        actual = " and ".join(forms) or "no samples"
+        raise ServingError(f"got {actual}, wanted one of texts, conversations and tokens")
     if body.tokens:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
-    # What cannot be read is an error of its row: the others are sent on without it.
+    # An unreadable conversation becomes an error of its row; the others are still scored.
     texts, refused = [], {}
-    for row, given in enumerate(body.conversations or ()):
+    for row, conversation in enumerate(body.conversations or ()):
         try:
-            texts.append(read_conversation(given))
+            texts.append(read_conversation(conversation))
         except DataError as error:
             refused[row] = str(error)
     return ScoreRequest(texts=texts, refused=refused)
 
 
 def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """See the top of this file."""
-    more = (*_SHAPED, *_READ) if body.outputs else _SHAPED
-    shaped = {name: getattr(scored, name) for name in more}
+    """Build the answer, which the top of this file describes."""
+    names = (*_SHAPED, *_OUTPUTS) if body.outputs else _SHAPED
+    optional = {name: getattr(scored, name) for name in names}
     if body.steps and scored.steps is None and not scored.errors:
         raise ServingError(
-            "steps: got true, wanted false: the model has one reward for each text, or its server "
-            "shapes it by a rule of whole replies (shaping.length_penalty, standardize=running)"
+            "steps: got true, wanted false: the model has one reward per sample, or its server "
+            "shapes it by a rule for whole replies (shaping.length_penalty, standardize=running)"
         )
-    steps = {} if not body.steps or scored.steps is None else {"steps": _steps(scored.steps)}
-    passed = {} if scored.passed is None else {"passed": _booleans(scored.passed)}
+    steps = {} if not body.steps or scored.steps is None else {"steps": _list_steps(scored.steps)}
+    passed = {} if scored.passed is None else {"passed": _list_booleans(scored.passed)}
     return {
-        "rewards": _rows(scored.rewards),
+        "rewards": _list_rows(scored.rewards),
         "attributes": list(served.attributes),
         "scale": served.scale,
         "contract_hash": scored.contract_hash,
         "model_fingerprint": scored.model_fingerprint,
         "truncated": scored.exceeded.tolist(),
-        "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],
-        **{name: _rows(values) for name, values in shaped.items() if values is not None},
+        "errors": [{"row": row, "message": message} for row, message in scored.errors.items()],
+        **{name: _list_rows(values) for name, values in optional.items() if values is not None},
         **passed,
         **steps,
     }
 
 
-def _steps(rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
-    """Each row's turns or steps; null in place of a row that has no reward."""
-    return [None if row is None else _steps_of(row) for row in rows]
+def _list_steps(rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
+    """Convert the steps of each row to JSON; null for a row without a reward."""
+    return [None if row is None else _list_steps_of_row(row) for row in rows]
 
 
-def _steps_of(row: StepRewards) -> list[dict[str, Any]]:
+def _list_steps_of_row(row: StepRewards) -> list[dict[str, Any]]:
     spans = [vars(span) for span in row.spans] or [{}] * len(row.rewards)
     return [
         {"rewards": rewards, **span}
@@ -163,8 +169,8 @@ def _steps_of(row: StepRewards) -> list[dict[str, Any]]:
     ]
 
 
-def _rows(values: np.ndarray) -> list[Any]:
-    """Rows of numbers for JSON, which has no NaN: null in place of a row that has one."""
+def _list_rows(values: np.ndarray) -> list[Any]:
+    """Convert rows of numbers to JSON; a row with a NaN becomes null, as JSON has no NaN."""
     missing = np.isnan(values).reshape(len(values), -1).any(axis=1)
     return [
         None if is_missing else row
@@ -172,13 +178,13 @@ def _rows(values: np.ndarray) -> list[Any]:
     ]
 
 
-def _booleans(values: np.ndarray) -> list[bool | None]:
-    """Rows of 1, 0 or NaN for JSON."""
-    return [None if math.isnan(each) else bool(each) for each in values.tolist()]
+def _list_booleans(values: np.ndarray) -> list[bool | None]:
+    """Convert 1, 0 and NaN to true, false and null."""
+    return [None if math.isnan(value) else bool(value) for value in values.tolist()]
 
 
 def refuse(failure: RequestError, body: RewardsRequest | None) -> HttpAnswer:
-    """``{"error": {"kind", "message"}}``"""
+    """Answer a failed request with ``{"error": {"kind", "message"}}``."""
     error = {"kind": failure.kind.label, "message": failure.message}
     return HttpAnswer(failure.kind.status, {"error": error})
 

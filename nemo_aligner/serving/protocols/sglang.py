@@ -1,11 +1,11 @@
-"""SGLang's own ``POST /classify``, beside vLLM's at the same path.
+"""SGLang's own ``POST /classify``, at the same path as vLLM's.
 
-A body with ``text`` or ``input_ids`` is SGLang's: one text (or list of ids), or a list of them, as
-``EmbeddingReqInput`` of ``sglang/srt/managers/io_struct.py`` (August 2026) has them. All are scored
-as they stand, but for what a chat template has behind an end of turn. The answer is an object for
-one, and a list of objects for a list: ``embedding`` has the rewards, ``meta_info`` the request's id
-and, of ids, their number. What would make another text of it (images, adapters, prepared
-embeddings) is refused.
+A body with ``text`` or ``input_ids`` is SGLang's; shapes follow ``EmbeddingReqInput`` of
+``sglang/srt/managers/io_struct.py`` (August 2026). It has one text or list of token ids, or a list
+of them. They are scored unchanged, except that what the chat template writes after an end of turn
+is completed. The answer is one object, or a list of objects for a list: ``embedding`` has the
+rewards, ``meta_info`` the request's id and, for token ids, their number. Fields that change the
+sample (images, adapters, prepared embeddings) are rejected.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# Fields that would score another input, or with another model, and ask for more than a reward.
-_NOT_HERE = (
+# Fields that change the sample or the model, or that request more than rewards.
+_UNSUPPORTED = (
     "input_embeds",
     "image_data",
     "video_data",
@@ -48,7 +48,7 @@ _NOT_HERE = (
 
 
 class SglangRequest(Body):
-    """``text`` or ``input_ids``, one or several."""
+    """``text`` or ``input_ids``: one sample or several."""
 
     text: str | Rows[str] | None = Field(None, examples=[["What is red? A rose."]])
     input_ids: Items[int] | Rows[Items[int]] | None = None
@@ -56,33 +56,38 @@ class SglangRequest(Body):
 
 
 class SglangRow(Body):
-    """One input's rewards, a number for each attribute."""
+    """The rewards of one sample, one number per attribute."""
 
     embedding: list[float]
     meta_info: dict[str, Any]
 
 
 class SglangResponse(RootModel[SglangRow | list[SglangRow]]):
-    """An object for one input, a list for a list of them."""
+    """One object for a single sample, a list of objects for a list."""
 
 
 def read(body: SglangRequest) -> ScoreRequest:
-    """Read texts or ids; raise ServingError for neither, for both, or for more than a reward."""
-    for name in _NOT_HERE:
+    """Read texts or token ids; raise ServingError for both, neither, or unsupported fields."""
+    for name in _UNSUPPORTED:
         value = (body.model_extra or {}).get(name)
         if value not in (None, False, []):
-            raise ServingError(f"{name}: got {as_json(value)}, wanted null: rewards are of texts")
+            raise ServingError(
+                f"{name}: got {as_json(value)}, wanted null: this server scores only texts and "
+                "token ids"
+            )
     if (body.text is None) == (body.input_ids is None):
-        got = "neither text nor" if body.text is None else "both text and"
-        raise ServingError(f"got {got} input_ids, wanted one of them")
+        state = "neither text nor" if body.text is None else "both text and"
+        raise ServingError(f"got {state} input_ids, wanted one of them")
     name = "input_ids" if body.text is None else "text"
     refuse_other_samples(body, name)
-    rows = _rows(body)
+    rows = _list_samples(body)
     if not rows:
         raise ServingError(f"{name}: got none, wanted at least 1")
     if isinstance(body.rid, list) and (_is_single(body) or len(body.rid) != len(rows)):
-        wanted = "a text" if _is_single(body) else f"a list of {len(rows)}"
-        raise ServingError(f"rid: got {as_json(body.rid)}, wanted {wanted}, as {name} has")
+        expected = "a string" if _is_single(body) else f"a list of {len(rows)} strings"
+        raise ServingError(
+            f"rid: got {as_json(body.rid)}, wanted {expected}, one for each sample of {name}"
+        )
     return ScoreRequest(token_lists=rows) if body.text is None else ScoreRequest(texts=rows)
 
 
@@ -91,36 +96,38 @@ def _is_single(body: SglangRequest) -> bool:
     return isinstance(body.text, str) or bool(ids and isinstance(ids[0], int))
 
 
-def _rows(body: SglangRequest) -> list[Any]:
-    given: Any = body.input_ids if body.text is None else body.text
-    return [given] if _is_single(body) else given
+def _list_samples(body: SglangRequest) -> list[Any]:
+    value: Any = body.input_ids if body.text is None else body.text
+    return [value] if _is_single(body) else value
 
 
 def answer(body: SglangRequest, scored: ScoredRows, served: Served) -> Any:
-    """Tokens are counted of ids alone: the gateway has no tokenizer to count a text's.
+    """Answer the rewards of each sample as its ``embedding``.
 
-    ``meta_info`` of a text that was cut to the model's length has ``truncated``.
+    ``meta_info`` has ``truncated`` if the sample was cut to the model's length, and
+    ``prompt_tokens`` only for token ids, because the gateway has no tokenizer.
     """
-    found = []
-    for number, (row, rewards) in enumerate(zip(_rows(body), scored.rewards.tolist(), strict=True)):
-        meta: dict[str, Any] = {"id": _id(body, number)}
+    answers = []
+    samples = _list_samples(body)
+    for number, (row, rewards) in enumerate(zip(samples, scored.rewards.tolist(), strict=True)):
+        meta: dict[str, Any] = {"id": _request_id(body, number)}
         if not isinstance(row, str):
             meta["prompt_tokens"] = len(row)
         if scored.exceeded[number]:
             meta["truncated"] = True
-        found.append({"embedding": rewards, "meta_info": meta})
-    return found[0] if _is_single(body) else found
+        answers.append({"embedding": rewards, "meta_info": meta})
+    return answers[0] if _is_single(body) else answers
 
 
-def _id(body: SglangRequest, number: int) -> str:
+def _request_id(body: SglangRequest, number: int) -> str:
     if isinstance(body.rid, list):
         return body.rid[number]
-    whole = body.rid or uuid.uuid4().hex
-    return whole if _is_single(body) else f"{whole}_{number}"
+    request_id = body.rid or uuid.uuid4().hex
+    return request_id if _is_single(body) else f"{request_id}_{number}"
 
 
 def refuse(failure: RequestError, body: SglangRequest | None) -> HttpAnswer:
-    """``{"error": {"message"}}``"""
+    """Answer a failed request with ``{"error": {"message"}}``."""
     return HttpAnswer(failure.kind.status, {"error": {"message": failure.message}})
 
 

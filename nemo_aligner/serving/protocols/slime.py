@@ -1,13 +1,14 @@
 """slime's and miles' remote reward model: ``POST /remote_rm``.
 
-With ``--rm-type remote_rm`` they post one sample at a time to ``--rm-url``, at any path (August
-2026: ``slime/rollout/rm_hub/__init__.py``, and miles' file of that name): ``prompt``, ``response``
-and ``label``. The whole answer is the reward, a number. ``prompt`` is what the policy was given: a
-text, if slime applied the policy's chat template (or none), which is scored with ``response``
-behind it as it stands; or messages, and ``response`` is the assistant's next. ``label`` is for
-checkers of answers, and a reward model has no use for it.
+With ``--rm-type remote_rm`` both post one sample at a time to ``--rm-url``, which may have any path
+(August 2026: ``slime/rollout/rm_hub/__init__.py``, and miles' file of the same name). A body has
+``prompt``, ``response`` and ``label``; the whole answer is one number, the reward.
 
-slime sends a request with any other status than 200 again, ten times in all, and then ends.
+``prompt`` is what the policy was given. If slime applied the policy's chat template, or none, it is
+a string, and ``prompt + response`` is scored as a raw text. Otherwise it is a list of messages, and
+``response`` is the assistant's next one. ``label`` is for checkers of answers; it is ignored.
+
+slime repeats a request up to ten times if the status is not 200, and then ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nemo_aligner.utils.errors import ServingError
 
 
 class RemoteRmRequest(Body):
-    """One sample; ``label`` and what else is sent have no part in its reward."""
+    """One sample; ``label`` and undeclared fields do not affect its reward."""
 
     prompt: str | Items[dict[str, Any]] = Field(examples=["What is red?"])
     response: str = Field(examples=[" A rose."])
@@ -39,28 +40,28 @@ class RemoteRmRequest(Body):
 
 
 class RemoteRmResponse(RootModel[float]):
-    """The reward alone."""
+    """The reward: a bare JSON number."""
 
 
 def read(body: RemoteRmRequest) -> ScoreRequest:
-    """Read one sample; raise ServingError where its prompt is none, or there is another."""
+    """Read one sample; raise ServingError if the prompt is empty, or there are other samples."""
     refuse_other_samples(body, "prompt")
     if isinstance(body.prompt, str):
         return ScoreRequest(texts=[body.prompt + body.response])
     if not body.prompt:
-        raise ServingError("prompt: got no message, wanted a text or the messages of a prompt")
+        raise ServingError("prompt: got no message, wanted a string or the messages of a prompt")
     reply = {"role": "assistant", "content": body.response}
     return ScoreRequest(texts=[conversation_of([*body.prompt, reply], "prompt and response")])
 
 
 def answer(body: RemoteRmRequest, scored: ScoredRows, served: Served) -> float:
-    """A bare number."""
+    """Return the reward as a bare number."""
     (reward,) = served.one_reward(scored.rewards)
     return reward
 
 
 def refuse(failure: RequestError, body: RemoteRmRequest | None) -> HttpAnswer:
-    """``{"error"}``: its clients read the status alone."""
+    """Answer a failed request with ``{"error"}``; these clients read only the status."""
     return HttpAnswer(failure.kind.status, {"error": failure.message})
 
 

@@ -1,17 +1,20 @@
 """``POST /predict`` and ``/rerank`` of Hugging Face's Text Embeddings Inference (TEI).
 
-The shapes are those of its ``router/src/http/types.rs`` (July 2026). ``inputs`` of ``/predict`` is
-a text, a pair (two texts), or a list of lists of one text or two; the answer is the attributes with
-their rewards, the largest first, for each. A text is scored as it stands, but for what a chat
-template has behind an end of turn; a pair is what the user says and the reply, as a conversation.
-``/rerank`` has one ``query``, the user's, with ``texts``, the replies; the answer is their numbers,
-one reward for each, the best first.
+Shapes follow ``router/src/http/types.rs`` of TEI (July 2026).
 
-``raw_scores`` left out is true here: a score is a reward. An explicit false, which litellm sends,
-asks for a number from 0 to 1 and gets the reward's sigmoid, as from TEI; it orders texts the same
-way. ``truncate: true`` is refused: how a long text is cut is for the scoring contract.
+``/predict``: ``inputs`` is a text, a pair of two texts, or a list of such inputs, each written as a
+list of one or two texts. The answer lists the attributes with their rewards, largest first, for
+each input. A text is scored unchanged, except that what the chat template writes after an end of
+turn is completed. A pair is scored as a conversation: the user's message and the reply.
 
-``GET /info`` is what TEI says of itself, of this model.
+``/rerank``: ``query`` is the user's message, ``texts`` are replies. The answer has the index and
+one reward of each reply, best first.
+
+``raw_scores`` defaults to true here, unlike in TEI: a score is a reward. With an explicit false,
+which litellm sends, scores are the sigmoids of the rewards, as in TEI; the order is the same.
+``truncate: true`` is rejected, because the scoring contract decides how a long sample is cut.
+
+``GET /info`` describes the model in TEI's form.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ Direction = Literal["left", "right", "Left", "Right"]
 
 
 class PredictRequest(Body):
-    """A text, a pair, or a list of lists of one or two texts."""
+    """A text, a pair of texts, or a list of lists of one or two texts."""
 
     inputs: str | Rows[str] | Rows[Items[str]] = Field(examples=["What is red? A rose."])
     truncate: bool | None = None
@@ -63,11 +66,11 @@ class Prediction(Body):
 
 
 class PredictResponse(RootModel[list[Prediction] | list[list[Prediction]]]):
-    """For one input its attributes, for a list a list of these."""
+    """The attributes of one input, or a list of them for a list of inputs."""
 
 
 class RerankRequest(Body):
-    """What the user says, and replies to it."""
+    """A user's message, and replies to it."""
 
     query: str = Field(examples=["What is red?"])
     texts: Rows[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
@@ -78,7 +81,7 @@ class RerankRequest(Body):
 
 
 class Rank(Body):
-    """One of the texts, by its place in the request."""
+    """One of the replies, by its index in the request."""
 
     index: int
     score: float
@@ -86,53 +89,53 @@ class Rank(Body):
 
 
 class RerankResponse(RootModel[list[Rank]]):
-    """The best first."""
+    """All replies, best first."""
 
 
 def read_predict(body: PredictRequest) -> ScoreRequest:
-    """Read texts and pairs; raise ServingError for none, for three, or for another score."""
+    """Read texts and pairs; raise ServingError if there are none, or an option is unsupported."""
     _check_options(body)
     refuse_other_samples(body, "inputs")
-    given: Any = body.inputs
-    rows = given if _is_batch(body) else [[given] if isinstance(given, str) else given]
+    inputs: Any = body.inputs
+    rows = inputs if _is_batch(body) else [[inputs] if isinstance(inputs, str) else inputs]
     if not rows:
         raise ServingError("inputs: got none, wanted a text, a pair, or a list of lists of them")
-    return ScoreRequest(texts=[_text(row, number) for number, row in enumerate(rows)])
+    return ScoreRequest(texts=[_read_input(row, number) for number, row in enumerate(rows)])
 
 
 def _is_batch(body: PredictRequest) -> bool:
-    given: Any = body.inputs
-    return not isinstance(given, str) and (not given or not isinstance(given[0], str))
+    inputs: Any = body.inputs
+    return not isinstance(inputs, str) and (not inputs or not isinstance(inputs[0], str))
 
 
-def _text(row: list[str], number: int) -> Text:
-    """A text, or a pair as a conversation."""
+def _read_input(row: list[str], number: int) -> Text:
+    """Return a single text unchanged, and a pair as a conversation."""
     if len(row) not in (1, 2):
         raise ServingError(f"inputs, row {number}: got {len(row)} texts, wanted one or a pair")
-    return row[0] if len(row) == 1 else _conversation(*row)
+    return row[0] if len(row) == 1 else _make_conversation(*row)
 
 
-def _conversation(query: str, reply: str) -> Text:
+def _make_conversation(query: str, reply: str) -> Text:
     return [{"role": "user", "content": query}, {"role": "assistant", "content": reply}]
 
 
 def read_rerank(body: RerankRequest) -> ScoreRequest:
-    """Read a query with each of its texts; raise ServingError for another score."""
+    """Pair the query with each reply; raise ServingError if an option is unsupported."""
     _check_options(body)
     refuse_other_samples(body, "texts")
-    return ScoreRequest(texts=[_conversation(body.query, text) for text in body.texts])
+    return ScoreRequest(texts=[_make_conversation(body.query, text) for text in body.texts])
 
 
 def _check_options(body: PredictRequest | RerankRequest) -> None:
     if body.truncate:
         raise ServingError(
-            "truncate: got true, wanted false or null: how a long text is cut is for the model's "
-            "scoring contract"
+            "truncate: got true, wanted false or null: the model's scoring contract decides how a "
+            "long sample is cut"
         )
 
 
 def _check_not_cut(body: PredictRequest | RerankRequest, scored: ScoredRows) -> None:
-    """Refuse a text that was cut although the request says that none may be.
+    """Reject the request if a sample was cut although ``truncate`` is false.
 
     Raises:
         RequestError: it names the row.
@@ -140,50 +143,50 @@ def _check_not_cut(body: PredictRequest | RerankRequest, scored: ScoredRows) -> 
     if body.truncate is False and scored.exceeded.any():
         row = int(np.argmax(scored.exceeded))
         raise RequestError(
-            f"row {row}: the text is longer than the model's seq_length, and truncate is false; "
-            "send a shorter text, or truncate=null to have its end scored",
+            f"row {row}: the sample is longer than the model's seq_length, and truncate is false; "
+            "send a shorter sample, or truncate=null to have its end scored",
             FailureKind.bad_request,
             row=row,
         )
 
 
-def _activated(
+def _apply_sigmoid(
     rewards: Sequence[float], body: PredictRequest | RerankRequest, served: Served
 ) -> Sequence[float]:
-    """Rewards, or their sigmoids where a request asks for no raw scores.
+    """Return the rewards, or their sigmoids if the request sets ``raw_scores`` to false.
 
-    Probabilities are from 0 to 1 already.
+    Rewards that are probabilities are returned unchanged: they are within 0 and 1 already.
     """
     needs_no_sigmoid = body.raw_scores or served.scale == PROBABILITY
     return rewards if needs_no_sigmoid else sigmoid(np.asarray(rewards)).tolist()
 
 
 def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> Any:
-    """Each attribute with its reward, the largest first."""
+    """List each attribute with its reward, the largest first."""
     _check_not_cut(body, scored)
-    found = []
+    predictions = []
     for row in scored.rewards.tolist():
-        rewards = _activated(row, body, served)
+        rewards = _apply_sigmoid(row, body, served)
         labelled = zip(rewards, served.attributes, strict=True)
-        named: list[dict[str, Any]] = [
+        prediction: list[dict[str, Any]] = [
             {"score": reward, "label": label} for reward, label in labelled
         ]
-        found.append(sorted(named, key=lambda each: -each["score"]))
-    return found if _is_batch(body) else found[0]
+        predictions.append(sorted(prediction, key=lambda attribute: -attribute["score"]))
+    return predictions if _is_batch(body) else predictions[0]
 
 
 def answer_rerank(body: RerankRequest, scored: ScoredRows, served: Served) -> Any:
-    """One number for each text, the best first; TEI puts the later of two equal ones first."""
+    """Rank the replies, best first; like TEI, the later one of two equal replies comes first."""
     _check_not_cut(body, scored)
     ranks: list[dict[str, Any]] = []
-    for index, reward in enumerate(_activated(served.one_reward(scored.rewards), body, served)):
+    for index, reward in enumerate(_apply_sigmoid(served.one_reward(scored.rewards), body, served)):
         text = {"text": body.texts[index]} if body.return_text else {}
         ranks.append({"index": index, **text, "score": reward})
     return sorted(ranks, key=lambda rank: (rank["score"], rank["index"]), reverse=True)
 
 
 def refuse(failure: RequestError, body: Body | None) -> HttpAnswer:
-    """``{"error", "error_type"}``"""
+    """Answer a failed request with ``{"error", "error_type"}``, TEI's form."""
     kind = failure.kind
     return HttpAnswer(kind.status, {"error": failure.message, "error_type": kind.tei_type})
 
@@ -215,7 +218,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def describe_model(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
-    """TEI's ``/info``; the numbers of a batch are the gateway's, as no batch is made here."""
+    """Answer TEI's ``/info``; the batch sizes are the gateway's queue limits."""
     attributes = ("reward",) if contract is None else contract.attributes
     labels = {str(column): name for column, name in enumerate(attributes)}
     numbers = {name: column for column, name in enumerate(attributes)}

@@ -1,17 +1,17 @@
-"""vLLM's ``POST /classify``, ``/pooling`` and ``/score``, and ``GET /v1/models``, as in its 0.32.
+"""vLLM's ``POST /classify``, ``/pooling`` and ``/score``, and ``GET /v1/models``, as in vLLM 0.32.
 
-The shapes are those of ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, token ids,
-or a list of either, all scored as they stand, but for what a chat template has behind an end of
-turn; ``messages`` is one conversation, which gets the model's chat template, with ``tools`` and
-``documents``. ``/score`` takes pairs, 1 with 1, 1 with N or N with N: the first is what the user
-says, the second the reply, and both are scored as a conversation.
+Shapes follow ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, a list of token ids,
+or a list of either. Inputs are scored unchanged, except that what the chat template writes after an
+end of turn is completed. ``messages`` is one conversation, with ``tools`` and ``documents``, and is
+written in the model's chat template. ``/score`` takes pairs of a user's message and a reply: 1 with
+1, 1 with N, or N with N. A pair is scored as a conversation.
 
-``/pooling`` with ``"task": "token_classify"`` answers the rewards of a text's turns or steps, a row
-for each, as vLLM does for its step pooling: where they are read is for the scoring contract.
+``/pooling`` with ``"task": "token_classify"`` answers one row of rewards per turn or step of a
+sample, as vLLM's step pooling does. The scoring contract decides where the rewards are read.
 
-A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
-each attribute, and ``score`` one of them all. Fields that would have a text scored by other rules
-than the scoring contract's (truncation, another template, special tokens) are refused.
+Rewards have no activation: ``probs`` and ``data`` are the model's numbers for each attribute, and
+``score`` is their weighted merge. Fields that ask for scoring by other rules than the scoring
+contract's (truncation, another template, special tokens) are rejected.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from nemo_aligner.serving.protocols.base import (
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
 
-_BY_CONTRACT = "how a text is scored is for the model's scoring contract"
+_BY_CONTRACT = "the model's scoring contract decides how a sample is scored"
 _NO_ACTIVATION = "a reward has no activation"
-_ONE_FORM = "there is no other here"
-# Fields by which a client asks for another score, or another form, than there is here: the values
-# that ask for none, and why there is no other.
+_ONE_FORM = "no other value is supported"
+# Fields with which a client asks for another score or another form of answer than this server has:
+# field -> (values that are accepted because they change nothing, why no other is supported).
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_activation": ((None, False), _NO_ACTIVATION),
     "activation": ((None, False), _NO_ACTIVATION),
@@ -74,8 +74,8 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_chunks_per_doc": ((None, 0), _BY_CONTRACT),
 }
 _STEPS = "token_classify"
-_BESIDE = ("tools", "documents")
-# Prompt and reply, by each of vLLM's names.
+_TEMPLATE_FIELDS = ("tools", "documents")
+# Names of prompt and reply: vLLM accepts each of these pairs.
 _PAIRS = (
     ("queries", "documents"),
     ("queries", "items"),
@@ -84,7 +84,7 @@ _PAIRS = (
 )
 
 
-# A list of objects, or its JSON text; ``read_text`` says what is wrong with it.
+# A list of objects, or such a list as a JSON string; ``read_text`` describes errors in it.
 JsonObjects = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "string"}]}),
@@ -92,7 +92,7 @@ JsonObjects = Annotated[
 
 
 class PoolingRequest(Body):
-    """``input`` or ``messages``."""
+    """Samples as ``input``, or one conversation as ``messages``."""
 
     model: str | None = None
     input: str | Rows[str] | Items[int] | Rows[Items[int]] | None = Field(
@@ -105,7 +105,7 @@ class PoolingRequest(Body):
 
 
 class PairsRequest(Body):
-    """``queries`` and ``documents``, or one of vLLM's other names for the two."""
+    """Pairs as ``queries`` and ``documents``, or under another pair of vLLM's names."""
 
     model: str | None = None
     queries: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
@@ -119,18 +119,18 @@ class PairsRequest(Body):
 
 
 class PoolingUsage(Body):
-    """Tokens, where the request had token ids: of a text the gateway does not know them."""
+    """Number of tokens if the request had token ids; the gateway cannot count those of a text."""
 
     prompt_tokens: int | None = None
     total_tokens: int | None = None
 
 
 class PoolingResponse(Body):
-    """``data`` has an object for each input, with its ``index``.
+    """The answer of ``/classify``, ``/pooling`` and ``/score``.
 
-    ``/classify``: ``label``, ``probs`` (the rewards) and ``num_classes``; ``/pooling``: ``data``
-    (the rewards); ``/score``: ``score``. An object has ``truncated``, true, if its text was cut to
-    the model's length.
+    ``data`` has an object for each input, with its ``index``. For ``/classify`` it has ``label``,
+    ``probs`` (the rewards) and ``num_classes``; for ``/pooling``, ``data`` (the rewards); for
+    ``/score``, ``score``. If the sample was cut to the model's length, it has ``truncated: true``.
     """
 
     id: str
@@ -142,20 +142,21 @@ class PoolingResponse(Body):
 
 
 def read_input(body: PoolingRequest) -> ScoreRequest:
-    """Read a request; raise ServingError for one without texts, or for another score."""
+    """Read samples; raise ServingError if there are none, or another score is requested."""
     if (body.input is None) == (body.messages is None):
-        got = "neither input nor" if body.input is None else "both input and"
-        raise ServingError(f"got {got} messages, wanted one of them")
+        state = "neither input nor" if body.input is None else "both input and"
+        raise ServingError(f"got {state} messages, wanted one of them")
     refuse_other_samples(body, "messages" if body.input is None else "input")
-    # vLLM's default for special tokens: off for messages, whose template writes them, on for texts.
+    # vLLM's default of add_special_tokens: false for messages, whose template writes them, true for
+    # texts.
     if body.messages is not None:
         check_fixed(body, special_tokens=False)
-        asked = {name: getattr(body, name) for name in ("messages", *_BESIDE)}
-        return ScoreRequest(texts=[conversation_of(asked, "messages")])
+        conversation = {name: getattr(body, name) for name in ("messages", *_TEMPLATE_FIELDS)}
+        return ScoreRequest(texts=[conversation_of(conversation, "messages")])
     check_fixed(body, special_tokens=True)
-    for name in _BESIDE:
+    for name in _TEMPLATE_FIELDS:
         if getattr(body, name):
-            raise ServingError(f"{name}: got them beside input, wanted messages with them")
+            raise ServingError(f"{name}: got it together with input; send it with messages")
     if not body.input:
         raise ServingError("input: got nothing, wanted a text, token ids, or a list of either")
     token_lists = _token_lists(body.input)
@@ -165,72 +166,73 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
     return ScoreRequest(texts=texts)
 
 
-def _token_lists(given: Any) -> list[list[int]] | None:
-    """The token ids of an input, one list or several; None for texts."""
-    if isinstance(given, str) or not given or isinstance(given[0], str):
+def _token_lists(value: Any) -> list[list[int]] | None:
+    """Return the token ids of ``input``, one list or several; None if it is texts."""
+    if isinstance(value, str) or not value or isinstance(value[0], str):
         return None
-    return [given] if isinstance(given[0], int) else given
+    return [value] if isinstance(value[0], int) else value
 
 
 def read_pairs(body: PairsRequest) -> ScoreRequest:
-    """Read pairs; raise ServingError for other names than a pair, or lengths that do not match."""
+    """Read pairs; raise ServingError if their names are not a pair, or lengths do not match."""
     check_fixed(body, special_tokens=True)
     fields = dict(body)
-    names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
-    present = {name for each in _PAIRS for name in each if fields.get(name) is not None}
-    if len(names) != 1 or present != {*names[0]}:
-        got = ", ".join(sorted(present)) or "no pair"
-        got += " alone" if len(present) == 1 else ""
-        wanted = ", or ".join(" with ".join(each) for each in _PAIRS)
-        raise ServingError(f"got {got}, wanted {wanted}")
-    refuse_other_samples(body, names[0][0])
-    first, second = ([*_sides(fields[name], name)] for name in names[0])
+    pairs = [pair for pair in _PAIRS if all(fields.get(name) is not None for name in pair)]
+    present = {name for pair in _PAIRS for name in pair if fields.get(name) is not None}
+    if len(pairs) != 1 or present != {*pairs[0]}:
+        actual = ", ".join(sorted(present)) or "no pair"
+        actual = f"only {actual}" if len(present) == 1 else actual
+        expected = ", or ".join(" with ".join(pair) for pair in _PAIRS)
+        raise ServingError(f"got {actual}, wanted {expected}")
+    names = pairs[0]
+    refuse_other_samples(body, names[0])
+    first, second = ([*_read_contents(fields[name], name)] for name in names)
     if not first or not second or (len(first) > 1 and len(first) != len(second)):
         raise ServingError(
-            f"{' and '.join(names[0])}: got {len(first)} and {len(second)}, "
+            f"{' and '.join(names)}: got {len(first)} and {len(second)}, "
             "wanted 1 and 1, 1 and N, or N and N"
         )
-    asked = first * len(second) if len(first) == 1 else first
+    prompts = first * len(second) if len(first) == 1 else first
     texts: list[Text] = []
-    for number, (prompt, reply) in enumerate(zip(asked, second, strict=True)):
+    for number, (prompt, reply) in enumerate(zip(prompts, second, strict=True)):
         sides = {"user": prompt, "assistant": reply}
         messages = [{"role": role, "content": side} for role, side in sides.items()]
-        pair = {"messages": messages, "tools": body.tools}
-        texts.append(conversation_of(pair, f"{' and '.join(names[0])}, pair {number}"))
+        conversation = {"messages": messages, "tools": body.tools}
+        texts.append(conversation_of(conversation, f"{' and '.join(names)}, pair {number}"))
     return ScoreRequest(texts=texts)
 
 
-def _sides(given: Any, name: str) -> list[Any]:
-    """Texts, or parts of text."""
-    sides = given if isinstance(given, list) else [given]
+def _read_contents(value: Any, name: str) -> list[Any]:
+    """Return the contents of one side of the pairs: strings, or lists of text parts."""
+    sides = value if isinstance(value, list) else [value]
     contents = [side.get("content") if isinstance(side, dict) else side for side in sides]
     for number, content in enumerate(contents):
         if not isinstance(content, str | list):
             raise ServingError(
-                f"{name}.{number}: got {as_json(content)}, wanted a text or a list of parts of text"
+                f"{name}.{number}: got {as_json(content)}, wanted a string or a list of text parts"
             )
     return contents
 
 
 def read_texts(body: PoolingRequest) -> ScoreRequest:
-    """``read_input`` for a route that answers one reward for each text."""
+    """Call ``read_input`` for a route that answers one reward per sample."""
     if (body.model_extra or {}).get("task") == _STEPS:
         raise ServingError(f'task: got "{_STEPS}", wanted "classify", or POST /pooling')
     return read_input(body)
 
 
 def check_fixed(body: Body, special_tokens: bool) -> None:
-    """Raise ServingError if a field asks for what the scoring contract decides."""
+    """Raise ServingError if a field asks for something that the scoring contract decides."""
     fixed = {**_FIXED, "add_special_tokens": ((None, special_tokens), _BY_CONTRACT)}
     for name, value in (body.model_extra or {}).items():
         if name in fixed and value not in fixed[name][0]:
-            values, why = fixed[name]
+            values, reason = fixed[name]
             allowed = " or ".join(map(json.dumps, values))
-            raise ServingError(f"{name}: got {as_json(value)}, wanted {allowed}: {why}")
+            raise ServingError(f"{name}: got {as_json(value)}, wanted {allowed}: {reason}")
 
 
 def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """``label`` is the attribute with the largest number, as vLLM has it."""
+    """List the rewards of each sample; ``label`` is the attribute with the largest, as in vLLM."""
     data = [
         {
             "index": index,
@@ -240,36 +242,36 @@ def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) ->
         }
         for index, rewards in enumerate(scored.rewards)
     ]
-    return _listed("classify", body, served, data, scored)
+    return _list_answer("classify", body, served, data, scored)
 
 
 def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """The rewards of each input, or of each of its turns or steps."""
+    """List the rewards of each sample, or of its turns or steps."""
     rows: Any = scored.rewards
     if (body.model_extra or {}).get("task") == _STEPS:
         if scored.steps is None:
             raise ServingError(
-                f'task: got "{_STEPS}", wanted "classify": the model has one reward for each text, '
-                "or its server shapes it by a rule of whole replies"
+                f'task: got "{_STEPS}", wanted "classify": the model has one reward per sample, or '
+                "its server shapes rewards by a rule for whole replies"
             )
-        rows = [each.rewards for each in scored.steps]
+        rows = [steps.rewards for steps in scored.steps]
     data = [
         {"index": index, "object": "pooling", "data": rewards.tolist()}
         for index, rewards in enumerate(rows)
     ]
-    return _listed("pool", body, served, data, scored)
+    return _list_answer("pool", body, served, data, scored)
 
 
 def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """One number for each pair."""
+    """List one score per pair."""
     data = [
         {"index": index, "object": "score", "score": reward}
         for index, reward in enumerate(served.one_reward(scored.rewards))
     ]
-    return _listed("score", body, served, data, scored)
+    return _list_answer("score", body, served, data, scored)
 
 
-def _listed(
+def _list_answer(
     kind: str,
     body: PoolingRequest | PairsRequest,
     served: Served,
@@ -284,12 +286,12 @@ def _listed(
         "created": int(time.time()),
         "model": served.model_name,
         "data": data,
-        "usage": _usage(body),
+        "usage": _count_tokens(body),
     }
 
 
-def _usage(body: PoolingRequest | PairsRequest) -> dict[str, int]:
-    """Tokens of a request of token ids; the gateway has no tokenizer to count a text's."""
+def _count_tokens(body: PoolingRequest | PairsRequest) -> dict[str, int]:
+    """Count the token ids of a request; empty for texts, as the gateway has no tokenizer."""
     token_lists = _token_lists(body.input) if isinstance(body, PoolingRequest) else None
     if token_lists is None:
         return {}
@@ -298,7 +300,7 @@ def _usage(body: PoolingRequest | PairsRequest) -> dict[str, int]:
 
 
 def refuse(failure: RequestError, body: Body | None) -> HttpAnswer:
-    """``{"error": {"message", "type", "param", "code"}}``"""
+    """Answer a failed request with ``{"error": {"message", "type", "param", "code"}}``."""
     kind = failure.kind
     error = {
         "message": failure.message,
@@ -346,7 +348,7 @@ ROUTES: list[Route[Any]] = [
 
 
 def list_models(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
-    """OpenAI's list, of one model."""
+    """Answer OpenAI's list of models, which has only the reward model."""
     model: dict[str, Any] = {
         "id": MODEL_NAME,
         "object": "model",

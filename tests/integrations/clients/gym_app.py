@@ -1,5 +1,6 @@
-"""Run by pytest in NeMo Gym's environment: answers of the resources server, with a stand-in for the
-gateway.
+"""Run by pytest in NeMo Gym's environment: test the resources server against a fake gateway.
+
+The fake gateway answers what each test sets.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ROWS = [
     for line in Path(app.__file__).with_name("data").joinpath("example.jsonl").open()
 ]
 SCORED = {
-    "reward": 1.0,  # of a gateway with a threshold of its own
+    "reward": 1.0,  # from a gateway with its own threshold
     "raw_reward": 2.5,
     "reward_components": {"help": 6.0, "length": 7.0},
     "truncated": True,
@@ -47,7 +48,7 @@ SCORED = {
 
 
 def failed(kind: str, reason: str) -> dict[str, Any]:
-    """Answer of a gateway to a rollout without a reward."""
+    """Build a gateway's answer to a rollout without a reward."""
     said = {"failure_kind": kind, "failure_reason": reason}
     return {"reward": 0.0, "mask_sample": True, **said}
 
@@ -57,7 +58,7 @@ def config(**options: Any) -> RewardModelResourcesServerConfig:
 
 
 def said(*texts: str) -> dict[str, Any]:
-    """A response of the Responses API."""
+    """Build a response in the form of the Responses API."""
     parts = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
     message = {"id": "m", "type": "message", "role": "assistant", "status": "completed"}
     return {
@@ -73,7 +74,7 @@ def said(*texts: str) -> dict[str, Any]:
 
 
 class FakeGateway:
-    """Says what it is told to, one answer after the other and the last one again."""
+    """Gives the configured answers in order, and repeats the last one."""
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self._answers = list(answers or [(200, SCORED)])
@@ -87,7 +88,7 @@ class FakeGateway:
 
 @asynccontextmanager
 async def standing(gateway: FakeGateway) -> AsyncIterator[str]:
-    """The URL of the stand-in."""
+    """Run the fake gateway, and yield its URL."""
     application = web.Application()
     application.router.add_post("/verify", gateway.verify)
     async with TestServer(application) as server:
@@ -97,7 +98,7 @@ async def standing(gateway: FakeGateway) -> AsyncIterator[str]:
 async def answers(
     count: int, body: dict[str, Any], settings: RewardModelResourcesServerConfig
 ) -> list[dict[str, Any]]:
-    """Answers of so many requests side by side."""
+    """Send this many concurrent requests, and return their answers."""
     server = served(settings)
     request = RewardModelVerifyRequest.model_validate(body)
     try:
@@ -108,7 +109,7 @@ async def answers(
 
 
 def verified(gateway: FakeGateway, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Answer of ``verify`` to a body, with the stand-in behind it."""
+    """Return the answer of ``verify`` to a body, with the fake gateway behind it."""
 
     async def run() -> dict[str, Any]:
         async with standing(gateway) as url:
@@ -171,7 +172,7 @@ def test_reply_that_is_not_scored_is_the_policys_doing() -> None:
     [
         (200, failed("verifier_error", "the prompt"), "verifier_error", "the prompt"),
         (401, {"detail": "no token"}, "verifier_error", "HTTP 401: no token"),
-        (404, {"error": "no"}, "verifier_error", "server_url is that of a server"),
+        (404, {"error": "no"}, "verifier_error", "set server_url to the URL"),
         (413, "too large", "verifier_error", 'HTTP 413: "too large"'),
         (503, {"detail": "no"}, "provider_unavailable", "HTTP 503: no"),
         (200, {"rewards": []}, "verifier_error", "HTTP 200"),
@@ -209,7 +210,7 @@ def test_only_what_is_gone_or_busy_is_asked_again(first: tuple[int, Any], times:
 
 
 def test_model_that_failed_is_an_error_and_no_masked_sample() -> None:
-    """Of every rollout: a run must not go on with rewards of 0."""
+    """A run must not continue with a reward of 0 for every rollout."""
     for status in (500, 501):
         gateway = FakeGateway((status, {"detail": "the model's reward is not a finite number"}))
         with pytest.raises(FailedServerError, match=f"HTTP {status}: the model's reward is not"):
@@ -232,7 +233,7 @@ def test_url_that_is_none_is_an_error_without_its_password(url: str, shown: str)
     with pytest.raises(ValueError, match="server_url: got") as caught:
         verified(FakeGateway(), body(), server_url=url)
     assert str(caught.value) == (
-        f"server_url: got {shown!r}, which is no http or https URL with a host. Write it as "
+        f"server_url: got {shown!r}, which is not an http or https URL with a host. Write it as "
         "http://HOST:PORT."
     )
 
@@ -306,7 +307,7 @@ def test_the_options_are_settings_of_the_server_that_is_started() -> None:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({}, "server_url, model_path: wanted one of them"),
+        ({}, "server_url, model_path: set exactly one of them"),
         ({"server_url": "http://x", "model_path": "y"}, "wanted one of them"),
         ({"server_url": "http://x", "clip": [0, 1]}, "clip: wanted with model_path alone"),
         ({"model_path": "x", "num_workers": 2}, "num_workers"),

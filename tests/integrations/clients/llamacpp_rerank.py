@@ -1,7 +1,7 @@
-"""llama.cpp's own server scores pairs by a GGUF file.
+"""llama.cpp's server scores pairs with a GGUF file.
 
-Run with xllamacpp on the path, which holds that server. ``python llamacpp_rerank.py GGUF FILE``
-with JSON of queries and documents prints the score of each pair.
+Run it with xllamacpp on the path, which contains that server. ``python llamacpp_rerank.py GGUF
+FILE`` with JSON of queries and documents prints the score of each pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     settings.n_ctx = 256
     settings.warmup = False
     settings.cpuparams.n_threads = 1
-    # Keys and values in fp32: its defaults move these rewards by up to 0.003.
+    # Keys and values in fp32: the defaults change these rewards by up to 0.003.
     settings.cache_type_k = settings.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = llama.Server(settings)

@@ -1,4 +1,4 @@
-"""OpenRLHF's own remote reward function; the engine that generates is a stand-in."""
+"""OpenRLHF's own remote reward function; a stand-in replaces the engine that generates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair = tuple[str, str]
 
 
 class Engine:
-    """Says one reply."""
+    """A fake engine that always generates the same reply."""
 
     def __init__(self, reply_ids: list[int]) -> None:
         self._reply_ids = reply_ids
@@ -29,7 +29,7 @@ class Engine:
 def ask(
     package: Path, url: str, tokenizer_folder: Path, pairs: list[Pair], modules: StandIns
 ) -> list[dict[str, Any]]:
-    """What its executor makes of prompts and replies, with the text that it has sent."""
+    """Run its executor on prompts and replies; return rewards and the texts that were sent."""
     modules.add("openrlhf.utils.logging_utils", init_logger=logging.getLogger)
     (path,) = package.rglob("openrlhf/utils/agent.py")
     agent = modules.load("openrlhf.utils.agent", path)

@@ -1,7 +1,7 @@
-"""The environment as a ray actor, as NeMo RL makes and asks it; run in a Python with ray.
+"""The environment as a ray actor, created and called like in NeMo RL; needs a Python with ray.
 
-``python ray_actor.py ACTOR URL`` with the actor's name and a server's URL prints what a step of two
-samples and the metrics give.
+``python ray_actor.py ACTOR URL`` with the actor's name and a server's URL prints the result of a
+step of two samples, and the metrics.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rerank clients of LiteLLM, Cohere, LlamaIndex and OpenAI against a gateway.
 
-``python rerank_clients.py URL QUERY DOCUMENT ...`` prints, for each client, the documents' scores
-in the documents' order; and the names of the models that OpenAI's client lists.
+``python rerank_clients.py URL QUERY DOCUMENT ...`` prints, for each client, the scores in the
+documents' order, and the names of the models that OpenAI's client lists.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def in_order(ranks: Iterable[tuple[int, float]], count: int) -> list[float]:
 
 
 def by_litellm(url: str, query: str, documents: list[str]) -> dict[str, list[float]]:
-    """Its providers that take the address of a server of one's own."""
-    # Before it is imported, when it would ask the network for prices.
+    """Query with those of LiteLLM's providers that accept the address of a custom server."""
+    # Set before the import, which would otherwise fetch prices from the network.
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     import litellm
 

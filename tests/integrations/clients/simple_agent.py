@@ -1,7 +1,7 @@
-"""Run by pytest in NeMo Gym's environment: its simple_agent and its strategy of comparisons, with a
-gateway as resources server.
+"""Run by pytest in NeMo Gym's environment: its simple_agent and comparison strategy with a gateway.
 
-``GATEWAY`` is its URL. The policy is a server of this process, which says what the prompt asks for.
+The gateway is the resources server; ``GATEWAY`` is its URL. The policy is a server in this process,
+which replies what the prompt asks for.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def free_port():
 @asynccontextmanager
 async def listening(app, port):
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-    serving = asyncio.create_task(server._serve())  # serve() takes the signals of the main thread
+    serving = asyncio.create_task(server._serve())  # serve() would handle signals in this thread
     while not server.started:
         assert not serving.done()
         await asyncio.sleep(0.05)
@@ -96,7 +96,7 @@ async def listening(app, port):
 
 
 def client_of(ports, observes=False):
-    """Gym's client, which knows the gateway, a policy and an agent."""
+    """Create Gym's client for the gateway, a policy and an agent."""
     gateway = urlsplit(os.environ["GATEWAY"])
     places = {
         "gateway": ("resources_servers", gateway.hostname, gateway.port),
@@ -124,7 +124,7 @@ def agent(ports, observes):
 
 
 async def verified(rollouts):
-    """The same rollouts by this project's resources server, as Gym runs it."""
+    """Verify the same rollouts with this project's resources server, run by Gym."""
     own = RewardModelResourcesServerConfig(
         **{"name": "reward_model", "entrypoint": "app.py", "host": "127.0.0.1", "port": 1},
         **{"domain": "rlhf", "server_url": os.environ["GATEWAY"]},
@@ -140,7 +140,7 @@ async def verified(rollouts):
 
 
 async def run_all(observes):
-    """Of each rollout what the agent answers, and the metrics of all."""
+    """Run all rollouts; return the agent's answer to each, and the metrics of all."""
     ports = free_port(), free_port()
     app, rollouts = agent(ports, observes).setup_webserver(), []
     async with (
@@ -174,7 +174,7 @@ def check(rollouts, metrics, verified):
 
 
 async def compare():
-    """Replies to one prompt, by Gym's strategy, have the rewards that their rollouts have."""
+    """Replies to one prompt get the same rewards from Gym's strategy as their rollouts."""
     asked = [{"role": "user", "content": "plain"}]
     replies = [{"output": [text(said)]} for said in ("thank you", "a rose is red")]
     own = {"genrm_compare_server_name": "gateway"}
@@ -193,7 +193,7 @@ async def compare():
 
 
 def test_rollouts_of_the_agent_end_and_are_masked_as_gyms_own_server_masks_them(monkeypatch):
-    # What Gym gives to each of its servers.
+    # What Gym configures for each of its servers.
     head = {"head_server": {"host": "127.0.0.1", "port": 1}}
     monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", json.dumps(head))
 
@@ -203,4 +203,4 @@ def test_rollouts_of_the_agent_end_and_are_masked_as_gyms_own_server_masks_them(
             check(rollouts, metrics, await verified(rollouts))
         await compare()
 
-    asyncio.run(run())  # Gym has one client for all, which belongs to a loop
+    asyncio.run(run())  # Gym has one client for all, which is bound to an event loop

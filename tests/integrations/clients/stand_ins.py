@@ -1,4 +1,4 @@
-"""Modules that stand in for what another project's file imports, while a test runs."""
+"""Replace modules that another project's file imports, during a test."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 
 class StandIns:
-    """Modules are as they were once the test is over."""
+    """Adds stand-in modules, and restores the original ones after the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
 
     def add(self, name: str, **members: Any) -> None:
-        """A module that is imported instead of the one with this name, in packages without one."""
+        """Add an empty module under this name, and its packages if they do not exist."""
         parts = name.split(".")
         for count in range(1, len(parts)):
             package = ".".join(parts[:count])
@@ -27,7 +27,7 @@ class StandIns:
         self._put(name, **members)
 
     def load(self, name: str, path: Path) -> Any:
-        """The file as the module ``name``, past the packages around it."""
+        """Load a file as the module ``name``, without the packages around it."""
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None

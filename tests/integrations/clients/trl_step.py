@@ -1,6 +1,6 @@
-"""A step of TRL's GRPOTrainer by our reward function; run in an environment with TRL.
+"""A step of TRL's GRPOTrainer with our reward function; run it in an environment with TRL.
 
-``python trl_step.py POLICY URL FOLDER`` prints what the reward function was asked and gave, what
+``python trl_step.py POLICY URL FOLDER`` prints arguments and results of the reward function, what
 the trainer logged, and how far the step moved the policy.
 """
 
@@ -18,7 +18,7 @@ from nemo_aligner.integrations.trl import RewardFunction, reward_function
 
 
 class Noted:
-    """Beside the rewards, keeps what they are of."""
+    """A reward function that also keeps the samples it scores."""
 
     def __init__(self, function: RewardFunction) -> None:
         self.__name__ = function.__name__

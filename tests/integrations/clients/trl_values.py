@@ -1,7 +1,7 @@
-"""TRL's model with a value head reads an exported folder.
+"""TRL's model with a value head loads an exported folder.
 
-Run in a Python with a TRL that has it (up to 0.x). ``python trl_values.py FOLDER FILE`` with JSON
-of token ids prints the value of the last token of each text.
+It needs a Python with a TRL that has this model (up to 0.x). ``python trl_values.py FOLDER FILE``
+with JSON of token ids prints the value of the last token of each sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""verl's own reward loop; what its file imports of ray and of verl's trainer has stand-ins."""
+"""verl's own reward loop; stand-ins replace what its file imports of ray and verl's trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PADDING = 2
 
 
 class Sample:
-    """One row of verl's DataProto: as much of it as the reward loop reads."""
+    """One row of verl's DataProto, with the fields that the reward loop reads."""
 
     def __init__(self, prompt: list[dict[str, str]], reply_ids: list[int]) -> None:
         responses = torch.tensor([*reply_ids, *[0] * _PADDING])
@@ -39,7 +39,7 @@ def ask(
     chats: list[list[dict[str, str]]],
     modules: StandIns,
 ) -> list[dict[str, Any]]:
-    """What its worker makes of conversations, with the text that it has sent."""
+    """Run its worker on conversations; return rewards and the texts that were sent."""
     _stand_in_for_verl(modules)
     loop = modules.load(_LOOP, package.joinpath(*_LOOP.split(".")).with_suffix(".py"))
     folder = str(tokenizer_folder)

@@ -1,8 +1,8 @@
-"""vLLM's own request and response objects of ``/classify`` ask a gateway.
+"""vLLM's own request and response classes of ``/classify`` query a gateway.
 
-Run in a Python with vLLM. ``python vllm_classify.py URL CASES`` with JSON of ``input`` or
-``messages`` posts each as vLLM's class writes it, reads the answer by vLLM's class, and prints
-rewards, bodies, and which fields an answer has.
+It needs a Python with vLLM. ``python vllm_classify.py URL CASES`` with JSON of ``input`` or
+``messages`` posts each case as vLLM's class writes it, parses the answer with vLLM's class, and
+prints rewards, bodies, and the fields of an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ask(url: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def fields() -> dict[str, list[str]]:
-    """Of an answer, what it must have; of its data, that and what it may have."""
+    """List the required fields of an answer, and required and optional ones of its data."""
     schema = ClassificationResponse.model_json_schema()
     item = schema["$defs"]["ClassificationData"]
     return {

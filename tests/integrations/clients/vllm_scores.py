@@ -1,10 +1,11 @@
-"""vLLM scores token ids by exported folders.
+"""vLLM scores token ids with exported folders.
 
-Run in a Python with vLLM. ``python vllm_scores.py FILE`` with JSON of a list of ``folder``, ``ids``
-and ``task`` prints the logits of each folder: those of a text, or of its last token where the task
-is ``token_classify``. With ``reads``, places in each text, they are a row for each of these, and
-with ``step_tag_id`` a row for each such token, as vLLM's STEP pooling finds them, by its softmax.
-With ``pairs`` of texts they are vLLM's scores of these. ``options`` are the engine's.
+It needs a Python with vLLM. ``python vllm_scores.py FILE`` with a JSON list of ``folder``, ``ids``
+and ``task`` prints the logits of each folder: one row per sample, or with the task
+``token_classify`` that of the last token. With ``reads``, positions in each sample, there is a row
+for each of them. With ``step_tag_id`` there is a row for each such token, found by vLLM's STEP
+pooling with its softmax. With ``pairs`` of texts these are vLLM's scores. ``options`` are the
+engine's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# On a CPU, in this process, with a cache of 1 GiB.
+# On a CPU, in this process, with a KV cache of 1 GiB.
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -43,7 +44,7 @@ def logits(asked: dict[str, Any]) -> list[Any]:
     if "pairs" in asked:
         scored = model.score(*map(list, zip(*asked["pairs"], strict=True)), use_tqdm=False)
         return [[each.outputs.score] for each in scored]
-    # The folder's problem_type says for classify that there is no activation.
+    # The folder's problem_type tells classify to apply no activation.
     is_plain = task == "classify" or tag is not None
     how = PoolingParams() if is_plain else PoolingParams(use_activation=False)
     texts = [{"prompt_token_ids": ids} for ids in asked["ids"]]
@@ -60,5 +61,5 @@ if __name__ == "__main__":
     found = []
     for each in json.loads(Path(sys.argv[1]).read_text()):
         found.append(logits(each))
-        gc.collect()  # a model that is still there would end the next one's process group
+        gc.collect()  # a model that still exists would destroy the next one's process group
     print(json.dumps(found))

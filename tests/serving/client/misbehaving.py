@@ -1,4 +1,4 @@
-"""Small HTTP servers in this process that answer as a reward server, or do not."""
+"""Small HTTP servers in this process that answer like a reward server, or misbehave."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 
 Answer = tuple[int, Any]
-REFUSED = "!"  # a text that begins so is refused
+REFUSED = "!"  # a text that begins with it is rejected
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Answers JSON, or bytes as they are, and logs nothing."""
+    """Answers JSON or bytes, and logs nothing."""
 
     protocol_version = "HTTP/1.1"
 
@@ -48,7 +48,7 @@ def refuse(texts: list[str], numbered: bool = True) -> Answer | None:
 
 
 def troubled(troubles: Iterable[Answer | Die | None]) -> Callable[[list[str]], Answer | None]:
-    """Of a server that has these troubles, each with one request, and then no more."""
+    """Build an ``answer`` that has these troubles, one per request, and then none."""
     left = iter(troubles)
 
     def answer(texts: list[str]) -> Answer | None:
@@ -61,15 +61,15 @@ def troubled(troubles: Iterable[Answer | Die | None]) -> Callable[[list[str]], A
 
 
 class Misbehaving:
-    """``answer(texts)`` gives a status and JSON, or None: rewards; raise Die to break off."""
+    """``answer(texts)`` returns a status and JSON, or None for rewards, or raises Die."""
 
     def __init__(self, answer: Callable[[list[str]], Answer | None] = refuse) -> None:
         self.answer = answer
         self.asked: list[list[str]] = []
         self.limit, self.contract, self.is_old, self.port = 32, CONTRACT, False, 0
-        self.fingerprint: str | None = None  # as of a server before there were any
+        self.fingerprint: str | None = None  # None like a server of an earlier version
         self.not_ready: Answer | None = None
-        self.prefix = ""  # of a proxy
+        self.prefix = ""  # path prefix of a proxy
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
         self._http: ThreadingHTTPServer | None = None
@@ -112,7 +112,7 @@ class Misbehaving:
         return self
 
     def go(self) -> None:
-        """Nobody listens, and every connection is reset: its process was killed."""
+        """Stop listening and reset every connection, as if the process was killed."""
         if self._http is not None:
             self._http.shutdown()
             self._http.server_close()
@@ -160,7 +160,7 @@ class Misbehaving:
 
 
 class Die(Exception):
-    """The connection ends, after the beginning of an answer or nothing."""
+    """Closes the connection, after the beginning of an answer or after nothing."""
 
     def __init__(self, last_words: bytes = b"") -> None:
         self.last_words = last_words
@@ -171,7 +171,7 @@ def output(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[
 
 
 def sentences(body: bytes, length: int) -> list[str]:
-    """The texts of a request in KServe's binary form."""
+    """Decode the texts of a request in KServe's binary form."""
     (asked,) = json.loads(body[:length])["inputs"]
     assert asked["datatype"] == "BYTES"
     texts, rest = [], body[length:]
@@ -184,7 +184,7 @@ def sentences(body: bytes, length: int) -> list[str]:
 
 
 def eventually(condition: Callable[[], Any]) -> bool:
-    """Whether it holds within 20 seconds."""
+    """Wait up to 20 seconds until a condition holds, and tell whether it does."""
     end = time.monotonic() + 20
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -192,7 +192,7 @@ def eventually(condition: Callable[[], Any]) -> bool:
 
 
 def seconds(work: Any, *given: Any) -> tuple[float, str]:
-    """How long it took to fail, and the error."""
+    """Return the seconds until a call failed, and the error."""
     start = time.monotonic()
     with pytest.raises(ServingError) as caught:
         work(*given)
@@ -200,6 +200,6 @@ def seconds(work: Any, *given: Any) -> tuple[float, str]:
 
 
 def failure(urls: str | list[str], **settings: Any) -> tuple[float, str]:
-    """How long a client with these settings took to fail, and the error."""
+    """Return the seconds until a client with these settings failed, and the error."""
     with RewardClient(urls, **settings) as client:
         return seconds(client.score, ["a"])

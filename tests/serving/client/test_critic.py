@@ -1,4 +1,4 @@
-"""What a client of a critic sends, how often, and what it makes of the answers."""
+"""What a critic's client sends, how often, and how it reads the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROLLOUT = [np.ones((2, 3), dtype=np.int64), *np.zeros((3, 2, 2), dtype=np.float3
 
 
 class MisbehavingCritic(Misbehaving):
-    """Notes paths and the shapes of inputs; ``said`` is the next answer, or what dies."""
+    """Records paths and the shapes of inputs; ``said`` is the next answer, or what fails."""
 
     said: Answer | Die
 
@@ -96,7 +96,7 @@ def test_critic_client_sends_once_what_changes_a_critic_though_its_answer_is_los
             critic.asked.clear()
             with RewardCriticClient(critic.url, retry_s=30) as client:
                 took, error = seconds(getattr(client, verb), *given)
-            assert "it is not sent again, as it may have been done" in error, critic.said
+            assert "the request is not sent again" in error, critic.said
             assert took < 5
             assert [name for name, _ in critic.asked] == [f"critic_{verb}"]
 
@@ -148,6 +148,6 @@ def test_critic_client_does_not_send_what_is_no_rollout_or_list_of_tokens(
         with pytest.raises(ServingError, match=r"row 0: got \['a'\], wanted token ids"):
             client.infer([["a"]])  # type: ignore[list-item]
         assert critic.asked == []
-        # The rows before it may be on their way by then.
+        # Earlier rows may already be on their way.
         with pytest.raises(ServingError, match="row 1: it has no tokens"):
             client.infer([[1], []])

@@ -1,6 +1,7 @@
-"""Rewards with and without a prefix cache at some layouts: ``cached_layouts.py ARCHIVE...``.
+"""Compare rewards with and without a prefix cache: ``cached_layouts.py ARCHIVE...``.
 
-Under torchrun; it prints what was found. With ``--one`` in this process alone, with ``--bf16`` so.
+It runs under torchrun and prints the results. ``--one`` uses only this process; ``--bf16``, too,
+but in bf16.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import KeyValuePool
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer
-from tests.serving.engine.company import print_at_layouts, traffic
+from tests.serving.engine.batch_invariance import print_at_layouts, traffic
 
 LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2", "CP=2")
 BUDGET = 256
@@ -36,7 +37,7 @@ def scorers(
     caches: tuple[int, ...],
     precision: Precision = Precision.fp32,
 ) -> list[RewardScorer]:
-    """One for each number of tokens to keep, all with the same model, and one without a cache."""
+    """One scorer per cache size and one without a cache, all with the same model."""
     loaded = load_pretrained(archive, layout, num_attributes=2, precision=precision)
     if layout.is_last_stage:
         torch.manual_seed(0)
@@ -58,7 +59,7 @@ def scorers(
 def compare(
     archive: Path, layout: ParallelLayout, precision: Precision = Precision.fp32
 ) -> dict[str, Any]:
-    """The largest difference that each cache made, the range of rewards, and tokens counted."""
+    """The largest difference that each cache makes, the range of rewards, and token counts."""
     plain, *cached = scorers(archive, layout, CACHES, precision)
     worst = dict.fromkeys(CACHES, 0.0)
     rewards = []
@@ -78,7 +79,7 @@ def compare(
 
 
 def score_ahead(scorer: RewardScorer, calls: Sequence[Sequence[Sequence[int]]]) -> list[np.ndarray]:
-    """Outputs of calls, each of which is begun before the one before it is waited for."""
+    """Outputs of calls, each of which begins before the previous one is awaited."""
     outputs, waiting = [], None
     for call in calls:
         begun = scorer.begin([Row.of(list(ids)) for ids in call])
@@ -90,7 +91,7 @@ def score_ahead(scorer: RewardScorer, calls: Sequence[Sequence[Sequence[int]]]) 
 
 
 def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLayout) -> float:
-    """How far rewards are off where a call failed before all its keys were stored."""
+    """The error of rewards after a call that failed before all its keys were stored."""
     layer = KeyValuePool.layer
     cached.reset_cache()
     assert cached._pool is not None
@@ -114,7 +115,7 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
         finally:
             KeyValuePool.layer = layer  # type: ignore[method-assign]
     else:
-        # As if another rank had failed: what was planned is in no pool.
+        # As if another rank had failed: planned blocks are in no pool.
         cached._cache.plan([np.array(text) for text in texts])
         cached.reset_cache()
     again = [[*text, 3] for text in texts]

@@ -1,6 +1,6 @@
 """Rewards of turns and steps at some layouts: ``step_layouts.py ARCHIVE``, under torchrun.
 
-It prints what was found, also of a training step on labels of steps.
+It prints the results, including those of a training step on step labels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nemo_aligner.losses.regression import BinaryCrossEntropy
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests.harness import tiny
-from tests.serving.engine.company import print_at_layouts
+from tests.serving.engine.batch_invariance import print_at_layouts
 from tests.training import poisoned
 
 LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2", "CP=2")
@@ -42,7 +42,7 @@ TEXTS, TURNS = 5, 4
 
 
 def scorers(archive: Path, layout: ParallelLayout, *caches: int) -> list[RewardScorer]:
-    """One without a cache and one for each, of the same model, and one that has no steps."""
+    """A scorer per cache size, one without a cache, and one without steps, of the same model."""
     loaded = load_pretrained(archive, layout, num_attributes=2, precision=Precision.fp32)
     if layout.is_last_stage:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def scorers(archive: Path, layout: ParallelLayout, *caches: int) -> list[RewardS
 
 
 def dialogues() -> list[list[dict[str, str]]]:
-    """TEXTS of them, of TURNS turns each; the first two begin with the same turn."""
+    """TEXTS dialogues of TURNS turns; the first two share their first turn."""
     rng = random.Random(0)
     found = []
     for number in range(TEXTS):
@@ -82,7 +82,7 @@ def dialogues() -> list[list[dict[str, str]]]:
 
 
 def compare(archive: Path, layout: ParallelLayout) -> dict[str, Any]:
-    """Rewards of all turns, and in what company they have other bits."""
+    """Compute rewards of all turns, and in which batches they differ."""
     plain, cached, small, whole = scorers(archive, layout, 4096, 64)
     texts = dialogues()
     rewards = [each.rewards for each in plain.score_rows(texts).steps]
@@ -124,7 +124,7 @@ def compare(archive: Path, layout: ParallelLayout) -> dict[str, Any]:
 
 
 def train_step(layout: ParallelLayout) -> dict[str, float]:
-    """Loss and gradient of a step on texts of different numbers of labels, some missing."""
+    """Loss and gradient of a training step on samples with varying numbers of labels."""
     rng = random.Random(1)
     count = poisoned.RECORDS
     sequences = [[rng.randrange(1, 40) for _ in range(rng.randint(6, 20))] for _ in range(count)]

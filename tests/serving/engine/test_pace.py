@@ -1,4 +1,4 @@
-"""The longest call, estimated from those before it."""
+"""The longest call is estimated from earlier calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_limit_follows_the_median_of_the_last_calls_and_no_outlier() -> None:
     for _ in range(4):
         pace.add(3000, 2.5)
     assert pace.limit == 2400
-    # A hiccup of the machine, and calls of a few tokens, which are mostly fixed costs.
+    # A hiccup of the machine, and calls of few tokens, whose costs are mostly fixed.
     pace.add(3000, 20.0)
     for _ in range(3):
         pace.add(10, 1.0)
@@ -29,7 +29,7 @@ def test_limit_follows_the_median_of_the_last_calls_and_no_outlier() -> None:
     for _ in range(16):
         pace.add(100, 10.0)
     assert pace.limit == LEAST
-    # Fast again: calls are measured until those of all tokens fit.
+    # The model is fast again: calls are measured until calls of all tokens fit.
     count = 0
     while pace.needs(0.01):
         pace.add(100, 0.01)
@@ -50,7 +50,7 @@ def test_calls_of_a_fast_model_are_not_measured() -> None:
 
 
 def test_calls_of_a_slow_model_take_the_rows_of_the_longest_call() -> None:
-    """Prefixes in common count once, in the estimate as in the calls."""
+    """Shared prefixes count once, in the estimate as in the calls."""
     calls: list[int] = []
 
     def compute(rows: list[Row]) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ def test_calls_of_a_slow_model_take_the_rows_of_the_longest_call() -> None:
         batcher = Batcher(lambda taken: model.submit(compute, taken), 100_000, max_call_secs=0.2)
         batcher.submit(rows).result()
         batcher.close()
-    # The first two were taken before any was measured; then some 2,000 tokens fit, or a few less.
+    # The first two calls begin before any was measured; then about 2,000 tokens fit.
     assert calls[:2] == [1, 1]
     assert max(calls) <= 11, calls
     assert min(calls[2:-1]) >= 4, calls

@@ -1,4 +1,4 @@
-"""What a prefix cache holds, by random calls; and what it saves."""
+"""The content of a prefix cache after random calls, and the tokens that it saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_aligner.config.serving import CriticServerConfig, ServerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.prefix_cache import BLOCK_TOKENS, BlockManager, PrefixCache, as_key
 from nemo_aligner.utils.errors import SettingsError
-from tests.serving.engine.company import draw, traffic
+from tests.serving.engine.batch_invariance import draw, traffic
 
 BUDGET = 512
 
@@ -35,27 +35,27 @@ def test_prefix_index_has_a_block_in_one_place_and_after_the_one_that_it_follows
 
 
 def put_under(calls: list[list[list[int]]], capacity: int) -> None:
-    """Hold an index of so many blocks to its rules in every call."""
-    index, blocks_of = BlockManager(capacity), {}  # what a pool would have in each block
+    """Check the rules of an index of ``capacity`` blocks in every call."""
+    index, blocks_of = BlockManager(capacity), {}  # what a pool would hold in each block
     for call in calls:
         keys = [key(text) for text in call]
         before = [index.find(each) for each in keys]
-        uses = index.use(keys)
-        assert [use.found for use in uses] == before
+        uses = index.allocate(keys)
+        assert [use.cached for use in uses] == before
         written: set[int] = set()
         for text, use in zip(call, uses, strict=True):
-            assert len(use.found) <= (len(text) - 1) // BLOCK_TOKENS
-            for number, block in enumerate(use.found):
+            assert len(use.cached) <= (len(text) - 1) // BLOCK_TOKENS
+            for number, block in enumerate(use.cached):
                 assert blocks_of[block] == text[: (number + 1) * BLOCK_TOKENS]
-            assert not use.new or use.first >= len(use.found)
-            for number, block in enumerate(use.new, use.first):
+            assert not use.new or use.first_new >= len(use.cached)
+            for number, block in enumerate(use.new, use.first_new):
                 assert (number + 1) * BLOCK_TOKENS <= len(text)
-                assert block not in written  # by another one of this call
+                assert block not in written  # by another sequence of this call
                 written.add(block)
-        # Nothing of what this call reads is written over by it.
-        assert not written & {block for use in uses for block in use.found}
+        # The call overwrites nothing that it reads.
+        assert not written & {block for use in uses for block in use.cached}
         for text, use in zip(call, uses, strict=True):
-            for number, block in enumerate(use.new, use.first):
+            for number, block in enumerate(use.new, use.first_new):
                 blocks_of[block] = text[: (number + 1) * BLOCK_TOKENS]
         check(index, capacity, blocks_of)
 
@@ -79,28 +79,28 @@ def check(index: BlockManager, capacity: int, blocks_of: dict[int, list[int]]) -
 def test_prefix_index_keeps_whole_blocks_but_never_the_last_token() -> None:
     index = BlockManager(10)
     text = list(range(48))
-    (use,) = index.use([key(text)])
-    assert (use.found, len(use.new)) == ((), 3)
+    (use,) = index.allocate([key(text)])
+    assert (use.cached, len(use.new)) == ((), 3)
     assert [len(index.find(key(text[:n]))) for n in (1, 16, 17, 32, 33, 48)] == [0, 0, 1, 1, 2, 2]
     assert len(index.find(key([*text, 5]))) == 3
     index.clear()
     assert (index.find(key(text)), len(index)) == ((), 0)
-    assert len(index.use([key([2] * 160)])[0].new) == 10
+    assert len(index.allocate([key([2] * 160)])[0].new) == 10
 
 
 def test_prefix_index_that_is_full() -> None:
-    """The least recently used goes first; of a call that is too large beginnings are kept."""
+    """Least recently used blocks go first; of a call that is too large, prefixes are kept."""
     index, texts = BlockManager(3), [[n] * 17 for n in range(4)]
     for text in (*texts[:3], texts[0], texts[3]):
-        index.use([key(text)])
+        index.allocate([key(text)])
     assert [bool(index.find(key(text))) for text in texts] == [True, False, True, True]
     index = BlockManager(5)
     texts = [[n] * 160 for n in range(4)]
-    uses = index.use([key(text) for text in texts])
-    assert [(use.first, len(use.new)) for use in uses] == [(0, 2), (0, 1), (0, 1), (0, 1)]
-    # All of it is in use by a call that comes back to it: nothing new has place.
-    again = index.use([key([*text, 1]) for text in texts] + [key([9] * 20)])
-    assert [len(use.found) for use in again] == [2, 1, 1, 1, 0]
+    uses = index.allocate([key(text) for text in texts])
+    assert [(use.first_new, len(use.new)) for use in uses] == [(0, 2), (0, 1), (0, 1), (0, 1)]
+    # The next call uses all of these blocks, so there is no room for new ones.
+    again = index.allocate([key([*text, 1]) for text in texts] + [key([9] * 20)])
+    assert [len(use.cached) for use in again] == [2, 1, 1, 1, 0]
     assert not any(use.new for use in again)
 
 
@@ -114,12 +114,12 @@ def test_prefix_cache_plan_counts_what_is_asked_once() -> None:
     prompt = draw(rng, 100)
     texts = [np.array(prompt + draw(rng, 20)) for _ in range(3)]
     first = cache.plan(texts[:1])
-    assert (first.computed, first.cached, tokens_of(first.packs)) == (120, 0, 120)
+    assert (first.num_computed, first.num_cached, tokens_of(first.packs)) == (120, 0, 120)
     later = cache.plan(texts[1:])
-    # 96 of the prompt are whole blocks; the other 4 are too few for a segment of both.
-    assert (later.computed, later.cached, tokens_of(later.packs)) == (48, 192, 48)
+    # 96 tokens of the prompt are whole blocks; the other 4 are too few for a shared segment.
+    assert (later.num_computed, later.num_cached, tokens_of(later.packs)) == (48, 192, 48)
     cache.reset_cache()
-    assert cache.plan(texts[1:]).computed == 140
+    assert cache.plan(texts[1:]).num_computed == 140
 
 
 def test_prefix_cache_packs_stay_within_their_budget_of_tokens_and_of_keys() -> None:
@@ -128,7 +128,7 @@ def test_prefix_cache_packs_stay_within_their_budget_of_tokens_and_of_keys() -> 
     prompt = draw(rng, 400)
     cache.plan([np.array(prompt)])
     plan = cache.plan([np.array([*prompt, *draw(rng, rng.randint(1, 3))]) for _ in range(200)])
-    assert plan.cached == 200 * 400
+    assert plan.num_cached == 200 * 400
     for pack in plan.packs:
         assert pack.num_tokens <= BUDGET
         keys = pack.position_ids[pack.scored_tokens].sum() + pack.scored_tokens.numel()
@@ -142,12 +142,12 @@ def test_prefix_cache_replicas_agree_on_who_does_what() -> None:
     calls = traffic(random.Random(0), 90)
     for call in calls:
         plans = [cache.plan([np.array(text) for text in call]) for cache in caches]
-        assert plans[0].computed == plans[1].computed
-        assert plans[0].cached == plans[1].cached
-        assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].computed
+        assert plans[0].num_computed == plans[1].num_computed
+        assert plans[0].num_cached == plans[1].num_cached
+        assert sum(tokens_of(plan.packs) for plan in plans) == plans[0].num_computed
         rows = [row for plan in plans for pack in plan.packs for row in pack.rows.tolist()]
         assert sorted(rows) == list(range(len(call)))
-    # The traffic has dialogues and repeats, or this would show little.
+    # The traffic has dialogues and repeats; otherwise the test would show little.
     texts = [tuple(text) for call in calls for text in call]
     assert len(set(texts)) < len(texts)
     assert any(b[: len(a)] == a and len(a) > 16 for a, b in pairwise(texts))
@@ -163,10 +163,10 @@ def test_prefix_cache_sends_a_text_to_the_replica_that_has_its_beginning() -> No
         plans = [cache.plan([text]) for cache in caches]
         owners.append([bool(plan.packs) for plan in plans])
         assert sum(owners[-1]) == 1
-    # Prompts that nobody has seen are spread, and each stays where it was.
+    # New prompts are spread over replicas, and each stays on its replica.
     assert owners[:4] == [[True, False], [False, True]] * 2
     assert owners == owners[:4] * 3
-    # A large group is shared out: a third of it is the most that is not more than half its tokens.
+    # A large group is split: a third is the largest part that is at most half of its tokens.
     prompt = draw(rng, 40)
     texts = [np.array(prompt + draw(rng, 30)) for _ in range(8)]
     plans = [PrefixCache(640, layout(2, rank), BUDGET).plan(texts) for rank in range(2)]
@@ -174,7 +174,7 @@ def test_prefix_cache_sends_a_text_to_the_replica_that_has_its_beginning() -> No
 
 
 def test_cache_below_one_block_is_refused_by_the_settings() -> None:
-    """It would be none, and nobody would know."""
+    """Such a cache would silently be empty."""
     made: tuple[Any, ...] = (ServerConfig, CriticServerConfig, RewardEnvironmentConfig)
     for config in made:
         for tokens in (1, BLOCK_TOKENS - 1, -1):

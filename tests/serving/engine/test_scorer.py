@@ -1,4 +1,4 @@
-"""Rewards are the same with and without a prefix cache, in any traffic and at any layout."""
+"""Rewards are equal with and without a prefix cache, for any traffic and at any layout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nemo_aligner.serving.engine.rows import Row
 from tests.harness import families, tiny
 from tests.harness.once import Once
 from tests.serving.engine import cached_layouts
+from tests.serving.engine.batch_invariance import traffic
 from tests.serving.engine.cached_layouts import CACHES, score_ahead, scorers
-from tests.serving.engine.company import traffic
 
-# All keys at once, windows, and windows in every other layer with capped scores.
+# Full attention, windows, and windows in every other layer with softcaps.
 CASES = ("llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3")
 SIZES = {
     "one": LayoutSizes(),
@@ -54,14 +54,14 @@ def check(found: dict[str, Any], archive: Path, sizes: LayoutSizes, name: str) -
     assert found["after_failure"] < 1e-5, name
     counts = [found["counts"][key] for key in found["counts"]]
     assert {each["asked"] for each in counts} == {found["without"]["asked"]}
-    # The smallest has one block, and the largest saves a good part.
+    # The smallest cache has one block, and the largest one saves much.
     assert [each["cached"] > 0 for each in counts] == [True] * 3
     assert counts[0]["cached"] < counts[1]["cached"] < counts[2]["cached"]
-    # Replicas share out a group, and then each computes its beginning.
+    # Replicas split a group, and each of them computes its prefix.
     share = 0.75 if sizes.dp == 1 else 0.95
     assert counts[2]["computed"] < share * found["without"]["computed"]
     shape = shape_of(archive)
-    # Keys and values of a token in fp32, of the layers and groups that a rank has.
+    # Bytes of keys and values of a token in fp32, for the layers and groups of a rank.
     per_token = 2 * 4 * shape.num_layers // sizes.pp * shape.num_query_groups // sizes.tp
     assert found["bytes"] == [per_token * shape.kv_channels * tokens for tokens in CACHES]
 
@@ -74,7 +74,7 @@ def test_cached_rewards_are_those_without_a_cache(
 
 
 def test_cached_rewards_are_those_without_a_cache_at_any_layout(archives: dict[str, Path]) -> None:
-    """Of keys that are seen all at once, and by windows in every other layer."""
+    """With full attention, and with windows in every other layer."""
     script = "tests/serving/engine/cached_layouts.py"
     chosen = (str(archives[case]) for case in ("llama3", "gemma2"))
     done = tiny.run_script(script, *chosen, processes=2)
@@ -94,25 +94,25 @@ def test_calls_that_are_begun_ahead_have_the_rewards_of_those_one_by_one(
         wanted = np.concatenate(plain.compute([Row.of(ids) for ids in call]))
         np.testing.assert_allclose(ahead, wanted, atol=1e-5)
     assert cached.counts.cached > 0
-    assert cached.counts.asked == plain.counts.asked
+    assert cached.counts.requested == plain.counts.requested
 
 
 def test_cached_texts_of_any_length(archives: dict[str, Path], layout: ParallelLayout) -> None:
-    """One token, a block and its neighbours, and the longest, each after all shorter ones."""
+    """One token, a block and lengths around it, and the longest, each after all shorter ones."""
     plain, cached, small = scorers(archives["llama3"], layout, (1024, 15))
     text = np.random.RandomState(0).randint(3, 300, 256).tolist()
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 255, 256]
     for length in [*lengths, *lengths[::-1]]:
         rewards = cached.score_token_lists([text[:length]])
         np.testing.assert_allclose(rewards, plain.score_token_lists([text[:length]]), atol=1e-5)
-    # A text that came before computes its last block.
+    # A repeated sample computes only its last block.
     cached.reset_cache()
     texts = [[7, 8, 9, 10] * 20]
     cached.score_token_lists(texts)
     before = cached.counts
     cached.score_token_lists(texts)
     assert cached.counts == before.after(80, 16, 64)
-    # Fewer tokens than a block are no cache.
+    # A cache smaller than a block is no cache.
     assert (plain.prefix_cache_bytes, small.prefix_cache_bytes) == (0, 0)
     for _ in range(2):
         small.score_token_lists([[5] * 40])

@@ -1,4 +1,4 @@
-"""What a server makes of rewards: each rule by numbers made by hand, and by what it refuses."""
+"""Reward shaping: each rule by numbers computed by hand, and the settings that it rejects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
-from nemo_aligner.serving.engine.scorer import check_alike
+from nemo_aligner.serving.engine.scorer import check_same_encoding
 from nemo_aligner.serving.engine.shaping import RewardShaper, build_shaper
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, SettingsError
@@ -75,7 +75,7 @@ def test_shaping_by_each_rule() -> None:
 
 
 def test_shaping_takes_a_multiple_of_the_uncertainty_off(caplog: pytest.LogCaptureFixture) -> None:
-    """In the unit of the shaped reward; of quantiles that cross it is none, which is said once."""
+    """In units of the shaped reward; for crossing quantiles it is 0, which is logged once."""
     bins = Readout("bins", ((0.0, 4.0),) * 2).to_json()
     two = dataclasses.replace(TWO, readout=bins)
     given = {"standardize": Standardize.given, "mean": [0.0, 0.0], "std": [2.0, 1.0]}
@@ -107,14 +107,14 @@ def test_shaping_standardizes_by_all_rewards_so_far() -> None:
         shaped = shape(running, part)
     wanted = (seen[40:].astype(float) - seen.astype(float).mean()) / seen.astype(float).std()
     np.testing.assert_allclose(shaped.rewards, wanted, rtol=1e-6)
-    # The first reward of all has no deviation to be over.
+    # For the first reward there is no standard deviation to divide by.
     assert shape(shaper(standardize=Standardize.running), RAW[:1]).rewards.tolist() == [[0.0]]
 
 
 def test_shaping_statistics_go_on_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From a file that can be written, which is said before the first reward and at each save."""
+    """The file must be writable, which is checked before the first reward and at each save."""
     folder = tmp_path / "kept"
     file = folder / "seen.json"
     rules = {"standardize": Standardize.running, "statistics_file": str(file)}
@@ -155,7 +155,7 @@ def test_shaping_makes_several_models_one_reward_and_a_deviation() -> None:
         assert shaped.rewards[:, 0].tolist() == wanted
         assert shaped.deviation is not None
         assert shaped.deviation.tolist() == [[1.0], [2.0]]
-    # Each is standardized by its own, or all by what is given.
+    # Each model is standardized by its own statistics, or all by the configured ones.
     contracts = [ONE.with_statistics([1.0], [1.0], "x"), ONE.with_statistics([-1.0], [4.0], "x")]
     rules = ShapingConfig(standardize=Standardize.contract)
     shaped = shape(RewardShaper(rules, EnsembleConfig(), contracts), BOTH)
@@ -165,7 +165,7 @@ def test_shaping_makes_several_models_one_reward_and_a_deviation() -> None:
 
 
 def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
-    check_alike([TWO, TWO.with_label_means([1.0, 2.0])])
+    check_same_encoding([TWO, TWO.with_label_means([1.0, 2.0])])
     for other in (
         dataclasses.replace(ONE, template="x"),
         dataclasses.replace(ONE, tokenizer_fingerprint="y"),
@@ -173,9 +173,9 @@ def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
         TWO,
     ):
         with pytest.raises(
-            ConfigError, match=r"ensemble.files: model 1 does not score as rm_model_file"
+            ConfigError, match=r"ensemble.files: model 1 does not score like rm_model_file"
         ):
-            check_alike([ONE, other])
+            check_same_encoding([ONE, other])
 
 
 def test_shaping_applies_its_rules_in_their_order() -> None:

@@ -1,4 +1,4 @@
-"""A step that does not end neither holds its thread, nor keeps others waiting."""
+"""A step that does not end neither blocks the pool, nor makes other jobs wait."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def loop_forever() -> None:
         try:
             for _ in range(1000):
                 pass
-        except Exception:  # as a template's code may
+        except Exception:  # like the code of a template may do
             continue
 
 
 def job(*steps: Callable[[], Any]) -> Callable[[RunStep], list[Any]]:
-    """Work of these steps: their results, or what is said of those that were too slow."""
+    """Run a job of these steps; return their results, or the messages of those too slow."""
 
     def work(run_step: RunStep) -> list[Any]:
         results = []
@@ -66,7 +66,7 @@ def test_endless_steps_end_and_the_next_ones_of_their_jobs_are_done() -> None:
             for step in (loop_forever, render_endless, loop_forever)
         ]
         await asyncio.sleep(0.1)
-        # While both threads are held, others take their place.
+        # While both threads are blocked, others replace them.
         begun = time.monotonic()
         assert await threads.run(job(lambda: 7)) == [7]
         assert time.monotonic() - begun < 20
@@ -116,16 +116,16 @@ def test_steps_that_code_in_c_holds_are_answered_and_the_job_of_a_caller_that_le
 def test_job_that_ends_while_it_is_watched_leaves_the_pool_as_large_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The step ends as soon as the watch lets go of the job, whose thread is idle again then."""
+    """The step ends when the watch releases the job's lock, and then the thread is idle."""
     release, loop_thread = threading.Event(), threading.get_ident()
     clock = SimpleNamespace(now=0.0)
 
     def wait() -> bool:
-        clock.now = 1.0  # long enough for a stand-in
+        clock.now = 1.0  # long enough for a replacement
         return release.wait(30)
 
     class Watched:
-        """A lock of a job whose step ends right after the event loop has released it."""
+        """The lock of a job whose step ends right after the event loop has released it."""
 
         def __init__(self) -> None:
             self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""A front in a thread around a small application, and raw clients of it."""
+"""A front in a thread around a small application, and raw clients for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VISITOR: contextvars.ContextVar[str] = contextvars.ContextVar("VISITOR", default
 
 @dataclass
 class Application:
-    """An ASGI application that shows what arrives, and notes what happens to its tasks."""
+    """An ASGI application that answers what it got, and records what happens to its tasks."""
 
     calls: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Answer:
 
 
 class Client:
-    """A raw connection: it sends bytes as they are, and reads answers."""
+    """A raw connection: it sends bytes unchanged, and reads answers."""
 
     def __init__(self, front: Front, timeout: float = 10.0) -> None:
         self.socket = socket.create_connection(("127.0.0.1", front.port), timeout=timeout)
@@ -117,7 +117,7 @@ class Client:
         self.socket.close()
 
     def send(self, *pieces: bytes) -> int:
-        """Send up to where the server closes; return the number of bytes sent."""
+        """Send until the server closes the connection; return the number of bytes sent."""
         size = 0
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
@@ -135,7 +135,7 @@ class Client:
         return Answer(status, headers, self.file.read(size))
 
     def remainder(self) -> bytes:
-        """Everything up to the end of the connection, which must not be a reset."""
+        """Read up to the end of the connection, which must not be a reset."""
         return self.file.read()
 
     def is_closed(self) -> bool:
@@ -198,7 +198,7 @@ class Front:
         return self.server.server_state.connections
 
     def request(self, *pieces: bytes) -> Answer:
-        """Send a request over a connection of its own, and read its answer."""
+        """Send a request over a new connection, and read its answer."""
         with Client(self) as client:
             client.send(*pieces)
             return client.answer()
@@ -248,5 +248,5 @@ def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, which the front is a thread of."""
+    """Memory of this process, which includes the front's thread."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -1,4 +1,4 @@
-"""The gateway's application: bodies, tokens, limits and pages; without a socket or a server."""
+"""The gateway's application without a socket or a server: bodies, tokens, limits and pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import re
-from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -16,58 +15,26 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from nemo_aligner.config.serving import GatewayConfig
-from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.contract.readout import Readout
-from nemo_aligner.contract.sample_frame import SampleFrame
-from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.front import app as front_app
 from nemo_aligner.serving.front.app import ROUTES
-from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
-from tests.serving.gateway_calls import FakeClient, call, call_async, gateway_front
+from tests.serving.gateway_calls import (
+    GOOD,
+    FakeClient,
+    call,
+    make,
+    message,
+)
 
-GOOD = {
-    "/v1/rewards": {"texts": ["ab"]},
-    "/get_reward": {"query": ["ab"]},
-    "/remote_rm": {"prompt": "a", "response": "b", "label": None},
-    "/classify": {"input": "ab"},
-    "/pooling": {"input": "ab"},
-    "/score": {"text_1": "a", "text_2": "b"},
-    "/predict": {"inputs": "ab"},
-    "/rerank": {"query": "a", "texts": ["b"]},
-    "/v1/rerank": {"query": "a", "documents": ["b"]},
-    "/v2/rerank": {"query": "a", "documents": ["b"], "top_n": 1},
-    "/v1/score": {"text_1": "a", "text_2": "b"},
-    "/verify": {
-        "responses_create_params": {"input": "a"},
-        "response": {"output": [{"role": "assistant", "content": "b"}]},
-    },
-    "/compare": {
-        "conversation_history": [{"role": "user", "content": "a"}],
-        "response_objs": [{"output": [{"role": "assistant", "content": "b"}]}],
-    },
-}
-# Several attributes as one number.
+# Routes that merge several attributes into one number.
 MERGED = (
     *("/get_reward", "/remote_rm", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
     *("/verify", "/compare"),
 )
 BEARER = {"Authorization": "Bearer s3cret"}
-
-
-def make(client: FakeClient | None = None, token: str | None = None, **settings: Any) -> Any:
-    return gateway_front(client or FakeClient(), token, **settings)
-
-
-def message(answer: Any) -> str:
-    found = answer.json
-    found = found["detail"] if "detail" in found else found["error"]
-    found = found["message"] if isinstance(found, dict) else found
-    assert isinstance(found, str)
-    return found
 
 
 def test_gateway_answers_at_every_route() -> None:
@@ -92,12 +59,12 @@ def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
         ({"text": [""]}, {"message": "row 0: the text is empty"}),
         (
             {"text": 5},
-            {"message": "text: got 5, wanted a text or a list"},
+            {"message": "text: got 5, wanted a string or a list"},
         ),
     ):
         answer = call(app, "/classify", body)
         assert (answer.status, answer.json) == (400, {"error": error}), body
-    # Neither: vLLM's, which was here first.
+    # A body with neither field belongs to vLLM's route, which is the first one.
     assert call(app, "/classify", {}).json["error"]["type"] == "BadRequestError"
 
 
@@ -109,13 +76,13 @@ def test_gateway_tells_vllms_rerank_from_teis_by_the_body() -> None:
     assert (result["index"], result["relevance_score"]) == (0, half)
     refused = call(app, "/rerank", {"query": "a", "documents": 5})
     assert refused.json["error"]["type"] == "BadRequestError"
-    # Neither: TEI's, which was here first.
+    # A body with neither field belongs to TEI's route, which is the first one.
     for body in ({"query": "a"}, ["documents"], b'{"documents"'):
         assert call(app, "/rerank", body).json["error_type"] == "Validation", body
 
 
 def test_gateway_parses_a_body_of_the_first_route_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the event loop, which answers nothing else meanwhile."""
+    """Parsing runs on the event loop, which answers nothing else meanwhile."""
     app = make()
     parse = Mock(wraps=front_app.from_json)
     monkeypatch.setattr(front_app, "from_json", parse)
@@ -137,10 +104,10 @@ def test_gateway_says_what_the_model_is_as_openai_and_tei_do() -> None:
     assert (info["max_input_length"], info["auto_truncate"]) == (CONTRACT.seq_length, True)
     assert info["model_dtype"] == "float32"
     assert info["model_type"]["reranker"]["id2label"] == {"0": "sum", "1": "minus"}
-    client.contract = None  # of NeMo-Aligner's server, which publishes none
+    client.contract = None  # like a server of NeMo-Aligner, which publishes none
     assert call(app, "/v1/models").json["data"][0]["id"] == "reward_model"
     assert call(app, "/info").json["model_type"]["reranker"]["id2label"] == {"0": "reward"}
-    # The contract's model failed, or wants a token: nobody knows whether there is a contract.
+    # The contract endpoint fails or requires a token, so it is unknown whether there is a contract.
     for failure in (
         ServingError("nobody listens"),
         RefusedError("http://one", 500, "the model failed"),
@@ -166,7 +133,7 @@ def test_gateway_that_cannot_check_its_backends_says_so_and_ends_the_check_with_
 
     async def live() -> None:
         await service.start()
-        await asyncio.sleep(0)  # as uvicorn waits: the check has its turn
+        await asyncio.sleep(0)  # let the check run, like uvicorn does while it waits
         await service.close()
 
     client.probe_async = AsyncMock(side_effect=ServingError("nobody"))  # type: ignore[method-assign]
@@ -208,7 +175,7 @@ def test_gateway_answers_a_body_that_is_too_large_with_a_413() -> None:
 
 
 def test_gateway_with_a_token_answers_nothing_but_health_without_it() -> None:
-    """Which headers have it is test_who_may_ask.py's."""
+    """test_tokens.py tests which headers carry the token."""
     client = FakeClient()
     app = make(client, token="s3cret")
     for path, body in GOOD.items():
@@ -283,19 +250,19 @@ def test_gateway_reads_bodies_with_a_byte_order_mark_or_packed_by_gzip() -> None
         (gzip.compress(mark + body), zipped),
     ):
         assert call(app, "/v1/rewards", content, headers).status == 200, content
-    # A gateway's limit is of what is read, so that few bytes cannot become many.
+    # The gateway limits unpacked bytes, so that few bytes cannot become many.
     answer = call(app, "/v1/rewards", gzip.compress(body + b" " * 10**6), zipped)
     assert (answer.status, "more than 100 bytes" in message(answer)) == (413, True)
     cases: list[tuple[bytes, dict[str, str], str]] = [
-        (body, zipped, "Content-Encoding: got gzip, and a body that is not"),
+        (body, zipped, "Content-Encoding: got gzip, but the body is not"),
         (
             body,
             {"Content-Encoding": "br"},
             "Content-Encoding: got 'br', wanted gzip, deflate or none",
         ),
-        (packed[:-9], zipped, "body: its packed data is cut off"),
-        (packed + packed, zipped, "or has more behind its end"),
-        (packed[:-8] + bytes(8), zipped, "body: its packed data cannot be read"),
+        (packed[:-9], zipped, "body: its compressed data is incomplete"),
+        (packed + packed, zipped, "body: its compressed data is incomplete"),
+        (packed[:-8] + bytes(8), zipped, "body: its compressed data cannot be read"),
         (body.decode().encode("utf-16"), {}, "body: got text in UTF-16; wanted JSON in UTF-8"),
     ]
     for content, headers, wanted in cases:
@@ -330,54 +297,8 @@ def test_gateway_describes_every_route_and_all_references_lead_somewhere() -> No
     assert "swagger" in call(make(), "/docs").body.decode()
 
 
-def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> None:
-    client = FakeClient(CONTRACT.with_statistics([100.0, -100.0], [50.0, 50.0], "held-out pairs"))
-    client.counted = {
-        "http://one": {
-            "calls": 4.0,
-            "tokens_per_call": 100.0,
-            "computed_tokens": 300.0,
-            "cached_tokens": 20.0,
-            "queue_seconds": 0.5,
-            "forward_seconds": 2.0,
-            "tokens": 320.0,
-            "waiting_rows": 3.0,
-        },
-        "http://two": None,
-        "http://three": {},
-    }
-    app = make(client)
-    call(app, "/v1/rewards", {"texts": ["ab", "ab", ""]})
-    call(app, "/classify", b"{")
-    shown = call(app, "/metrics").body.decode()
-    values = dict(line.rsplit(" ", 1) for line in shown.splitlines() if not line.startswith("#"))
-    prefix, mean = "nemo_aligner_", total("ab")
-    wanted = {
-        'http_requests_total{route="/v1/rewards",status="200"}': 1,
-        'http_requests_total{route="/classify",status="400"}': 1,
-        'http_request_seconds_count{route="/v1/rewards"}': 1,
-        'http_rows_total{outcome="scored",route="/v1/rewards"}': 2,
-        'http_rows_total{outcome="refused",route="/v1/rewards"}': 1,
-        "http_rows_in_flight": 0,
-        'reward_mean{attribute="sum"}': mean,
-        'reward_std{attribute="sum"}': 0,
-        'reward_mean_drift{attribute="sum"}': (mean - 100) / 50,
-        'reward_std_ratio{attribute="minus"}': 0,
-        'server_up{backend="http://one"}': 1,
-        'server_up{backend="http://two"}': 0,
-        'server_up{backend="http://three"}': 1,
-        'server_pack_fill{backend="http://one"}': 0.75,
-        'server_queue_seconds_total{backend="http://one"}': 0.5,
-        'server_forward_seconds_total{backend="http://one"}': 2,
-        'server_cached_tokens_total{backend="http://one"}': 20,
-        'server_tokens_total{backend="http://one"}': 320,
-        'server_waiting_rows{backend="http://one"}': 3,
-    }
-    assert {name: float(values[prefix + name]) for name in wanted} == wanted
-
-
 class Picky(FakeClient):
-    """Refuses conversations with such a content (None: a call alone); or all, as a proxy."""
+    """A fake client that rejects conversations with a certain content, or all, like a proxy."""
 
     def __init__(self, refused: str | None, refusal: RefusedError) -> None:
         super().__init__()
@@ -396,7 +317,7 @@ class Picky(FakeClient):
 
 
 def test_verify_masks_what_is_not_the_policys_fault() -> None:
-    """With a threshold, too: only a reply that another would have been scored for is a 0."""
+    """With a threshold, only a reply that is itself at fault counts as 0."""
     asked = {"responses_create_params": {"input": "ask"}}
     call_of_tool = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
@@ -421,11 +342,11 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
         found = (answer.status, answer.json.get("reward"), answer.json.get("mask_sample"))
         if (*found, answer.json.get("failure_kind")) != (200, 0.0, is_masked, kind):
             wrong[name] = answer.body
-        # Rewards of a probe are nobody's, and a backend is told so.
+        # Rewards of a probe are not counted, neither here nor at the backend.
         assert client.probes == (name in ("reply", "prompt", "call of a tool")), name
         assert b'nemo_aligner_reward_rows{attribute="sum"} 1.0' not in call(app, "/metrics").body
     assert not wrong, wrong
-    # A model that fails has no reward 0 for anybody.
+    # A failing model is an error, and gives no reward 0.
     failure = RefusedError("one", 500, "row 0: the model's reward is not a finite number")
     body = {**asked, "response": {"output": [reply]}}
     answer = call(make(Picky("say", failure)), "/verify", body)
@@ -439,7 +360,7 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
     for path in ("/seed_session", "/close_session"):
         assert call(app, path, session).json == {"resources_session_id": "s"}
     assert call(app, "/reverify_mode").json == "stateless"
-    # As its agents ask where Gym observes rollouts.
+    # Paths that Gym's agents use if Gym observes rollouts.
     assert call(app, "/ng-rollout/0-1/close_session", session).json == {"resources_session_id": "s"}
     assert call(app, "/ng-rollout/0-1/ng-rollout/0-1/seed_session", {}).status == 404
     guarded = make(token="s3cret")
@@ -456,7 +377,7 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
         for repeat in range(2)
     ]
     found = call(app, "/aggregate_metrics", {"verify_responses": rollouts}).json
-    # As nemo_gym.reward_profile.compute_aggregate_metrics has them.
+    # Like nemo_gym.reward_profile.compute_aggregate_metrics.
     assert found["agent_metrics"] == {
         "mean/reward": pytest.approx(2 / 3),
         "max/reward": 1.0,
@@ -483,187 +404,8 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
         assert call(app, "/aggregate_metrics", body).status == 400
 
 
-def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> None:
-    """By the doors of trainers and other servers, and counted; not by ours, nor where it is off."""
-    turn = TurnEnd("<|im_end|>", "\n", (7,), (8,))
-    ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    conversation = Conversation(said, tools=[{"type": "function", "function": {"name": "f"}}])
-    client = FakeClient()
-    client.turn_end_async = AsyncMock(side_effect=[ServingError("nobody"), turn])
-    app = make(client)
-
-    async def ask() -> tuple[int, str]:
-        gone = await call_async(app, "/get_reward", {"query": [ended]})
-        await call_async(app, "/get_reward", {"query": [ended, whole, cut]})
-        await call_async(app, "/classify", {"input": ended})
-        with_tools = {"messages": conversation.messages, "tools": conversation.tools}
-        assert (await call_async(app, "/classify", with_tools)).status == 200
-        await call_async(app, "/pooling", {"input": [[5, 7], [5, 7, 8], [5]]})
-        await call_async(app, "/remote_rm", {"prompt": "a", "response": "<|im_end|>"})
-        await call_async(app, "/classify", {"text": ended})
-        await call_async(app, "/predict", {"inputs": ended})
-        await call_async(app, "/v1/rewards", {"texts": [ended]})
-        await call_async(app, "/v1/rewards", {"tokens": [[5, 7]]})
-        for inputs in (kserve.encode_sentences([ended]), kserve.encode_tokens([[5, 7]])):
-            body, headers = kserve_body.encode_body(inputs)
-            path = "/v2/models/reward_model/infer"
-            assert (await call_async(app, path, body, headers)).status == 200
-        return gone.status, (await call_async(app, "/metrics")).body.decode()
-
-    status, metrics = asyncio.run(ask())
-    assert status == 503
-    assert client.turn_end_async.await_count == 2
-    assert client.asked == [
-        [whole, whole, cut], [whole], [conversation], [[5, 7, 8], [5, 7, 8], [5]],
-        [whole], [whole], [whole], [ended], [[5, 7]], [ended], [[5, 7]],
-    ]  # fmt: skip
-    counts = {"/get_reward": 1, "/classify": 2, "/pooling": 1, "/remote_rm": 1, "/predict": 1}
-    for path, count in counts.items():
-        assert f'rows_total{{outcome="completed",route="{path}"}} {count}.0' in metrics
-
-    for ends, completes in ((turn, False), (None, True)):
-        client = FakeClient()
-        client.turn_end_async = AsyncMock(return_value=ends)
-        off = make(client, complete_turns=completes)
-        assert call(off, "/classify", {"input": ended}).status == 200
-        assert client.asked == [[ended]]
-
-
-FRAME = SampleFrame(("<s>user: ",), ((1, 2),), "|bot:", "</s>\n")
-OURS, OTHER = "<s>user: a|bot: b", "[INST] a [/INST] b"
-# Bodies of a text in the model's template and one in another, where the protocol takes two.
-IN_TWO_TEMPLATES: dict[str, Any] = {
-    "/v1/rewards": {"texts": [OURS, OTHER]},
-    "/get_reward": {"query": [OURS, OTHER]},
-    "/remote_rm": {"prompt": "[INST] a [/INST]", "response": " b"},
-    "/classify": {"input": [OURS, OTHER]},
-    "/pooling": {"input": [[1, 2, 9], [2, 1]]},
-    "/predict": {"inputs": [[OURS], [OTHER], ["a", "b"]]},
-}
-
-
-def rows_counted(app: Any, path: str, outcome: str) -> float:
-    shown = call(app, "/metrics").body.decode()
-    found = re.search(rf'rows_total{{outcome="{outcome}",route="{path}"}} (.+)', shown)
-    return float(found[1]) if found else 0.0
-
-
-def test_text_in_another_template_is_counted_logged_and_marked(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """By every door of raw texts and ids; messages get the model's template, and are no fault."""
-    client = FakeClient()
-    client.sample_frame_async = AsyncMock(side_effect=[ServingError("nobody"), FRAME])
-    app = make(client)
-    assert call(app, "/get_reward", {"query": [OTHER]}).status == 503
-    for path, body in IN_TWO_TEMPLATES.items():
-        row = "0" if path == "/remote_rm" else "1"
-        for _ in range(2):
-            answer = call(app, path, body)
-            assert (answer.status, answer.headers["x-foreign-template-rows"]) == (200, row), path
-        assert rows_counted(app, path, "foreign_template") == 2, path
-    # Once for each kind of fault: a run has millions.
-    unended = "<s>user: a|no reply"
-    for _ in range(2):
-        assert call(app, "/v1/rewards", {"texts": [unended]}).status == 200
-    begins, lacks = capsys.readouterr().out.splitlines()
-    assert begins.startswith("Warning: /v1/rewards, row 1: it begins with '[INST] a [/INST] b'")
-    assert begins.endswith(". Further ones are only counted (foreign_template in /metrics)")
-    assert lacks.startswith("Warning: /v1/rewards, row 0: it has no ")
-    assert len(begins) < 240
-    assert call(app, "/classify", {"text": [OTHER]}).headers["x-foreign-template-rows"] == "0"
-    for path in ("/score", "/rerank", "/verify", "/compare"):
-        assert "x-foreign-template-rows" not in call(app, path, GOOD[path]).headers, path
-    assert client.sample_frame_async.await_count == 2
-    ours = call(app, "/v1/rewards", {"texts": [OURS]})
-    assert "x-foreign-template-rows" not in ours.headers
-
-
-def test_text_in_another_template_is_rejected_if_asked_for() -> None:
-    client = FakeClient()
-    client.sample_frame_async = AsyncMock(return_value=FRAME)
-    app = make(client, reject_foreign_templates=True)
-    for path, body in IN_TWO_TEMPLATES.items():
-        answer = call(app, path, body)
-        if path == "/v1/rewards":
-            (error,) = answer.json["errors"]
-            assert (error["row"], answer.json["rewards"][1]) == (1, None)
-            assert answer.json["rewards"][0] == [total(OURS), -total(OURS)]
-            assert "it begins with '[INST] a [/INST] b'" in error["message"]
-        else:
-            assert answer.status == 400, path
-            assert "(gateway.reject_foreign_templates). Send messages" in message(answer), path
-        assert rows_counted(app, path, "foreign_template") == 1, path
-    assert client.asked == [[OURS]]
-    assert call(app, "/v1/rewards", {"texts": [OTHER]}).json["rewards"] == [None]
-    assert call(app, "/classify", {"input": OURS}).status == 200
-
-
-LONG_TEXT = "z" * 50  # which the client of these tests cuts
-CUT: dict[str, Any] = {
-    "/v1/rewards": {"texts": ["a", LONG_TEXT]},
-    "/get_reward": {"query": ["a", LONG_TEXT]},
-    "/remote_rm": {"prompt": "a", "response": LONG_TEXT},
-    "/classify": {"input": ["a", LONG_TEXT]},
-    "/pooling": {"input": ["a", LONG_TEXT]},
-    "/score": {"text_1": "a", "text_2": ["a", LONG_TEXT]},
-    "/predict": {"inputs": [["a"], [LONG_TEXT]]},
-    "/rerank": {"query": "a", "texts": ["a", LONG_TEXT]},
-    "/v1/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
-    "/v2/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
-    "/v1/score": {"text_1": "a", "text_2": ["a", LONG_TEXT]},
-    "/verify": {
-        "responses_create_params": {"input": "a"},
-        "response": {"output": [{"role": "assistant", "content": LONG_TEXT}]},
-    },
-    "/compare": {
-        "conversation_history": [{"role": "user", "content": "a"}],
-        "response_objs": [
-            {"output": [{"role": "assistant", "content": text}]} for text in ("a", LONG_TEXT)
-        ],
-    },
-}
-
-
-def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
-    """A header everywhere, and a field where the protocol has room for one."""
-    app, answers = make(), {}
-    assert set(CUT) == set(GOOD)
-    for path, body in CUT.items():
-        answer = call(app, path, body)
-        row = "0" if path in ("/remote_rm", "/verify") else "1"
-        assert (answer.status, answer.headers.get("x-truncated-rows")) == (200, row), path
-        assert rows_counted(app, path, "cut") == 1, path
-        answers[path] = answer.json
-        assert "x-truncated-rows" not in call(app, path, GOOD[path]).headers, path
-    assert answers["/v1/rewards"]["truncated"] == [False, True]
-    assert answers["/get_reward"]["extra_logs"]["truncated"] == [0.0, 1.0]
-    for path in ("/classify", "/pooling", "/score", "/v1/score"):
-        first, second = answers[path]["data"]
-        assert ("truncated" in first, second["truncated"]) == (False, True), path
-    assert [answers["/v2/rerank"]["results"][0]["truncated"]] == [True]
-    (item,) = call(app, "/classify", {"text": [LONG_TEXT]}).json
-    assert item["meta_info"]["truncated"] is True
-    assert answers["/verify"]["truncated"] is True
-    assert answers["/compare"]["metrics"]["truncated_rate"] == 0.5
-    # TEI refuses a long text unless it may cut it, and so does an explicit false here.
-    for path in ("/predict", "/rerank"):
-        refused = call(app, path, {**CUT[path], "truncate": False})
-        assert (refused.status, refused.json["error_type"]) == (400, "Validation"), path
-        assert refused.json["error"].startswith("row 1: the text is longer than the model's"), path
-        assert call(app, path, {**GOOD[path], "truncate": False}).status == 200
-
-
-def test_header_of_rows_stays_short() -> None:
-    answer = call(make(), "/v1/rewards", {"texts": [LONG_TEXT] * 5000})
-    shown = answer.headers["x-truncated-rows"]
-    assert shown.startswith("0, 1, 2, ")
-    assert shown.endswith(", 99, and 4900 more")
-
-
 def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
-    """A rollout that is scored again brings its last answer along."""
+    """A rollout that is scored again still carries its last answer."""
     stale = {
         "reward": 0.75,
         "raw_reward": 0.75,
@@ -691,18 +433,3 @@ def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
         assert {name: answer[name] for name in none} == none
         assert answer["mask_sample"] is True
     assert of_backend["_ng_task_index"] == 7
-
-
-def test_answers_say_whether_rewards_are_probabilities_or_log_odds() -> None:
-    """And TEI's numbers from 0 to 1 are the probabilities themselves, where rewards are."""
-    odds = replace(CONTRACT, scored_position="turns", attributes=("right", "other"))
-    probability = odds.with_readout(Readout("sigmoid", ((1.0,), (1.0,))))
-    body = {"query": "a", "texts": ["b"], "raw_scores": False}
-    for contract, scale in ((CONTRACT, "score"), (odds, "log_odds"), (probability, "probability")):
-        app = make(FakeClient(contract))
-        assert call(app, "/v1/rewards", {"texts": ["ab"]}).json["scale"] == scale
-        assert call(app, "/v1/models").json["data"][0]["reward_scale"] == scale
-        assert call(app, "/info").json["reward_scale"] == scale
-        (rank,) = call(app, "/rerank", body).json
-        assert rank["score"] == (total("ab") / 2 if scale == "probability" else 1.0)
-    assert call(make(FakeClient(None)), "/v1/rewards", {"texts": ["ab"]}).json["scale"] is None

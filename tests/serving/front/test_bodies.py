@@ -1,4 +1,4 @@
-"""The memory of all bodies has one bound, whichever connections and protocols they come by."""
+"""All bodies together have one memory limit, across connections and protocols."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_large_bodies_wait_for_each_other_and_short_ones_for_none() -> None:
     async def ask_beside_a_large_body(path: str, body: bytes, **headers: str) -> Answer:
         client.gate = asyncio.Event()
         before = len(client.asked)
-        # A lone one may have more than all of them together.
+        # A single body may exceed the common limit.
         large = asyncio.ensure_future(call_async(app, path, padded(SHORT[path], 3 * MOST // 2)))
         while len(client.asked) == before:
             assert not large.done(), large.result()
@@ -52,6 +52,6 @@ def test_large_bodies_wait_for_each_other_and_short_ones_for_none() -> None:
         refused = asyncio.run(ask_beside_a_large_body(path, packed, **{"Content-Encoding": "gzip"}))
         assert refused.status == 503, path
         assert asyncio.run(ask_beside_a_large_body(path, padded(body, 60 * 2**10))).status == 200
-        # Nothing is held once all are answered.
+        # Nothing is counted after all are answered.
         client.gate = None
         assert asyncio.run(call_async(app, path, large)).status == 200

@@ -1,4 +1,4 @@
-"""Limits of a connection: attacks on them, and the requests that must pass."""
+"""Limits of a connection: attacks on them, and requests that must pass."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import contextlib
 import logging
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from nemo_aligner.config.serving import GatewayConfig, ServerConfig
-from nemo_aligner.serving.front import limits
 from nemo_aligner.serving.front.limits import (
     ANSWER_NOT_READ,
     CLIENT_LEFT,
-    FAILED_HANDSHAKE,
-    NO_ROOM_FOR_HANDSHAKE,
     ConnectionLimits,
 )
 from tests.serving.front.running import (
@@ -103,7 +98,7 @@ def test_a_long_body_is_refused_by_its_length(front: Front) -> None:
     body = b"x" * 300_000
     head = post("/", b"").replace(b"Length: 0", b"Length: 300000000")
     before = resident_bytes()
-    # The client sends without a look at the answer, and still reads it.
+    # The client sends everything before it reads the answer, and still gets it.
     assert_refused(front, 413, "has 300000000 bytes and the limit is 1048576", head, *[body] * 20)
     with Client(front) as client:
         client.socket.settimeout(3)
@@ -170,12 +165,12 @@ def test_chunks_are_joined_however_they_are_cut(front: Front) -> None:
             client.send(*[request[i : i + size] for i in range(0, len(request), size)])
             shown = client.answer().json()
             assert shown["body"].encode() == data * 2
-            # Trailers are no headers.
+            # Trailers do not become headers.
             assert shown["headers"] == ["host", "transfer-encoding"]
             assert client.answer().json()["path"] == "/next"
 
 
-# What a request is.
+# Ambiguous and invalid requests.
 
 
 @pytest.mark.parametrize(
@@ -224,7 +219,7 @@ def test_ambiguous_requests_are_refused(front: Front, head: str) -> None:
     ],
 )
 def test_other_protocols_are_refused(front: Front, request_: bytes) -> None:
-    assert_refused(front, 400, "Correct the client", request_)
+    assert_refused(front, 400, "Fix the client", request_)
 
 
 @pytest.mark.parametrize("end", [b"2\nab\r\n", b"2\r\nab\n0\r\n\r\n", b"x\r\n", b"2\r\nabc\r\n"])
@@ -298,7 +293,7 @@ def test_an_early_answer_of_the_application_is_the_last(front: Front) -> None:
         client.send(chunked_head("/early"), *[chunk(b"x" * 2**16)] * 160)
         assert client.answer().status == 401
         assert client.remainder() == b""
-    # A request that came as a whole leaves the connection open.
+    # After a complete request, the connection stays open.
     with Client(front) as client:
         client.send(post("/early", b"x"), get("/next"))
         answers = [client.answer(), client.answer()]
@@ -327,7 +322,7 @@ def test_a_failing_application_is_an_error_of_the_server(front: Front, path: str
     front.assert_serves()
 
 
-# Time.
+# Timeouts.
 
 
 def test_1_000_slow_clients_get_a_408() -> None:
@@ -337,7 +332,7 @@ def test_1_000_slow_clients_get_a_408() -> None:
         before = resident_bytes()
         clients = [stack.enter_context(Client(front)) for _ in range(1000)]
         for number, client in enumerate(clients):
-            # Some are cut in the request line, some in a header, some in the body.
+            # Some requests end in the request line, some in a header, some in the body.
             client.send((b"POST /", head, head + b"\r\n\r\n1234")[number % 3])
         for _ in range(3):
             time.sleep(0.2)
@@ -377,7 +372,7 @@ def test_a_connection_in_use_outlives_both_times() -> None:
 def test_a_client_that_takes_no_answer_is_cut_off() -> None:
     with running(receive_timeout_secs=0.6) as front, Client(front) as client:
         client.send(get("/large") * 20)
-        # One that takes it slowly is not.
+        # A client that reads the answer slowly is not cut off.
         with Client(front) as slow:
             slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
             slow.send(get("/large") * 2)
@@ -393,7 +388,7 @@ def test_a_client_that_takes_no_answer_is_cut_off() -> None:
 def test_long_computations_are_not_cut_off() -> None:
     with running(keep_alive_secs=0.5, receive_timeout_secs=0.5) as front, Client(front) as client:
         client.send(get("/large"), get("/pause"))
-        # The second request is read while the answer to the first is not yet taken.
+        # The second request is read while the first answer has not been read yet.
         wait_until(lambda: "/pause" in front.application.calls)
         assert len(client.answer().body) == LARGE
         assert client.answer().json()["path"] == "/pause"
@@ -423,7 +418,7 @@ def test_half_closed_connections_are_closed(front: Front) -> None:
             client.socket.shutdown(socket.SHUT_WR)
             assert client.is_closed()
     wait_until(lambda: not front.connections)
-    # All but the one that has sent nothing have left inside a request.
+    # All except the one that has sent nothing have left inside a request.
     assert front.aborted == {CLIENT_LEFT: num_before + 3}
     front.assert_serves()
 
@@ -438,7 +433,7 @@ def test_vanished_peers_are_probed(front: Front) -> None:
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
-# Numbers.
+# Limits of the number of connections and requests.
 
 
 def test_connections_above_the_limit_get_a_503() -> None:
@@ -454,7 +449,7 @@ def test_connections_above_the_limit_get_a_503() -> None:
                 assert (answer.status, answer.headers["retry-after"]) == (503, "1")
                 assert "has 4 open connections" in answer.json()["error"]
                 assert client.is_closed()
-            # Those that get the answer are limited, too.
+            # Connections that get this answer are limited, too.
             crowd = [stack.enter_context(Client(front)) for _ in range(100)]
             wait_until(lambda: front.refused == {503: 1 + len(crowd)})
             wait_until(lambda: len(front.connections) <= 4 + 8, timeout=0.5)
@@ -474,7 +469,7 @@ def test_10_000_pipelined_requests_are_answered_in_order(front: Front) -> None:
         for number in range(count):
             answer = client.answer()
             assert b'"path": "/%d"' % number in answer.body
-            # A request sees no context variable of the one before it.
+            # A request sees no context variable of an earlier one.
             assert b'"visitor": "nobody"' in answer.body
         sender.join()
     assert resident_bytes() - before < 16 * MEGABYTE
@@ -506,7 +501,7 @@ def test_requests_may_be_cut_anywhere(front: Front) -> None:
     front.assert_serves()
 
 
-# The end of a client, of the server.
+# Clients that leave, and a server that exits.
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -539,78 +534,3 @@ def test_requests_in_flight_when_the_server_exits_get_a_503() -> None:
         assert front.application.cancelled == ["/wait/exit"]
         assert idle.is_closed()
         assert half.is_closed()
-
-
-# TLS.
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("certificate")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=front"
-    command += f" -addext subjectAltName=IP:127.0.0.1 -out {certificate} -keyout {key}"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return certificate, key
-
-
-def test_refusals_arrive_over_tls(certificate: tuple[Path, Path]) -> None:
-    with running(certificate) as front:
-        front.assert_serves()
-        for request, status in (
-            (post("/", b"x" * 2 * MEGABYTE), 413),
-            (post("/early", b"x" * MEGABYTE), 401),
-        ):
-            with Client(front) as client:
-                client.send(request)
-                assert client.answer().status == status
-        wait_until(lambda: not front.connections)
-        front.assert_serves()
-
-
-def test_tls_handshakes_under_way_count_and_end(
-    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "_HANDSHAKE_SECS", 1.0)
-    with running(certificate, max_open_connections=4) as front, contextlib.ExitStack() as stack:
-        address = ("127.0.0.1", front.port)
-
-        def connect(count: int, content: bytes) -> list[socket.socket]:
-            opened = [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
-            for each in opened:
-                each.settimeout(5)
-                each.sendall(content)
-            return opened
-
-        # What says nothing, and what begins a handshake: each has a place.
-        silent = [*connect(2, b""), *connect(2, b"\x16\x03\x01\x02\x00\x01")]
-        wait_until(lambda: len(front.connections) == 4)
-        with Client(front) as refused:
-            assert refused.answer().status == 503
-        # With those that are being refused at most 4 + 8, however many there are.
-        flood = connect(40, b"")
-        wait_until(lambda: len(front.connections) <= 12)
-        began = time.monotonic()
-        assert [peer.recv(1) for peer in silent] == [b""] * 4
-        assert time.monotonic() - began < 2
-        for peer in flood:
-            with contextlib.suppress(ConnectionResetError):
-                assert peer.recv(1) == b""
-        wait_until(lambda: not front.connections)
-        front.assert_serves()
-        # Each one is counted. How many of the flood had room for a handshake is a matter of time.
-        assert sum(front.aborted.values()) == len(silent) + len(flood)
-        assert front.aborted[FAILED_HANDSHAKE] >= len(silent)
-        assert front.aborted[NO_ROOM_FOR_HANDSHAKE] > 0
-        # What is no handshake, and one that is broken off.
-        for peer in connect(3, post("/", b"plain")):
-            peer.close()
-        wait_until(lambda: not front.connections)
-        front.assert_serves()
-        assert sum(front.aborted.values()) == len(silent) + len(flood) + 3
-        # A server that exits waits for none.
-        connect(1, b"")
-        wait_until(lambda: len(front.connections) == 1)
-        began = time.monotonic()
-        front.stop()
-        assert time.monotonic() - began < 0.9

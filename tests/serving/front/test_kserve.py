@@ -1,4 +1,4 @@
-"""KServe v2 by the clients of others: tritonclient, and pytriton's as NeMo-Aligner uses it."""
+"""KServe v2 with other projects' clients: tritonclient, and pytriton's as NeMo-Aligner uses it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.harness.environments import package
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, gateway_front
 
-MAX_ROWS = 16  # gateway_front's
+MAX_ROWS = 16  # the limit of gateway_front
 TEXTS = ["ab", "", "Grüße \N{SNOWMAN}"]
 
 
 @contextmanager
 def fronted(token: str | None = None, **settings: Any) -> Iterator[str]:
-    """The address (host:port) of a front of this process, in a thread."""
+    """The address (host:port) of a front in a thread of this process."""
     config = GatewayConfig(port=0, **settings)
     client = FakeClient()
     client.aclose = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def triton_input(name: str, array: np.ndarray, is_binary: bool = True) -> Any:
 
 
 def good_inputs(is_binary: bool = True) -> list[Any]:
-    """Two texts: as bytes, or as text in JSON."""
+    """Two texts: as binary data, or as JSON."""
     texts = ["ab", TEXTS[2]]
     values = [text.encode() for text in texts] if is_binary else texts
     return [triton_input("sentences", column(values), is_binary)]
@@ -122,9 +122,9 @@ def test_tritonclient_counts_requests(address: str) -> None:
 
 
 def test_a_probe_of_one_row_is_counted_nowhere() -> None:
-    """It is a parameter of the request, which other servers of KServe ignore.
+    """A parameter of the request marks a probe; other KServe servers ignore it.
 
-    A request of more rows is none: a client could hide its traffic.
+    A request of more rows is counted, because otherwise a client could hide its traffic.
     """
     client = FakeClient()
     app = gateway_front(client)
@@ -142,7 +142,7 @@ def test_a_probe_of_one_row_is_counted_nowhere() -> None:
         shown = call(app, "/metrics").body
         assert (b"nemo_aligner_http_requests_total{" in shown) == is_counted
         assert (b"nemo_aligner_reward_rows{" in shown) == is_counted
-        # A gateway tells its backends.
+        # A gateway passes it on to its backends.
         assert client.probes == 1
 
 
@@ -248,7 +248,7 @@ def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None
         ({"inputs": [good], "outputs": [hidden]}, "outputs: wanted a list of objects"),
         ({"inputs": [{**good, "data": [""]}]}, "row 0: the text is empty"),
         (b'{"id": "\\ud800", "inputs": []}', "id: got "),
-        ({"id": 5, "inputs": [good]}, "id: got 5, wanted a text"),
+        ({"id": 5, "inputs": [good]}, "id: got 5, wanted a string"),
         (
             {"inputs": [good, {**good, "name": "add_EOS", "shape": [2, 1], "datatype": "BOOL",
                                "data": [True, True]}]},
@@ -301,7 +301,7 @@ def test_gateway_whose_backends_are_gone_is_not_ready_and_no_client_waits_for_it
     assert {call(app, path).status for path in paths} == {503}
     answer = call(app, infer, body)
     assert (answer.status, "nobody listens" in answer.json["error"]) == (503, True)
-    # By its seconds RewardClient would take it for busy, and wait until its own time-out.
+    # With Retry-After, RewardClient would take the gateway for busy, and wait until its deadline.
     assert "retry-after" not in answer.headers
     for path in ("/v2//", "/v2/models/other/infer", infer):
         call(app, path, body)
@@ -316,7 +316,9 @@ def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_t
     port = first.getsockname()[1]
     with closing(first), pytest.raises(ServingError, match=rf"gateway\.port: 127.0.0.1:{port} is "):
         open_socket(GatewayConfig(port=port))
-    with pytest.raises(ServingError, match=r"gateway\.host: got 192\.0\.2\.1, which is no address"):
+    with pytest.raises(
+        ServingError, match=r"gateway\.host: got 192\.0\.2\.1, which is not an address"
+    ):
         open_socket(GatewayConfig(host="192.0.2.1"))
     stale = tmp_path / "ready"
     stale.write_text("of a server that was killed")
@@ -324,6 +326,6 @@ def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_t
     assert not stale.exists()
     files = {"certificate_file": str(tmp_path / "none.pem"), "key_file": str(tmp_path / "none.key")}
     with pytest.raises(
-        ServingError, match=r"gateway\.certificate_file: .*none.pem: there is no such file"
+        ServingError, match=r"gateway\.certificate_file: .*none.pem: the file does not exist"
     ):
         open_socket(GatewayConfig(port=0, **files))

@@ -1,4 +1,4 @@
-"""Bodies of the gateway's protocols, and what a route makes of them."""
+"""Parse bodies of the gateway's protocols, and collect what a route rejects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def parsed(route: Any, body: Any) -> Any:
 
 
 def scored(*rewards: list[float], errors: dict[int, str] | None = None) -> ScoredRows:
-    """Rows of rewards, none of which was cut."""
+    """Rows of rewards, none of which was truncated."""
     values = np.array(rewards, dtype=np.float32)
     return ScoredRows(values, errors or {}, np.zeros(len(rewards), bool), "cafe", "f00d")
 
 
 def not_refused(read: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Of cases that end with a pattern those that ``read`` takes, or refuses otherwise."""
+    """List the cases that ``read`` accepts, or rejects with another message than their pattern."""
     wrong: list[Any] = []
     for *given, pattern in cases:
         try:

@@ -1,4 +1,4 @@
-"""NeMo Gym's /verify, a rollout back with its reward or why it has none; and its /compare."""
+"""NeMo Gym's /verify, which returns a rollout with its reward or a reason, and its /compare."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_gym_rollout_is_one_conversation_without_reasoning() -> None:
         ("user", "c"),
         ("assistant", "d e"),
     ]
-    # A reply goes on where the prompt ends.
+    # A reply that continues the prompt's last turn.
     asked = [{"role": "user", "content": "a"}, said("Sure: ")]
     assert texts(rollout(asked, said("b"))) == [("user", "a"), ("assistant", "Sure: b")]
 
@@ -84,7 +84,7 @@ def test_gym_rollout_with_calls_of_functions_is_one_conversation_with_its_tools(
         ],
         [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     )
-    # A call may be the reply.
+    # A reply may be a function call.
     (text,) = GYM.read(parsed(GYM, rollout("a", call))).texts or ()
     assert text == [
         {"role": "user", "content": "a"},
@@ -93,7 +93,7 @@ def test_gym_rollout_with_calls_of_functions_is_one_conversation_with_its_tools(
 
 
 def test_gym_rollout_without_a_reply_or_with_broken_calls_is_a_row_that_is_refused() -> None:
-    """By what the policy said; what the prompt has is refused as a whole."""
+    """Rows are rejected for the reply; if the prompt is at fault, the whole request fails."""
     broken = {"type": "function_call", "name": "f", "arguments": "{"}
     result = {"type": "function_call_output", "call_id": "1", "output": "2"}
     asked = [{"role": "user", "content": "a"}, said("earlier")]
@@ -121,7 +121,7 @@ def test_gym_rollout_that_is_no_conversation_is_refused() -> None:
         (rollout("a", search), "response.output.0: got .*message"),
         (rollout("a", said("b"), tools=[{"type": "web_search"}]), "tools.0: got .*, wanted a func"),
         (rollout([5], said("b")), "responses_create_params.input.0: got 5, wanted a message"),
-        (rollout("a", refusal), "response.output.0: got .*, wanted a text"),
+        (rollout("a", refusal), "response.output.0: got .*, wanted a string"),
     ]
     assert not not_refused(texts, wrong)
 
@@ -145,13 +145,13 @@ def test_gym_reward_is_one_from_a_threshold_on_and_nothing_for_a_refused_reply()
         served = Served("reward_model", ("reward",), (1.0,), threshold)
         answer = GYM.answer(request, scored([1.5]), served)
         assert (answer["reward"], answer["raw_reward"]) == (reward, 1.5), threshold
-    # Refused it is no measurement, unless there is a bar to miss.
+    # A rejected reply does not measure the policy, unless there is a threshold to miss.
     for threshold, masked in ((None, True), (0.5, False)):
         served = Served("reward_model", ("reward",), (1.0,), threshold)
         answer = GYM.answer(request, scored([np.nan], errors={0: "too long"}), served)
         assert (answer["reward"], answer["mask_sample"]) == (0.0, masked), threshold
         assert answer["failure_kind"] == "reward_model:refused_text"
-        wanted = "the model refuses what the policy said: too long"
+        wanted = "the reward model rejects the policy's reply: too long"
         assert answer["failure_reason"] == wanted
 
 
@@ -168,14 +168,14 @@ def test_gym_sample_is_masked_where_a_server_failed_and_an_error_where_its_sende
         assert (answer.content["reward"], answer.content["mask_sample"]) == (0.0, True)
         failed = (answer.content["failure_kind"], answer.content["failure_reason"])
         assert failed == (name, "nobody answers")
-    # A model whose rewards are NaN has no reward 0 for anybody.
+    # A model with NaN rewards is an error, and gives no reward 0.
     failure = RequestError("row 0: the model's reward is not a finite number", FailureKind.internal)
     answer = GYM.refuse(failure, parsed(GYM, body))
     assert (answer.status, answer.content) == (500, {"detail": failure.message})
 
 
 def test_what_its_sender_can_mend_is_an_error() -> None:
-    """Where there is no rollout to hand back; else a run would end for one of its prompts."""
+    """Only if there is no rollout to return; otherwise a run would end for one prompt."""
     failure = RequestError("no", FailureKind.bad_request)
     answer = GYM.refuse(failure, None)
     assert (answer.status, answer.content) == (400, {"detail": "no"})
@@ -238,7 +238,7 @@ def test_compare_refuses_a_principle_and_a_reply_without_text() -> None:
         (comparison(), "response_objs: got 0, wanted at least 1"),
         (no_history, "conversation_history: got 0, wanted at least 1"),
         (comparison(said("b"), THOUGHT), r"response_objs.1.output: got no message of the assis"),
-        (comparison(image), "response_objs.0.output.1: got .*wanted a text"),
+        (comparison(image), "response_objs.0.output.1: got .*wanted a string"),
     ]
     assert not not_refused(lambda body: COMPARE.read(parsed(COMPARE, body)), wrong)
     refused = COMPARE.refuse(RequestError("row 1: why", FailureKind.bad_request), None)

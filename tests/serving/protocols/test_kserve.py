@@ -1,4 +1,4 @@
-"""The wire contract in both directions, and what it refuses."""
+"""Encoding and decoding of KServe tensors, and what decoding rejects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UTF8 = r"not UTF-8 \(invalid start byte\)"
 MALFORMED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"sentences": column(CHATS, b"a\xff")}, rf"^sentences, row 1: {UTF8}"),
     ({"conversations": column(CHATS, b"a\xff")}, rf"^conversations, row 1: {UTF8}"),
-    ({"conversations": column(DEEP)}, "^conversations, row 0: JSON that is nested too deeply"),
+    ({"conversations": column(DEEP)}, "^conversations, row 0: the JSON is nested too deeply"),
     ({}, "got no inputs, wanted exactly one of"),
     ({"sentences": column(b"a"), "conversations": column(b"[]")}, "wanted exactly one of"),
     ({"tokens": TOKENS}, "wanted tokens and sequence_lengths together"),
@@ -63,8 +63,11 @@ MALFORMED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"tokens": TOKENS, "sequence_lengths": TWO * 0}, "row 0: got 0, wanted 1 to 4"),
     ({"tokens": TOKENS, "sequence_lengths": TWO + 1}, "row 1: got 5, wanted 1 to 4"),
     ({"conversations": column(b"[{}")}, "row 0: not JSON"),
-    ({"conversations": column(b"[]")}, "row 0: got .*, wanted a list of messages"),
-    ({"conversations": column(b'{"role": "user"}')}, "row 0: got .*, wanted a list of messages"),
+    ({"conversations": column(b"[]")}, "row 0: got .*, wanted a non-empty list of messages"),
+    (
+        {"conversations": column(b'{"role": "user"}')},
+        "row 0: got .*, wanted a non-empty list of messages",
+    ),
     (
         {"conversations": column(b'[{"role": "user", "content": 1}]')},
         r"^row 0: messages\[0\].content: ",

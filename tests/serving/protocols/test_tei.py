@@ -1,4 +1,4 @@
-"""/predict and /rerank of Text Embeddings Inference: its bodies, its answers, its errors."""
+"""/predict and /rerank of Text Embeddings Inference: bodies, answers and errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tei_ranks_texts_by_one_reward_the_best_first() -> None:
 
 
 def test_tei_answers_sigmoids_where_no_raw_scores_are_asked_for() -> None:
-    """From 0 to 1 as from TEI, in the order of the rewards, at any size of them."""
+    """Scores are from 0 to 1, like TEI's, in the order of the rewards, however large these are."""
     rewards = scored([0.0, 0.0], [2.0, 2.0], [-800.0, 0.0], [800.0, 0.0])
     body = {"query": "a", "texts": ["b", "c", "d", "e"], "raw_scores": False}
     found = RERANK.answer(parsed(RERANK, body), rewards, SERVED)
@@ -75,8 +75,8 @@ def test_tei_answers_sigmoids_where_no_raw_scores_are_asked_for() -> None:
 def test_tei_refuses_what_would_be_another_score() -> None:
     rank = {"query": "a", "texts": ["b"]}
     wrong: list[tuple[Any, Any, str]] = [
-        (PREDICT, {"inputs": "a", "truncate": True}, "truncate: got true, .*scoring contract$"),
-        (RERANK, {**rank, "truncate": True}, "truncate: got true, .*scoring contract$"),
+        (PREDICT, {"inputs": "a", "truncate": True}, "truncate: got true, .*scoring contract"),
+        (RERANK, {**rank, "truncate": True}, "truncate: got true, .*scoring contract"),
         (PREDICT, {"inputs": []}, "inputs: got none, wanted a text"),
         (PREDICT, {"inputs": ["a", "b", "c"]}, "row 0: got 3 texts, wanted one or a pair"),
         (PREDICT, {"inputs": [["a"], []]}, "row 1: got 0 texts"),

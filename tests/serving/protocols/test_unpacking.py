@@ -1,4 +1,4 @@
-"""Packed bodies: what they unpack to, what is refused, and how much memory a bomb takes."""
+"""Compressed bodies: how they are unpacked, what is rejected, and the memory of a zip bomb."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_aligner.serving.protocols.base import decompress, is_packed, unpack_bo
 from tests.serving.protocols.bodies import not_refused
 
 MOST = 2**20
-# Compressible and not, below, at and above the buffer's size, up to the limit.
+# Compressible and random bytes, below, at and above the buffer's size, up to the limit.
 BODIES = [
     *(b"", b"a", b"ab" * 2**15, b"a" * (2**16 + 1), bytes(MOST)),
     random.Random(1).randbytes(700_000),
@@ -31,7 +31,7 @@ def test_body_is_the_same_packed_by_gzip_by_deflate_or_not_at_all(level: int) ->
             (body, " Identity"),
             (packed[0], "gzip"),
             (packed[0], "X-GZIP "),
-            (packed[0], ""),  # some clients say nothing
+            (packed[0], ""),  # some clients send no header
             (packed[1], "deflate"),
         ):
             assert decompress(content, encoding, MOST) == body, (len(body), encoding)
@@ -39,13 +39,13 @@ def test_body_is_the_same_packed_by_gzip_by_deflate_or_not_at_all(level: int) ->
 
 
 ZIPPED, DEFLATED = gzip.compress(b"a b c" * 99), zlib.compress(b"a b c" * 99)
-BEHIND = "body: its packed data is cut off, or has more behind its end"
+BEHIND = "body: its compressed data is incomplete"
 DAMAGED = [
-    (b"a", "gzip", "Content-Encoding: got gzip, and a body that is not"),
-    (DEFLATED, "gzip", "Content-Encoding: got gzip, and a body that is not"),
+    (b"a", "gzip", "Content-Encoding: got gzip, but the body is not"),
+    (DEFLATED, "gzip", "Content-Encoding: got gzip, but the body is not"),
     (b"a", "br", "Content-Encoding: got 'br', wanted gzip, deflate or none"),
     (ZIPPED, "gzip, gzip", "Content-Encoding: got 'gzip, gzip', wanted gzip, deflate or none"),
-    (b"ab", "deflate", "body: its packed data cannot be read: .*incorrect header check"),
+    (b"ab", "deflate", "body: its compressed data cannot be read: .*incorrect header check"),
     (b"", "deflate", BEHIND),
     (ZIPPED + ZIPPED, "gzip", BEHIND),
     (ZIPPED + b"a", "gzip", BEHIND),
@@ -53,7 +53,7 @@ DAMAGED = [
     (ZIPPED[:2], "gzip", BEHIND),
     (ZIPPED[:-1], "gzip", BEHIND),
     (DEFLATED[:-1], "deflate", BEHIND),
-    (ZIPPED[:-8] + bytes(8), "gzip", "body: its packed data cannot be read: .*incorrect data"),
+    (ZIPPED[:-8] + bytes(8), "gzip", "body: its compressed data cannot be read: .*incorrect data"),
     (gzip.compress(b"a", 0) + bytes(10**6), "gzip", BEHIND),
 ]
 
@@ -85,5 +85,5 @@ def test_bomb_holds_no_more_than_the_limit_and_a_buffer(encoding: str) -> None:
     finally:
         tracemalloc.stop()
     assert caught.value.kind is FailureKind.too_large
-    # The limit, a piece that goes beyond it and the slices of the bomb that are being read.
+    # The limit, a piece beyond it, and the slices of the bomb that are being read.
     assert peak < MOST + 2**19

@@ -1,4 +1,4 @@
-"""vLLM's /classify, /pooling and /score, SGLang's /classify: bodies, answers, errors."""
+"""vLLM's /classify, /pooling and /score, and SGLang's /classify: bodies, answers and errors."""
 
 from __future__ import annotations
 
@@ -98,20 +98,20 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CLASSIFY, {"messages": []}, "messages: got an empty conversation"),
     (CLASSIFY, {"messages": [{"content": "a"}]}, r"messages\[0\]: got .*, wanted an object"),
     (CLASSIFY, {"messages": TOOLS}, r"messages\[0\].tool_calls\[0\]: got .*, wanted an obj"),
-    (CLASSIFY, {"input": "a", "tools": [{}]}, "tools: got them beside input, wanted messages"),
-    (CLASSIFY, {"messages": TOOLS, "chat_template_kwargs": {"a": 1}}, "kwargs: got .* contract$"),
+    (CLASSIFY, {"input": "a", "tools": [{}]}, "tools: got it together with input"),
+    (CLASSIFY, {"messages": TOOLS, "chat_template_kwargs": {"a": 1}}, "kwargs: got .* contract"),
     (CLASSIFY, {"input": "a", "use_activation": True}, "got true, wanted .* no activation$"),
     *(
         (route, {"input": "a", name: True}, f"{name}: got true")
         for route in (CLASSIFY, POOLING)
         for name in ("use_activation", "activation", "softmax", "normalize")
     ),
-    (CLASSIFY, {"input": "a", "truncate_prompt_tokens": 5}, "tokens: got 5, .* scoring contract$"),
+    (CLASSIFY, {"input": "a", "truncate_prompt_tokens": 5}, "tokens: got 5, .* scoring contract"),
     (CLASSIFY, {"input": "a", "add_special_tokens": False}, "add_special_tokens: got false"),
     (POOLING, {"input": "a", "encoding_format": "base64"}, 'encoding_format: got "base64"'),
     (POOLING, {"input": "a", "task": "embed"}, 'task: got "embed"'),
     (CLASSIFY, {"input": "a", "task": "token_classify"}, 'task: got "token_classify"'),
-    (SCORE, {"queries": "a"}, "got queries alone, wanted queries with documents, or"),
+    (SCORE, {"queries": "a"}, "got only queries, wanted queries with documents, or"),
     (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "got 2 and 1, wanted 1 and 1"),
     (SCORE, {"text_1": [], "text_2": ["c"]}, "got 0 and 1, wanted"),
     (SCORE, {"text_1": "a", "text_2": IMAGE}, r"content\[0\]: got a part of type 'image_url', wan"),
@@ -157,7 +157,7 @@ def test_vllm_pooling_and_score_have_their_own_rows() -> None:
 
 
 def test_documents_are_ranked_for_vllm_jina_and_cohere() -> None:
-    """The query is what the user says, each document a reply; of equal ones the earlier first."""
+    """The query is the user's message, a document a reply; the earlier of equal ones is first."""
     parts = {"content": [{"type": "text", "text": "d"}]}
     body: dict[str, Any] = {"query": "a", "documents": ["b", {"text": "c"}, parts], "model": "any"}
     texts = read(RERANK, body).texts
@@ -192,8 +192,8 @@ def test_documents_that_are_no_texts_or_want_another_score_are_refused() -> None
         (RERANK, {"query": "a"}, "documents: required, but missing"),
         (RERANK, {**body, "documents": []}, "documents: got 0, wanted at least 1"),
         (RERANK, {**body, "documents": [5]}, "documents.0"),
-        (RERANK, {**body, "documents": [{"title": "b"}]}, r"documents.0: got .*title.*wanted a t"),
-        (RERANK, {**body, "query": IMAGE[0]}, "query: got .*wanted a text"),
+        (RERANK, {**body, "documents": [{"title": "b"}]}, r"documents.0: got .*title.*wanted a s"),
+        (RERANK, {**body, "query": IMAGE[0]}, "query: got .*wanted a string"),
         (RERANK, {**body, "top_n": -1}, "top_n"),
         (RERANK, {**body, "rank_fields": ["title"]}, "rank_fields: got .*title.*wanted null"),
         (RERANK, {**body, "use_activation": True}, "use_activation: got true"),
@@ -247,8 +247,8 @@ def test_sglang_refuses_what_is_no_text_and_more_than_a_reward() -> None:
         (SGLANG, {"input_ids": None}, "got neither text nor input_ids, wanted one"),
         (SGLANG, {"text": []}, "text: got none, wanted at least 1"),
         (SGLANG, {"input_ids": []}, "input_ids: got none, wanted at least 1"),
-        (SGLANG, {"text": [["a", "b"]]}, "text.*wanted a text"),
-        (SGLANG, {"text": "a", "rid": ["r"]}, r'rid: got \["r"\], wanted a text, as text has'),
+        (SGLANG, {"text": [["a", "b"]]}, "text.*wanted a string"),
+        (SGLANG, {"text": "a", "rid": ["r"]}, r'rid: got \["r"\], wanted a string'),
         (SGLANG, {"text": ["a", "b"], "rid": ["r"]}, "rid: .*wanted a list of 2"),
         (SGLANG, {"text": "a", "image_data": "x.png"}, 'image_data: got "x.png", wanted null'),
         (SGLANG, {"text": "a", "lora_path": "x"}, 'lora_path: got "x", wanted null'),

@@ -1,8 +1,8 @@
-"""A reward model as the verifier of NeMo Gym: the reward of a response is what the model gives.
+"""A reward model as NeMo Gym's verifier: the model's reward of a response is its reward.
 
-A server or gateway of nemo_aligner scores it (``server_url``), or a server that is started for this
-environment (``model_path``). Where there is no reward, the sample is masked: it says nothing of the
-policy.
+A running server or gateway of nemo_aligner scores it (``server_url``), or a server that is started
+for this environment (``model_path``). A sample without a reward is masked, because it does not
+measure the policy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nemo_gym.base_resources_server import (
 from pydantic import Field, PrivateAttr, model_validator
 from resources_servers.reward_model.servers import NoRewardError, RewardServers, StartedServer
 
-# As the server calls it; in Gym a kind that is not its own has a prefix.
+# The server's failure kind for a rejected reply; kinds that are not Gym's own have a prefix.
 REFUSED = "reward_model:refused_text"
-# Of a model that is started here; a server that runs has its own settings for them.
+# Options of a server that is started here; a running server has its own settings for them.
 _WITH_MODEL_PATH = (
     "device",
     "batch_size",
@@ -41,7 +41,7 @@ _WITH_MODEL_PATH = (
 
 
 class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
-    """Either ``server_url`` or ``model_path``, with which alone the options below it go."""
+    """Options of the environment: ``server_url``, or ``model_path`` with the options after it."""
 
     REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.STATELESS
 
@@ -74,31 +74,33 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
     server_settings: list[str] = Field([], description="other key=value of nemo-aligner serve")
 
     @model_validator(mode="after")
-    def _check(self) -> RewardModelResourcesServerConfig:
+    def _check_options(self) -> RewardModelResourcesServerConfig:
         if (self.server_url is None) == (self.model_path is None):
-            raise ValueError("server_url, model_path: wanted one of them")
+            raise ValueError("server_url, model_path: set exactly one of them")
         if self.server_token_variable is not None and self.server_url is None:
-            raise ValueError("server_token_variable: wanted with server_url alone")
-        given = [
+            raise ValueError("server_token_variable: set it only together with server_url")
+        model_options = [
             name for name in _WITH_MODEL_PATH if getattr(self, name) not in (None, False, 0, [])
         ]
-        if self.server_url is not None and given:
+        if self.server_url is not None and model_options:
             raise ValueError(
-                f"{', '.join(given)}: wanted with model_path alone; a running server has its own "
-                "settings: shaping.*, ensemble.*, model.*"
+                f"{', '.join(model_options)}: set them only together with model_path; a running "
+                "server has its own settings: shaping.*, ensemble.*, model.*"
             )
         if self.model_path is not None and (self.num_workers or 1) > 1:
-            raise ValueError("num_workers: each would load the model; wanted 1, or server_url")
+            raise ValueError("num_workers: each would load the model; set 1, or use server_url")
         if (self.reward_mean is None) != (self.reward_std is None):
-            raise ValueError("reward_mean, reward_std: wanted both, or none")
+            raise ValueError("reward_mean, reward_std: set both or none")
         if self.reward_mean is not None and not self.normalize_rewards:
-            raise ValueError("reward_mean, reward_std: wanted normalize_rewards: true with them")
+            raise ValueError("reward_mean, reward_std: they need normalize_rewards: true")
         if self.batch_size is not None and self.max_length is None:
-            raise ValueError("batch_size: wanted max_length with it, for their product of tokens")
+            raise ValueError(
+                "batch_size: it needs max_length; their product is the tokens of a pass"
+            )
         return self
 
     def settings(self) -> list[str]:
-        """Settings of ``nemo-aligner serve`` for the model at ``model_path``."""
+        """List the settings of ``nemo-aligner serve`` for the model at ``model_path``."""
         pairs: dict[str, Any] = {"rm_model_file": self.model_path}
         if self.batch_size is not None and self.max_length is not None:
             pairs["model.micro_batch_tokens"] = self.batch_size * self.max_length
@@ -119,17 +121,17 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
 
 
 class RewardModelRunRequest(BaseRunRequest):
-    """A row of data: what the policy is asked; with a threshold the reward is 1 or 0."""
+    """A row of data with the prompt; with a threshold, the reward becomes 1 or 0."""
 
     reward_threshold: float | None = None
 
 
 class RewardModelVerifyRequest(RewardModelRunRequest, BaseVerifyRequest):
-    """The same, with what the policy said."""
+    """A row of data with the policy's response."""
 
 
 class RewardModelVerifyResponse(BaseVerifyResponse):
-    """With the rewards of all attributes, and what the reward is without a threshold."""
+    """The reward, the rewards of all attributes, and the reward before the threshold."""
 
     reward_threshold: float | None = None
     raw_reward: float | None = None
@@ -140,7 +142,7 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
 
 
 class RewardModelResourcesServer(SimpleResourcesServer):
-    """Answers ``/verify``, without tools or state between requests."""
+    """Answers ``/verify``; it has no tools, and keeps no state between requests."""
 
     ray_enabled = False
     config: RewardModelResourcesServerConfig
@@ -148,31 +150,31 @@ class RewardModelResourcesServer(SimpleResourcesServer):
     _servers: RewardServers | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        """Begin to load the model, if it is not served yet."""
+        """Start to load the model, if no running server is configured."""
         super().model_post_init(context)
         config = self.config
         if config.model_path is not None:
             self._started = StartedServer(config.command, config.settings(), config.device)
 
     async def verify(self, body: RewardModelVerifyRequest) -> RewardModelVerifyResponse:
-        """The reward of a response; the answer also says why a sample has none.
+        """Score a response; the answer also tells why a sample has no reward.
 
         Raises:
-            FailedServerError: the model failed; Gym gets a 500, and the run no reward.
-            ValueError: ``server_url`` is no URL.
+            FailedServerError: the model failed; Gym gets status 500, and the run stops.
+            ValueError: ``server_url`` is invalid.
         """
         rollout = body.model_dump(
             include={"responses_create_params", "response"}, exclude_none=True
         )
         try:
-            answer = await (await self._reached()).verify(rollout)
+            answer = await (await self._find_servers()).verify(rollout)
             kind, reason = answer["failure_kind"], answer["failure_reason"]
             if kind is None:
-                return self._measured(body, answer)
+                return self._build_response(body, answer)
         except NoRewardError as error:
             kind, reason = error.kind, str(error)
         reward = None
-        if kind == REFUSED:  # the reply is at fault: with a threshold it has failed
+        if kind == REFUSED:  # the reply is at fault, so with a threshold it has failed the test
             reward = self.config.refused_reward if body.reward_threshold is None else 0.0
         return RewardModelVerifyResponse(
             **body.model_dump(),
@@ -183,34 +185,34 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         )
 
     async def close(self) -> None:
-        """Close the connections, and end what was started here."""
+        """Close the connections, and stop the server that was started here."""
         if self._servers is not None:
             await self._servers.close()
         if self._started is not None:
             self._started.stop()
 
-    async def _reached(self) -> RewardServers:
-        """The servers; of one that is started here, once its URL is known."""
+    async def _find_servers(self) -> RewardServers:
+        """Return the servers; wait for the URL of one that was started here."""
         if self._servers is None:
             config = self.config
             urls = config.server_url or []
             if self._started is not None:
                 urls = [await self._started.url(config.start_s)]
             urls = [urls] if isinstance(urls, str) else urls
-            token = _token(config.server_token_variable)
-            found = RewardServers(urls, config.timeout_s, config.retry_s, token)
-            self._servers = self._servers or found  # of requests that waited together, the first
+            token = _read_token(config.server_token_variable)
+            servers = RewardServers(urls, config.timeout_s, config.retry_s, token)
+            # Several requests may have waited together; the first one's object is used.
+            self._servers = self._servers or servers
         return self._servers
 
-    def _measured(
+    def _build_response(
         self, body: RewardModelVerifyRequest, answer: dict[str, Any]
     ) -> RewardModelVerifyResponse:
         attribute, components = self.config.attribute, answer["reward_components"]
         if attribute not in (None, *components):
-            known = ", ".join(components)
-            reason = f"attribute: got {attribute!r}, wanted one of {known}"
+            reason = f"attribute: got {attribute!r}, wanted one of {', '.join(components)}"
             raise NoRewardError("verifier_error", reason)
-        # Not ``reward``, which a server with a threshold of its own has compared with that.
+        # Not ``reward``: a server with its own threshold has already compared that one.
         reward = answer["raw_reward"] if attribute is None else components[attribute]
         threshold = body.reward_threshold
         return RewardModelVerifyResponse(
@@ -224,8 +226,8 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         )
 
 
-def _token(variable: str | None) -> str | None:
-    """Read the token; raise NoRewardError if the variable is not set."""
+def _read_token(variable: str | None) -> str | None:
+    """Read the token; raise NoRewardError if the environment variable is not set."""
     if variable is not None and variable not in os.environ:
         reason = f"server_token_variable: {variable}: it is not set in the environment"
         raise NoRewardError("verifier_error", reason)

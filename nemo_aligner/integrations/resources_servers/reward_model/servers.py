@@ -1,4 +1,4 @@
-"""Servers of nemo_aligner, asked for the rewards of rollouts; and one that is started here."""
+"""Query reward model servers of nemo_aligner for rollouts, and start such a server."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from yarl import URL
 
 _PAUSE_S = 0.5
 _STOP_S = 30.0
-# What a proxy says where its server is gone, or full.
+# Statuses of a proxy whose server is gone or full.
 _UNAVAILABLE = (429, 502, 503, 504)
-_COMES_BACK = ("transport_unreachable", "provider_unavailable")
-_SHOWN = 2000
+_TEMPORARY = ("transport_unreachable", "provider_unavailable")
+_SHOWN_CHARACTERS = 2000  # of an answer, in an error
 
 
 class NoRewardError(Exception):
-    """No reward, and the policy is not to blame; ``kind`` is one of Gym's failure kinds."""
+    """A rollout has no reward, and the policy is not at fault; ``kind`` is a Gym failure kind."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -37,54 +37,60 @@ class NoRewardError(Exception):
 class FailedServerError(Exception):
     """The model or the server failed, and would fail for other rollouts, too.
 
-    No ``NoRewardError``: no rollout may get a masked reward of 0, and the run go on with it.
+    It is not a ``NoRewardError``: the run must not continue with masked rewards of 0.
     """
 
 
 class RewardServers:
-    """Servers of one model; each request goes to the next, and on to another where one is gone."""
+    """Servers of one model; requests go to them in turn, and on to the next if one is gone."""
 
     def __init__(
         self, urls: Sequence[str], timeout_s: float, retry_s: float, token: str | None
     ) -> None:
-        """``retry_s``: for how long a request looks for one that answers.
+        """Prepare the servers; each URL needs a scheme and a host.
+
+        Args:
+            urls: URLs of servers of the same model.
+            timeout_s: deadline of one request, in seconds.
+            retry_s: how long a rollout is tried again while no server answers, in seconds.
+            token: the servers' bearer token, if they require one.
 
         Raises:
             ValueError: a URL has no scheme or no host.
         """
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # Errors are in rollouts, which are for all to read: they name the URL without a password.
-        named_urls = [(url.rstrip("/"), _name_of(url.rstrip("/"))) for url in urls]
+        # Errors are stored in rollouts, which many may read, so they name URLs without passwords.
+        named_urls = [(url.rstrip("/"), _hide_password(url.rstrip("/"))) for url in urls]
         self._named_urls = itertools.cycle(named_urls)
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._session: aiohttp.ClientSession | None = None
 
     async def verify(self, rollout: Mapping[str, Any]) -> dict[str, Any]:
-        """The rollout with its reward, or with ``failure_kind`` and ``failure_reason``.
+        """Return the rollout with its reward, or with ``failure_kind`` and ``failure_reason``.
 
         Raises:
-            NoRewardError: no server answers, or not as one.
+            NoRewardError: no server answers, or the answer is not one of ``/verify``.
             FailedServerError: the model failed.
         """
         end = time.monotonic() + self._retry_s
         while True:
-            # To score a rollout twice harms nobody, so what got no answer is sent again.
+            # Scoring has no side effects, so a rollout without an answer is sent again.
             try:
                 answer = await self._post(*next(self._named_urls), rollout)
-                if answer["failure_kind"] not in _COMES_BACK or time.monotonic() > end:
+                if answer["failure_kind"] not in _TEMPORARY or time.monotonic() > end:
                     return answer
             except NoRewardError as error:
-                if error.kind not in _COMES_BACK or time.monotonic() > end:
+                if error.kind not in _TEMPORARY or time.monotonic() > end:
                     raise
             await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
     async def _post(self, url: str, name: str, rollout: Mapping[str, Any]) -> dict[str, Any]:
-        if self._session is None:  # only now: it belongs to the event loop that serves requests
+        if self._session is None:  # created here, in the event loop that serves requests
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 headers=self._headers,
@@ -92,35 +98,35 @@ class RewardServers:
             )
         try:
             async with self._session.post(f"{url}/verify", json=rollout) as answer:
-                return _read(name, answer.status, await answer.text())
+                return _read_answer(name, answer.status, await answer.text())
         except asyncio.TimeoutError as error:
             raise NoRewardError("transport_timeout", f"{name}: no answer in time") from error
         except aiohttp.ClientError as error:
             raise NoRewardError("transport_unreachable", f"{name}: {error}") from error
 
 
-def _name_of(url: str) -> str:
-    """The URL without user and password; raise ValueError if it is no URL of a server."""
+def _hide_password(url: str) -> str:
+    """Remove user and password from a URL; raise ValueError if it has no scheme or host."""
     try:
         parsed = URL(url)
-        is_whole = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except ValueError:  # whose text may have the password
-        is_whole = False
-    if not is_whole:
+        is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except ValueError:  # its message may show the password
+        is_valid = False
+    if not is_valid:
         shown = url.rpartition("@")[2]
         raise ValueError(
-            f"server_url: got {shown!r}, which is no http or https URL with a host. Write it as "
-            "http://HOST:PORT."
+            f"server_url: got {shown!r}, which is not an http or https URL with a host. Write it "
+            "as http://HOST:PORT."
         )
     return str(parsed.with_user(None)).rstrip("/")
 
 
-def _read(name: str, status: int, text: str) -> dict[str, Any]:
-    """The answer; a server says 200 also of a rollout that has no reward.
+def _read_answer(name: str, status: int, text: str) -> dict[str, Any]:
+    """Parse an answer; its status is 200 also for a rollout without a reward.
 
     Raises:
-        NoRewardError: the answer is another one.
-        FailedServerError: its status is that of a server that failed.
+        NoRewardError: the answer has another form.
+        FailedServerError: the status tells that the server failed.
     """
     try:
         body = json.loads(text)
@@ -128,16 +134,17 @@ def _read(name: str, status: int, text: str) -> dict[str, Any]:
         body = None
     if status == 200 and isinstance(body, dict) and "failure_kind" in body:
         return body
-    said = str(body["detail"] if isinstance(body, dict) and "detail" in body else text)[:_SHOWN]
+    has_detail = isinstance(body, dict) and "detail" in body
+    message = str(body["detail"] if has_detail else text)[:_SHOWN_CHARACTERS]
     if status >= 500 and status not in _UNAVAILABLE:
-        raise FailedServerError(f"{name}: HTTP {status}: {said}")
+        raise FailedServerError(f"{name}: HTTP {status}: {message}")
     kind = "provider_unavailable" if status in _UNAVAILABLE else "verifier_error"
-    hint = "; server_url is that of a server: nemo-aligner serve" if status == 404 else ""
-    raise NoRewardError(kind, f"{name}: HTTP {status}: {said}{hint}")
+    hint = "; set server_url to the URL of nemo-aligner serve" if status == 404 else ""
+    raise NoRewardError(kind, f"{name}: HTTP {status}: {message}{hint}")
 
 
-# Linux ends a process with its parent, however that ends: uvicorn ends by the signal that it got,
-# which leaves atexit out.
+# Makes Linux end a process with its parent. atexit does not suffice, because uvicorn ends by
+# re-raising the signal that it got.
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 library = ctypes.CDLL(None)
@@ -148,42 +155,42 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 class StartedServer:
-    """``nemo-aligner serve``, which ends with this process."""
+    """A ``nemo-aligner serve`` process, which ends with this process."""
 
     def __init__(self, command: Sequence[str], settings: Sequence[str], device: str | None) -> None:
-        """Start it, as a model takes long to load.
+        """Start the server at once, because a model takes long to load.
 
-        ``command`` is what runs ``nemo-aligner``; it need not be in this environment.
+        ``command`` runs ``nemo-aligner``; it may be installed in another environment.
         """
         self._folder = tempfile.TemporaryDirectory()
         self._ready_file = Path(self._folder.name, "ready")
-        ours = ["server.port=0", f"server.ready_file={self._ready_file}"]
+        own_settings = ["server.port=0", f"server.ready_file={self._ready_file}"]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WITH_PARENT, *command, "serve", *settings, *ours],
+            [sys.executable, "-c", _WITH_PARENT, *command, "serve", *settings, *own_settings],
             env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})},
         )
         atexit.register(self.stop)
 
     async def url(self, within_s: float) -> str:
-        """Wait until it answers; its URL.
+        """Wait until the server is ready, and return its URL.
 
         Raises:
-            NoRewardError: it has ended, or needs longer; its own output says why.
+            NoRewardError: it has ended, or is not ready within ``within_s`` seconds.
         """
         end = time.monotonic() + within_s
         while not self._ready_file.exists():
             code = self._process.poll()
             if code is not None:
-                reason = f"nemo-aligner serve ended with exit code {code}; its output says why"
+                reason = f"nemo-aligner serve ended with exit code {code}; see its output"
                 raise NoRewardError("provider_unavailable", reason)
             if time.monotonic() > end:
-                reason = "nemo-aligner serve was not ready in time (start_s)"
+                reason = f"nemo-aligner serve was not ready within {within_s:g} s (start_s)"
                 raise NoRewardError("provider_unavailable", reason)
             await asyncio.sleep(_PAUSE_S)
         return self._ready_file.read_text().strip()
 
     def stop(self) -> None:
-        """End it; a second time does nothing."""
+        """End the server; calling it again does nothing."""
         atexit.unregister(self.stop)
         self._process.terminate()
         try:

@@ -1,0 +1,62 @@
+"""A run of an MoE model that is resumed at several layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.files import rows_of
+from tests.distributed.layouts import archive
+from tests.harness import families, tiny
+
+# The learning rate depends only on the step, wherever a run ends.
+SETTINGS = (
+    "model.optim.sched.name=constant",
+    "model.train_router=true",
+    "trainer.rm.save_interval=2",
+    "trainer.rm.val_check_interval=2",
+)
+LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
+    (2, ("model.expert_model_parallel_size=2",)),
+    (2, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")),
+    (2, ("model.expert_model_parallel_size=2", "model.context_parallel_size=2")),
+]
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_mixture_goes_on_at_other_layouts_as_in_one_process(lora: int, tmp_path: Path) -> None:
+    """With experts sharded, then split by TP, then sharded over a context parallel group."""
+    base = families.write_base_nemo(tmp_path / "base.nemo", "qwen2_moe")
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
+    settings = SETTINGS[:1] + SETTINGS[2:] if lora else SETTINGS
+
+    def train(folder: Path, steps: int, processes: int, *more: str) -> None:
+        arguments = (*tiny.training(base, folder, pairs, pairs), *settings, *more)
+        rank, last = f"model.lora.rank={lora}", f"trainer.rm.max_steps={steps}"
+        tiny.run_verb("train", *arguments, rank, last, processes=processes)
+
+    train(tmp_path / "one", 2 * len(LAYOUTS), 1)
+    for number, (processes, sizes) in enumerate(LAYOUTS, 1):
+        train(tmp_path / "other", 2 * number, processes, *sizes)
+    one, other = (tiny.logged(tmp_path / name) for name in ("one", "other"))
+    for name in ("train/loss", "train/grad_norm", "train/expert_load_mean_max"):
+        assert other[name] == pytest.approx(one[name], rel=2e-5), name
+    assert len(one["train/loss"]) == 2 * len(LAYOUTS)
+
+    rewards = []
+    for processes, sizes in ((1, ()), LAYOUTS[1]):
+        given = (f"rm_model_file={archive(tmp_path / 'other')}", f"data.path={pairs}")
+        files = (f"output={tmp_path / 'report'}", f"output_rewards={tmp_path / 'rewards.jsonl'}")
+        tiny.run_verb("evaluate", *given, *files, *sizes, processes=processes)
+        rewards.append([row["rewards"]["chosen"] for row in rows_of(tmp_path / "rewards.jsonl")])
+    assert rewards[1] == pytest.approx(rewards[0], abs=1e-5)
+    tiny.run_verb(
+        "export",
+        f"--input={archive(tmp_path / 'other')}",
+        f"--output={tmp_path / 'out'}",
+        "--base-license=apache-2.0",
+    )
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["Qwen2MoeForSequenceClassification"]

@@ -1,0 +1,479 @@
+"""Servers that are missing, leave, come back, are full, or answer nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from nemo_aligner.serving.client import RefusedError, RewardClient
+from nemo_aligner.utils.errors import ConfigError, ServingError
+from tests.harness.launching import free_port
+from tests.serving.client.misbehaving import (
+    Die,
+    Misbehaving,
+    eventually,
+    failure,
+    output,
+    refuse,
+    seconds,
+    troubled,
+)
+from tests.serving.fake_server import CONTRACT, total
+
+OTHER = replace(CONTRACT, seq_length=9)
+
+
+def test_client_gives_the_same_rewards_and_errors_by_future_and_by_asyncio(
+    lone: Misbehaving,
+) -> None:
+    texts, wanted = ["a", "bc", "d" * 50], "reward_model: row 1: no good$"
+    with RewardClient(lone.url) as client:
+
+        async def both() -> list[Any]:
+            return await asyncio.gather(client.score_async(texts), client.score_async(texts[:1]))
+
+        future = client.score_future(texts)
+        all_three, first = asyncio.run(both())
+        for found in (client.score(texts), future.result(), all_three):
+            assert found[:, 0].tolist() == [total(text) for text in texts]
+        assert first[:, 0].tolist() == [97]
+        for ask in (client.score, lambda texts: client.score_future(texts).result()):
+            with pytest.raises(ServingError, match=wanted):
+                ask(["a", "!good"])
+        with pytest.raises(ServingError, match=wanted):
+            asyncio.run(client.score_async(["a", "!good"]))
+
+
+def test_client_may_expect_a_contract(lone: Misbehaving) -> None:
+    for expect in (CONTRACT, CONTRACT.hash):
+        with RewardClient(lone.url, expect=expect) as client:
+            assert client.contract() == CONTRACT
+            assert client.score(["a"])[0, 0] == 97
+    wanted = replace(CONTRACT, seq_length=9, add_eos=False)
+    _, error = failure(lone.url, expect=wanted)
+    differ = "model.data.add_eos: False -> True; model.data.seq_length: 9 -> 64"
+    assert f"{CONTRACT.hash}, wanted {wanted.hash}: {differ}" in error
+    with (
+        RewardClient(lone.url, expect="0" * 64) as client,
+        pytest.raises(ServingError, match=f"{CONTRACT.hash}, wanted 000"),
+    ):
+        asyncio.run(client.score_async(["a"]))
+    with pytest.raises(ConfigError, match="expect: got 'abc', wanted"):
+        RewardClient(lone.url, expect="abc")
+
+
+def test_client_in_its_callers_loop_scores_without_a_thread(
+    servers: list[Misbehaving],
+) -> None:
+    one, other = servers[0].come(), servers[1].come()
+
+    async def score() -> list[Any]:
+        client = RewardClient([one.url, other.url], in_callers_loop=True)
+        both = asyncio.gather(*(client.score_rows_async([text]) for text in ("a", "bc")))
+        found: list[Any] = [each.rewards[0, 0] for each in await both]
+        with pytest.raises(ServingError, match="row 1: no good"):
+            await client.score_async(["a", "!good"])
+        assert {thread.name for thread in threading.enumerate()}.isdisjoint({"reward client"})
+        other.go()
+        found.append((await client.probe_async())[other.url])
+        found.append((await client.score_rows_async(["d"])).contract_hash)
+        await client.aclose()
+        return found
+
+    first, second, gone, contract_hash = asyncio.run(score())
+    assert [first, second] == [total("a"), total("bc")]
+    assert "connection refused" in gone
+    assert contract_hash == CONTRACT.hash
+
+
+def test_client_says_at_once_that_nobody_listens_at_any_of_its_urls() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        url = f"http://{host}:{free_port()}"
+        with RewardClient(url) as client:
+            for _ in range(2):
+                took, error = seconds(client.score, ["a"])
+                assert took < 2
+                assert error.startswith(f"{url}, reward_model: connection refused")
+                assert error.endswith("; set wait_s=60 to wait for one to start")
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    took, error = failure(urls)
+    assert took < 2
+    assert all(f"{url}, reward_model: connection refused" in error for url in urls)
+    assert "no such host: nobody.invalid" in failure("http://nobody.invalid:5555")[1]
+    wrong: list[Any] = ["ftp://somewhere", "http://", [], "http://a:1/?token=b", "http://a:1/#c"]
+    for url in wrong:
+        with pytest.raises(ConfigError, match="wanted http://host:port"):
+            RewardClient(url)
+
+
+def test_url_may_have_a_proxy_s_prefix_and_the_error_tells_where_it_has_another_path(
+    lone: Misbehaving,
+) -> None:
+    lone.prefix = "/rewards"
+    with RewardClient(f"{lone.url}/rewards/") as client:
+        assert client.score(["a"])[0, 0] == 97
+    for path in ("/rewards/v1/rewards", ""):
+        error = failure(lone.url + path)[1]
+        assert "no such path" in error
+        assert ("; the path in the URL, /rewards/v1/rewards, must be" in error) == bool(path)
+
+
+def test_client_waits_for_a_server_as_long_as_was_said(lone: Misbehaving) -> None:
+    lone.go()
+    took, error = failure(lone.url, wait_s=0.5)
+    assert 0.5 <= took < 3
+    assert "none was ready within 0.5 s (wait_s)" in error
+    with RewardClient(lone.url, wait_s=10) as client:
+        future = client.score_future(["a"])
+        time.sleep(0.3)
+        assert not future.done()
+        lone.come()
+        assert future.result(timeout=10)[0, 0] == 97
+
+
+def test_client_that_is_asked_for_nothing_asks_nobody() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with RewardClient(url) as client:
+        assert client.score([]).shape == (0, 1)
+        assert client.score_tokens_future([]).result().shape == (0, 1)
+        with pytest.raises(TypeError, match="wanted a list"):
+            client.score("oops")
+    with RewardClient(url, expect=CONTRACT) as client:
+        assert client.score([]).shape == (0, 2)
+
+
+def test_client_comes_again_after_trouble_until_it_has_its_reward(
+    lone: Misbehaving, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for a full server as long as that asks, and retries at once after a lost answer."""
+    full, fuller = ((503, {"error": f"full; retry after {after} s"}) for after in (0.3, 0.4))
+    begun = Die(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{")
+    cases: list[tuple[list[Any], dict[str, float], float]] = [
+        ([full, full], {"retry_s": 0}, 0.6),
+        ([Die(), fuller], {"retry_s": 0.3, "timeout_s": 5}, 0.4),
+        ([Die(), Die()], {}, 0),
+        ([begun, begun], {}, 0),
+    ]
+    for troubles, settings, least in cases:
+        lone.asked.clear()
+        caplog.clear()
+        lone.answer = troubled(troubles)
+        start = time.monotonic()
+        with RewardClient(lone.url, **settings) as client:
+            assert client.score(["a"])[0, 0] == 97, troubles
+        assert time.monotonic() - start >= least, troubles
+        assert len(lone.asked) == 3, troubles
+        said = [each for each in caplog.messages if "connection was lost" in each]
+        assert len(said) == any(isinstance(trouble, Die) for trouble in troubles), troubles
+        assert all(each.endswith("; it gets no requests until it answers") for each in said)
+
+
+def test_client_of_a_server_that_is_killed_in_mid_call_and_comes_back(lone: Misbehaving) -> None:
+    lone.answer = lambda texts: time.sleep(5)
+    with RewardClient(lone.url, retry_s=0.5) as client:
+        futures = [client.score_future([text]) for text in "abc"]
+        assert eventually(lambda: len(lone.asked) == 3)
+        start = time.monotonic()
+        lone.go()
+        for future in futures:
+            with pytest.raises(ServingError, match=r"refused.*none came back within 0.5 s"):
+                future.result()
+        assert time.monotonic() - start < 3
+        lone.answer = refuse
+        lone.come()
+        assert client.score(["a"])[0, 0] == 97
+
+
+NONSENSE: list[Any] = [
+    b"{",
+    b"<html>",
+    {"outputs": 5},
+    {"outputs": []},
+    {"error": "?"},
+    b"\xff\x00",
+    b"[" * 9999,
+    {"outputs": [output("rewards", "FP32", [1], [1.0])]},
+    {"outputs": [output("rewards", "BYTES", [1, 1], ["x"])]},
+    {"outputs": [output("rewards", "FP32", [2, 1], [1.0])]},
+    {"outputs": [output("rewards", "FP32", [2, 1], [1.0, 2.0])]},
+]
+# (what a server always answers, settings of the client, how long it tries, its error)
+GIVEN_UP: list[tuple[Any, dict[str, float], float, str]] = [
+    ((503, {"error": "no room"}), {"retry_s": 0.3}, 0.3, r"HTTP 503: no room; .* within 0\.3 s"),
+    (
+        (503, {"error": "full; retry after 0.2 s"}),
+        {"timeout_s": 0.7},
+        0.7,
+        r"no answer within 0\.7 s \(timeout_s\); .*HTTP 503: full",
+    ),
+    (Die(), {"retry_s": 0.3}, 0.3, "connection was lost"),
+    *(((200, answer), {}, 0, "KServe v2|one row of rewards") for answer in NONSENSE),
+]
+
+
+def test_client_gives_up_on_what_a_server_always_answers(lone: Misbehaving) -> None:
+    wrong = []
+    for answer, settings, least, words in GIVEN_UP:
+        lone.asked.clear()
+        lone.answer = troubled(repeat(answer))
+        took, error = failure(lone.url, **settings)
+        is_named = error.startswith(f"{lone.url}, reward_model: ") and re.search(words, error)
+        if not is_named or not least <= took < least + 2 or len(lone.asked) > 9:
+            wrong.append((answer, settings, took, error))
+    assert not wrong, wrong
+    lone.not_ready = 401, {"detail": "no token"}
+    _, error = failure(lone.url)
+    assert "this is not a KServe server, or it requires a token" in error
+    assert "wait_s" not in error
+
+
+def test_client_says_that_no_answer_came(lone: Misbehaving) -> None:
+    """For a server that does not answer, and for one that is ready but gives no rewards."""
+    hold = threading.Event()
+    lone.answer = lambda texts: hold.wait(20) and None
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for url in (f"http://127.0.0.1:{silent.getsockname()[1]}", lone.url):
+            took, error = failure(url, timeout_s=0.3)
+            assert took < 2
+            assert f"{url}, reward_model: " in error
+            assert "timed out: no answer within 0.3 s (timeout_s)" in error
+    hold.set()
+
+
+def test_client_says_that_the_model_fails_with_its_status(lone: Misbehaving) -> None:
+    lone.answer = lambda texts: (500, {"error": "the model failed: out of memory"})
+    for on_error in ("raise", "nan"):
+        with RewardClient(lone.url) as client, pytest.raises(RefusedError) as caught:
+            client.score(["a"], on_error=on_error)  # type: ignore[arg-type]
+        assert caught.value.status == 500
+        assert str(caught.value).endswith("reward_model: the model failed: out of memory")
+    assert len(lone.asked) == 2
+    # Triton's message about an unreadable body is not about the model.
+    for said in (
+        "failed to parse the request JSON buffer: Invalid value. at 1",
+        "Unable to parse 'inputs': no",
+    ):
+        lone.answer = lambda texts, said=said: (500, {"error": said})
+        with RewardClient(lone.url) as client, pytest.raises(RefusedError) as caught:
+            client.score(["a"])
+        assert re.search(
+            rf"could not parse the request as it arrived.*{re.escape(said)}$", str(caught.value)
+        )
+
+
+def test_client_of_a_server_of_nemo_aligner_has_rewards_alone(lone: Misbehaving) -> None:
+    lone.is_old = True
+    with RewardClient(lone.url) as client:
+        assert client.score(["a"]).tolist() == [[97, -97]]
+        with pytest.raises(ServingError, match="unknown model: 'contract'"):
+            client.contract()
+    assert "contract (none), wanted" in failure(lone.url, expect=CONTRACT)[1]
+
+
+def test_client_waits_for_a_contract_that_comes_after_the_model(lone: Misbehaving) -> None:
+    lone.is_old = True
+    with RewardClient(lone.url, expect=CONTRACT, wait_s=10) as client:
+        future = client.score_future(["a"])
+        time.sleep(0.3)
+        assert not future.done()
+        lone.is_old = False
+        assert future.result(timeout=10)[0, 0] == 97
+
+
+def test_client_of_several_asks_the_least_busy(servers: list[Misbehaving]) -> None:
+    slow, quick = (each.come() for each in servers[:2])
+    hold = threading.Event()
+    slow.answer = lambda texts: hold.wait(20) and None
+    with RewardClient([slow.url, quick.url]) as client:
+        held = client.score_future(["a"])
+        assert eventually(lambda: slow.asked)
+        for text in "bcdef":
+            assert client.score([text])[0, 0] == ord(text)
+        hold.set()
+        held.result()
+    assert (len(slow.asked), len(quick.asked)) == (1, 5)
+
+
+def test_client_of_several_spreads_a_large_call(servers: list[Misbehaving]) -> None:
+    for each in servers:
+        each.come().answer = lambda texts: time.sleep(0.05)
+    texts = [f"text {number}" for number in range(90)]
+    with RewardClient([each.url for each in servers], max_connections=2) as client:
+        assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
+    assert all(each.asked for each in servers)
+    assert all(len(rows) <= 30 for each in servers for rows in each.asked)
+    servers[0].limit = 1
+    with RewardClient(servers[0].url, max_connections=3) as client:
+        client.score(["a"] * 20)
+    assert servers[0].most_at_once == 3
+
+
+def test_client_of_several_sends_fewer_rows_where_fewer_are_taken(
+    servers: list[Misbehaving],
+) -> None:
+    large, small = (each.come() for each in servers[:2])
+    small.limit = 3
+    small.go()
+    texts = [f"text {number}" for number in range(20)]
+    with RewardClient([large.url, small.url]) as client:
+        client.score(["a"])
+        small.come()
+        large.answer = lambda asked: large.go()
+        assert client.score(texts)[:, 0].tolist() == [total(text) for text in texts]
+    assert max(len(rows) for rows in small.asked) == 3
+
+
+def test_client_of_several_leaves_out_one_that_dies_and_uses_it_again(
+    servers: list[Misbehaving],
+) -> None:
+    first, second = (each.come() for each in servers[:2])
+    with RewardClient([first.url, second.url], max_connections=2) as client:
+
+        def score(number: int) -> float:
+            return float(client.score([f"text {number}"])[0, 0])
+
+        def score_many() -> None:
+            with ThreadPoolExecutor(8) as pool:
+                found = list(pool.map(score, range(60)))
+            assert found == [total(f"text {number}") for number in range(60)]
+
+        score_many()
+        assert first.asked
+        assert second.asked
+        first.go()
+        score_many()
+        first.asked.clear()
+        first.come()
+        assert eventually(lambda: score_many() or first.asked)
+        second.go()
+        score_many()
+
+
+def test_other_contract_is_refused_until_both_servers_have_one(
+    servers: list[Misbehaving],
+) -> None:
+    """With several servers, and with one that comes back with another contract."""
+    two = [each.come() for each in servers[:2]]
+    contracts = [CONTRACT, OTHER]
+    for mended in (0, 1):
+        for each, contract in zip(two, contracts, strict=True):
+            each.contract = contract
+        with RewardClient([each.url for each in two]) as client:
+            for _ in range(2):
+                _, error = seconds(client.score, ["a"])
+                assert all(contract.hash in error for contract in contracts)
+                assert "must have one contract: model.data.seq_length: " in error
+            two[mended].contract = contracts[1 - mended]
+            assert client.score(["a"])[0, 0] == 97
+        assert sum(len(each.asked) for each in two) == mended + 1
+    with RewardClient(two[0].url) as client:
+        client.score(["a"])
+        two[0].contract = OTHER
+        for _ in range(2):
+            assert f"wanted {CONTRACT.hash}, the one of" in seconds(client.score, ["a"])[1]
+
+
+def swapped(server: Misbehaving, is_killed: bool, contract: Any) -> None:
+    """Replace a server by another one, with closed connections or behind a proxy."""
+    if is_killed:
+        server.go()
+    server.contract = contract
+    if is_killed:
+        server.come()
+
+
+@pytest.mark.parametrize("expect", [None, CONTRACT.hash])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_other_contract_of_one_server_under_load_harms_no_request(
+    servers: list[Misbehaving], expect: str | None, is_killed: bool
+) -> None:
+    """One of two servers gets another model and the old one back, as in a rolling update."""
+    right, updated = (each.come() for each in servers[:2])
+    right.answer = updated.answer = lambda texts: time.sleep(0.002)
+    wrong: list[Any] = []
+    is_over = threading.Event()
+    with RewardClient([right.url, updated.url], expect=expect, retry_s=10) as client:
+        client.score(["a"])
+
+        def ask(number: int) -> int:
+            asked = 0
+            while not is_over.is_set():
+                asked += 1
+                text = f"text {number} {asked}"
+                try:
+                    scored = client.score_rows([text])
+                    if (scored.rewards[0, 0], scored.contract_hash) != (total(text), CONTRACT.hash):
+                        wrong.append(scored)
+                except Exception as error:
+                    wrong.append(error)
+            return asked
+
+        with ThreadPoolExecutor(8) as pool:
+            asking = [pool.submit(ask, number) for number in range(8)]
+            for _ in range(2):
+                swapped(updated, is_killed, OTHER)
+                time.sleep(0.3)
+                swapped(updated, is_killed, CONTRACT)
+                updated.asked.clear()
+                assert eventually(lambda: len(updated.asked) > 3), "it recovers by itself"
+            is_over.set()
+            assert sum(future.result() for future in asking) > 100
+    assert not wrong, (len(wrong), wrong[0])
+
+
+def test_other_contract_everywhere_fails_at_once_and_is_over_with_it(
+    servers: list[Misbehaving],
+) -> None:
+    """All concurrent requests fail with a message, and the next one is answered."""
+    two = [each.come() for each in servers[:2]]
+    with RewardClient([each.url for each in two], expect=CONTRACT, retry_s=60) as client:
+        client.score(["a"])
+        for each in two:
+            each.contract = OTHER
+        futures = [client.score_future([text]) for text in "abcdefgh"]
+        for future in futures:
+            with pytest.raises(ServingError) as caught:
+                future.result(timeout=20)
+            assert all(each.url in str(caught.value) for each in two)
+            assert f"wanted {CONTRACT.hash}" in str(caught.value)
+        two[1].contract = CONTRACT
+        assert client.score(["a"])[0, 0] == 97
+
+
+def test_other_contract_is_said_by_a_probe(servers: list[Misbehaving]) -> None:
+    """A server whose rewards are rejected is not ready, before and after the first reward."""
+    two = [each.come() for each in servers[:2]]
+    urls = [each.url for each in two]
+
+    async def probe() -> list[dict[str, str | None]]:
+        lone = RewardClient(urls[0], in_callers_loop=True)
+        both = RewardClient(urls, in_callers_loop=True)
+        await lone.score_async(["a"])
+        two[0].contract = OTHER
+        found = [await lone.probe_async(), await both.probe_async()]
+        two[0].contract = CONTRACT
+        found += [await lone.probe_async(), await both.probe_async()]
+        await both.score_async(["a"])
+        two[1].contract = OTHER
+        found.append(await both.probe_async())
+        two[0].contract = OTHER
+        with pytest.raises(ServingError, match="scoring contract"):
+            await lone.contract_async()
+        await lone.aclose()
+        await both.aclose()
+        return found
+
+    changed, undecided, again, agreed, one = asyncio.run(probe())
+    assert all(OTHER.hash in str(why) for why in [*changed.values(), *undecided.values()])
+    assert [*again.values(), *agreed.values()] == [None] * 3
+    assert one[urls[0]] is None
+    assert OTHER.hash in str(one[urls[1]])

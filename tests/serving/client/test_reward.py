@@ -1,0 +1,130 @@
+"""How a call is split into requests, and what happens to rows that a server rejects."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from nemo_aligner.serving.client import RefusedError, RewardClient
+from nemo_aligner.serving.client.reward import split_texts, split_tokens
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.utils.errors import ConfigError
+from tests.serving.client.misbehaving import Misbehaving, refuse, seconds
+
+# A server's message when Triton answers, which has no status 413.
+TOO_LARGE = (
+    400,
+    {"error": "got a request of 9 bytes, wanted at most 8 (server.max_request_bytes)"},
+)
+
+
+TEXTS = ("a", "!one", "b", "!two", "c")
+
+
+def test_refused_rows_are_nan_with_their_reasons(
+    lone: Misbehaving, caplog: pytest.LogCaptureFixture
+) -> None:
+    for numbered in (True, False):
+        lone.answer = partial(refuse, numbered=numbered)
+        caplog.clear()
+        with RewardClient(lone.url) as client:
+            scored = client.score_rows(TEXTS)
+            assert scored.errors == {1: "no one", 3: "no two"}
+            assert [str(row[0]) for row in scored.rewards] == ["97.0", "nan", "98.0", "nan", "99.0"]
+            assert caplog.messages == ["2 of 5 samples have no reward; row 1: no one"]
+            same = client.score(TEXTS, on_error="nan")
+            assert str(same.tolist()) == str(scored.rewards.tolist())
+
+
+def test_refused_rows_cost_a_request_each_or_are_found_by_halves(lone: Misbehaving) -> None:
+    texts = ["a"] * 32
+    texts[3] = texts[17] = "!bad"
+    with RewardClient(lone.url) as client:
+        assert list(client.score_rows(texts).errors) == [3, 17]
+        assert len(lone.asked) == 3
+        lone.asked.clear()
+        lone.answer = partial(refuse, numbered=False)
+        texts[3] = "a"
+        assert list(client.score_rows(texts).errors) == [17]
+        assert len(lone.asked) == 1 + 2 * 5
+
+
+def test_refused_rows_are_an_error_with_the_callers_number(lone: Misbehaving) -> None:
+    lone.limit = 2
+    with RewardClient(lone.url) as client, pytest.raises(RefusedError) as caught:
+        client.score(["a", "b", "c", "!d"])
+    assert str(caught.value) == f"{lone.url}, reward_model: row 3: no d"
+    assert caught.value.status == 400
+
+
+def test_refused_rows_may_be_all_or_none(lone: Misbehaving) -> None:
+    with RewardClient(lone.url) as client:
+        assert str(client.score(["!a", "!b"], on_error="nan").tolist()) == "[[nan], [nan]]"
+        client.score(["a"])
+        assert client.score(["!a"], on_error="nan").shape == (1, 2)
+        lone.answer = lambda texts: (400, {"error": "unexpected inference input"})
+        assert "unexpected" in seconds(client.score_rows, ["a", "b", "c"])[1]
+        with pytest.raises(ConfigError, match="on_error: got 'none', wanted 'raise' or"):
+            client.score(["a"], on_error="none")  # type: ignore[arg-type]
+
+
+def test_refused_rows_are_not_those_that_the_model_fails_on(lone: Misbehaving) -> None:
+    def answer(texts: list[str]) -> Any:
+        return (500, {"error": f"row {texts.index('b')}: not finite"}) if "b" in texts else None
+
+    lone.answer, lone.limit = answer, 2
+    with RewardClient(lone.url) as client:
+        for ask in (client.score_rows, partial(client.score, on_error="nan")):
+            with pytest.raises(RefusedError, match="row 2: not finite") as caught:
+                ask(["a", "a", "b"])
+            assert caught.value.status == 500
+        assert client.score_rows(["a"]).errors == {}
+
+
+def test_refused_rows_are_those_that_cannot_be_sent(lone: Misbehaving) -> None:
+    with RewardClient(lone.url) as client:
+        assert str(client.score_tokens([[]], on_error="nan").tolist()) == "[[nan]]"
+        with pytest.raises(RefusedError, match="row 1: it has no tokens") as caught:
+            client.score_tokens([[5], []])
+        assert caught.value.status == 400
+        with pytest.raises(TypeError, match="token_lists, row 0: got 5, wanted"):
+            client.score_tokens([5, 6])  # type: ignore[list-item]
+        assert lone.asked == []
+        scored = client.score_rows(["a", "half \ud83d", "b"])
+        assert scored.errors[1].startswith("it cannot be sent: 'utf-8' codec")
+        assert scored.rewards[:, 0].tolist()[::2] == [97, 98]
+        assert "row 1: it cannot be sent" in seconds(client.score, ["a", "\ud83d"])[1]
+        endless: list[Any] = []
+        endless.append(endless)
+        deep: Any = 1
+        for _ in range(100_000):
+            deep = [deep]
+        said = [{"role": "assistant", "content": "a", "of": each} for each in (endless, deep, {1})]
+        scored = client.score_rows(["a", *([each] for each in said)])
+        assert [*scored.errors] == [1, 2, 3]
+        assert all(why.startswith("it cannot be sent: ") for why in scored.errors.values())
+        assert scored.rewards[0, 0] == 97
+
+
+def test_refused_for_its_size_a_request_is_sent_in_parts(lone: Misbehaving) -> None:
+    for refusal in ((413, b"<html>too large"), TOO_LARGE):
+        with RewardClient(lone.url) as client:
+            lone.answer = lambda texts, no=refusal: no if len(texts) > 2 else None
+            assert client.score(list("abcde"))[:, 0].tolist() == [97, 98, 99, 100, 101]
+            lone.answer = lambda texts, no=refusal: no if "".join(texts) != "a" else None
+            seconds(client.score, ["a", "b"])
+            assert list(client.score_rows(["a", "b"]).errors) == [1]
+
+
+def test_split_parts_have_one_kind_of_row_and_those_of_like_length() -> None:
+    chat = [{"role": "assistant", "content": "hi"}]
+    texts = ["a", chat, "b", "c", chat]
+    parts = split_texts(texts, 2)
+    assert [part.rows for part in parts] == [[0, 2], [3], [1, 4]]
+    for part in parts:
+        assert kserve.decode_request(part.inputs).texts == [texts[row] for row in part.rows]
+    parts = split_tokens([[1] * 9, [2], [3] * 8, [4, 4]], 2)
+    assert [part.rows for part in parts] == [[1, 3], [2, 0]]
+    assert [part.inputs["tokens"].shape for part in parts] == [(2, 2), (2, 9)]
