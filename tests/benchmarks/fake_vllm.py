@@ -23,10 +23,10 @@ def main() -> None:
             self.answer({})
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert asked["use_activation"] is False
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert request["use_activation"] is False
             with torch.no_grad():
-                reward = model(torch.tensor([asked["input"]])).logits[0, 0].item()
+                reward = model(torch.tensor([request["input"]])).logits[0, 0].item()
             self.answer({"data": [{"probs": [reward]}]})
 
         def answer(self, content: dict) -> None:

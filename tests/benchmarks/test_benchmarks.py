@@ -56,8 +56,8 @@ def test_precision_tells_roundings_apart(folder: Path) -> None:
     """Each row computes otherwise than the others."""
     model, output = folder / "rated.nemo", folder / "precision.json"
     tiny.write_reward_nemo(model)
-    given = (f"--model={model}", f"--data={folder / 'pairs.jsonl'}", f"--output={output}")
-    tiny.run_script("benchmarks/precision.py", *given, "--pairs=6", "--draws=2")
+    options = (f"--model={model}", f"--data={folder / 'pairs.jsonl'}", f"--output={output}")
+    tiny.run_script("benchmarks/precision.py", *options, "--pairs=6", "--draws=2")
     rows = {row["in fp32"]: row for row in json.loads(output.read_text())["rows"]}
     computed = {name: row["mean, same weights"] for name, row in rows.items()}
     assert computed.pop("weights alone") == 0 < rows["weights alone"]["mean"]
@@ -96,8 +96,10 @@ def test_benchmark_is_measured_where_its_peer_dies(
     assert speeds[True]
     assert all(speed is not None and speed > 0 for speed in speeds[True])
     assert {*speeds[False]} == {None}
-    said = content.get("failures") or [content["failure"]]
-    assert all(each.endswith(KILLED) for each in (said.values() if peer == "vllm" else said))
+    failures = content.get("failures") or [content["failure"]]
+    assert all(
+        failure.endswith(KILLED) for failure in (failures.values() if peer == "vllm" else failures)
+    )
     assert f"{KILLED}\n" in shown
     if script == "training":  # ours is measured in every turn, and TRL is not asked again
         assert shown.splitlines()[:2] == ["turn 1 of 2: ours, TRL", "turn 2 of 2: ours"]
@@ -111,7 +113,7 @@ def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
         *("--ranks=2", "--layers=2", "--hidden=128", "--seq-length=64", "--pairs=4", "--steps=1"),
         f"--output={output}",
     )
-    assert "expected/measured" in done.stdout
+    assert "measured/planned" in done.stdout
     rows = json.loads(output.read_text())["tables"]["ranks"]
     layouts = ["one rank", "DP=2", "TP=2", "TP=2+SP", "PP=2", "CP=2", "CP=2+ring"]
     assert [row["ranks"] for row in rows] == layouts
@@ -167,8 +169,8 @@ def test_what_the_server_itself_costs(folder: Path) -> None:
 def test_quality_is_a_table_of_models_on_the_same_pairs(folder: Path) -> None:
     model, output = folder / "ranked.nemo", folder / "quality.json"
     tiny.write_reward_nemo(model)
-    given = (f"{model}=first", str(model), f"--data={folder / 'pairs.jsonl'}")
-    done = tiny.run_script("benchmarks/quality.py", *given, f"--output={output}")
+    options = (f"{model}=first", str(model), f"--data={folder / 'pairs.jsonl'}")
+    done = tiny.run_script("benchmarks/quality.py", *options, f"--output={output}")
     first, second = json.loads(output.read_text())
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert f"| always the longer reply | {first['longer_reply_accuracy']:.1%} |" in table[1]

@@ -146,8 +146,8 @@ def test_goals_are_told_with_what_was_measured(load: Any) -> None:
         ],
         "memory": [{"beside the allocator": 1.2}, {"beside the allocator": None}],
     }
-    told = {row["goal"]: (row["measured"], row["reached"]) for row in summary.goals(rows)}
-    assert told == {
+    verdicts = {row["goal"]: (row["measured"], row["reached"]) for row in summary.goals(rows)}
+    assert verdicts == {
         "width 1,024: MFU": (None, "not measured"),
         "width 1,024: tokens/s": (None, "not measured"),
         "width 2,048: MFU": (0.52, "yes"),
