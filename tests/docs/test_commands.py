@@ -26,7 +26,7 @@ from tests.serving.servers import Server, running
 
 TRACKING = "tests/training/test_tracking.py"  # wandb and mlflow have an environment of their own
 ELSEWHERE = {
-    "bash scripts/quickstart.sh": "tests/end_to_end/test_quickstart.py",
+    "bash scripts/quickstart.sh": "tests/paths/test_quickstart.py",
     "bash scripts/gpu_first_hour.sh": "tests/benchmarks/test_gpu_first_hour.py",
     "curl http://127.0.0.1:5555": "tests/serving/test_page.py",
     "nemo-aligner serve rm_model_file=megatron_gpt.nemo server.triton_port": (
@@ -35,9 +35,9 @@ ELSEWHERE = {
     "nemo-aligner train --config conf/train_reward_model.yaml pretrained": TRACKING,
     "nemo-aligner import": "tests/checkpoint/test_importing.py",
     "python -m nemo_aligner.integrations.nemo_gym": "tests/integrations/test_page.py",
-    "python benchmarks/": "tests/benchmarks/test_benchmarks.py",
+    "python benchmarks/": "tests/paths/test_benchmarks.py",
     "python examples/rl/": "tests/examples/test_rl.py",
-    "sbatch": "tests/slurm/test_scripts.py",
+    "sbatch": "tests/paths/slurm/test_scripts.py",
 }
 NEEDS = {
     "MODEL=$PWD/megatron_gpt.nemo docker": "docker; tests/deploy reads the file",

@@ -29,7 +29,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import tiny
 
 # Written before archives had fingerprints.
-OLD = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
+OLD = tiny.ROOT / "tests/paths/compatibility/files/regression.nemo"
 Save = Callable[..., str]
 
 

@@ -156,7 +156,7 @@ def test_checkpoint_that_is_opened_has_its_index_read_once(
     index_reads: list[str], layout: Any, tmp_path: Path
 ) -> None:
     """To train and to score; without checksums every piece is read to be checked, too."""
-    path = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
+    path = tiny.ROOT / "tests/paths/compatibility/files/regression.nemo"
     shutil.unpack_archive(path, tmp_path / "folder", "tar")
     (tmp_path / "folder" / "checksums.json").unlink()
     uses = (partial(load, attributes=2), load_reward_model)

@@ -12,7 +12,7 @@ import pytest
 from tests.harness import tiny
 from tests.harness.launching import start_local_ranks
 from tests.harness.once import Once
-from tests.test_temporary import is_empty_soon
+from tests.utils.test_processes import is_empty_soon
 
 READ = """
 import os, pathlib, sys, time

@@ -21,9 +21,9 @@ from unittest import mock
 
 import torch
 
-from tests.gpu_rehearsal import fake_triton
-from tests.gpu_rehearsal.fake_gpu import fake_gpu
-from tests.gpu_rehearsal.watch import Watch
+from tests.paths.gpu_rehearsal import fake_triton
+from tests.paths.gpu_rehearsal.fake_gpu import fake_gpu
+from tests.paths.gpu_rehearsal.watch import Watch
 
 HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
 
@@ -52,7 +52,7 @@ def installed(modules: dict[str, str | None]) -> Iterator[None]:
 
 def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
     from nemo_aligner.distributed.layout import destroy_layout
-    from tests.gpu_rehearsal import scenes
+    from tests.paths.gpu_rehearsal import scenes
 
     watch.phases.clear()
     vars(watch).update(HOPPER | task.get("given", {}))
@@ -75,7 +75,7 @@ def main(tasks: str, results: str) -> None:
     with fake_gpu() as watch:
         # Only now: megatron-core is made ready for what there is.
         from nemo_aligner.models.pointwise import choice
-        from tests.gpu_rehearsal.scenes import mark_phases
+        from tests.paths.gpu_rehearsal.scenes import mark_phases
 
         mark_phases(watch)
         # Nor before: torch and megatron-core take it for a whole package.

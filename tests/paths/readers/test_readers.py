@@ -71,7 +71,7 @@ def test_export_in_a_pipeline_of_transformers(folder: Path, rewards: np.ndarray)
 def test_export_as_the_reward_function_of_trl_s_grpo_trainer(
     folder: Path, rewards: np.ndarray, trl_python: Path
 ) -> None:
-    script = tiny.ROOT / "tests/readers/trl_rewards.py"
+    script = tiny.ROOT / "tests/paths/readers/trl_rewards.py"
     command = [trl_python, script, folder / "export", folder / "policy", folder / "chats.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -55,7 +55,7 @@ def rehearse(once: Once) -> Rehearse:
             """A process that fails is no reason to start it again for each test."""
             results = folder / "results.json"
             done = tiny.run_script(
-                "tests/gpu_rehearsal/rehearse.py",
+                "tests/paths/gpu_rehearsal/rehearse.py",
                 json.dumps(tasks),
                 str(results),
                 env={"PYTHONPATH": paths, "LD_PRELOAD": str(shim), **environment},

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.gpu_rehearsal.fake_gpu import _Stream
-from tests.gpu_rehearsal.watch import _place
+from tests.paths.gpu_rehearsal.fake_gpu import _Stream
+from tests.paths.gpu_rehearsal.watch import _place
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._to_copy.default)

@@ -89,7 +89,7 @@ def rewardbench(python: Path, export: Path, folder: Path) -> list[dict[str, Any]
     (folder / "model").symlink_to(export)
     done = subprocess.run(
         [
-            *(python, tiny.ROOT / "tests/readers/rewardbench_cli.py", "--model=model"),
+            *(python, tiny.ROOT / "tests/paths/readers/rewardbench_cli.py", "--model=model"),
             *("--torch_dtype=float32", "--not_quantized", "--output_dir=out/"),
         ],
         cwd=folder,

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nemo_aligner.distributed.one_rank import ONE_RANK, OneRankGroup
-from tests.gpu_rehearsal.watch import CUDA, Watch
+from tests.paths.gpu_rehearsal.watch import CUDA, Watch
 
 _CUDA, _META = 1, 14  # c10::DeviceType
 _PRIVATE_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.compatibility.test_earlier_files import EXPECTED, TOLERANCE, arguments, logged_in
 from tests.harness import tiny
 from tests.harness.environments import install, kept_environment, new_environment, python_of
+from tests.paths.compatibility.test_earlier_files import EXPECTED, TOLERANCE, arguments, logged_in
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +25,7 @@ else:
 
 # megatron-core 0.17 and later want Python 3.12; the one before runs on 3.10 to 3.12.
 OTHER = "3.11" if sys.version_info >= (3, 12) else "3.12"
-SCRIPT = "tests/compatibility/train_and_score.py"
+SCRIPT = "tests/paths/compatibility/train_and_score.py"
 ARCHIVE = "run/checkpoints/megatron_gpt.nemo"
 MIDDLE = "run/checkpoints/step_00000004"
 LATER_STEPS = ("5", "6", "7", "8")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_rehearsal.conftest import Rehearse, Task
 from tests.harness import tiny
 from tests.harness.once import Once
+from tests.paths.gpu_rehearsal.conftest import Rehearse, Task
 
 Seen = dict[str, Any]
 PARAMETERS = 94_000  # and some more
@@ -47,7 +47,7 @@ DECISIONS = {
 LEFT_OUT = {
     "": [],
     "nemo_aligner.utils.host_transfer.before_writing": ["writes what another stream reads"],
-    "tests.gpu_rehearsal.streams.Stream.wait_stream": [
+    "tests.paths.gpu_rehearsal.streams.Stream.wait_stream": [
         "reads what another stream writes",
         "writes what another stream reads",
     ],

@@ -137,7 +137,7 @@ def test_memory_of_a_run_is_told_step_by_step(folder: Path) -> None:
 
 def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    fake = tiny.ROOT / "tests/benchmarks/fake_vllm.py"
+    fake = tiny.ROOT / "tests/paths/fake_vllm.py"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
     python.chmod(0o755)
     peer = (f"--vllm-python={python}", "--kinds=shared")

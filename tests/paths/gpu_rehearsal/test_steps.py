@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from nemo_aligner.models.attention.backends import BACKENDS
-from tests.gpu_rehearsal.conftest import Rehearse, Task
-from tests.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
+from tests.paths.gpu_rehearsal.conftest import Rehearse, Task
+from tests.paths.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
 
 FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
 LAYERS_AND_PACKS = 2 * 2
 WITH_CAP = {"attn_logit_softcapping": 50.0, "window_size": 32, "window_pattern": "alternate"}
 OLD_TORCH = {"torch.nn.attention.varlen": None}  # 2.8 and 2.9 have no such module
-FLASH_ATTN = {"flash_attn": "tests.gpu_rehearsal.fake_flash_attn"}
+FLASH_ATTN = {"flash_attn": "tests.paths.gpu_rehearsal.fake_flash_attn"}
 
 
 def steps(

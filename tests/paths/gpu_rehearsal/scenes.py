@@ -60,8 +60,6 @@ from nemo_aligner.training.loggers import Timers
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
-from tests.gpu_rehearsal.streams import Stream, Streams, play_streams
-from tests.gpu_rehearsal.watch import CUDA, Watch
 from tests.models.attention.backend_packs import (
     RandomPack,
     cases_of,
@@ -69,6 +67,8 @@ from tests.models.attention.backend_packs import (
     run_backend,
 )
 from tests.models.graphed import RecordedCapture
+from tests.paths.gpu_rehearsal.streams import Stream, Streams, play_streams
+from tests.paths.gpu_rehearsal.watch import CUDA, Watch
 from tests.training.critic_steps import make_rollout
 
 # Llama 3 8B's proportions.
