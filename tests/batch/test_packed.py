@@ -165,8 +165,8 @@ def test_label_columns_know_their_names_and_are_centred_before_they_are_rounded(
 
 
 def ranked(*ranks: list[int]) -> Records:
-    flat = torch.tensor([rank for own in ranks for rank in own])
-    return Records.of(range(len(ranks)), [len(own) for own in ranks], ranks=flat)
+    flat = torch.tensor([rank for record_ranks in ranks for rank in record_ranks])
+    return Records.of(range(len(ranks)), [len(record_ranks) for record_ranks in ranks], ranks=flat)
 
 
 def listed(pairs: PairRows, rewards: int) -> list[tuple[int, int]]:
@@ -180,13 +180,13 @@ def test_pairs_of_a_record_count_as_one_record() -> None:
     assert isinstance(pairs.better, slice)
     nothing = Records.of([0], [1]).pairs(), Records.of([], []).pairs()
     several = ranked([0, 1, 2], [1, 0], [0]).pairs()
-    for found, rewards, wanted, losses, total_and_count in (
+    for pair_rows, rewards, expected, losses, total_and_count in (
         (pairs, 4, [(0, 1), (2, 3)], [1.0, 5.0], (6.0, 2)),
         (several, 6, [(0, 1), (0, 2), (1, 2), (4, 3)], [1.0, 2.0, 6.0, 10.0], (3.0 + 10.0, 2)),
-        *((each, number, [], [], (0.0, 0)) for each, number in zip(nothing, (1, 0), strict=True)),
+        *((empty, number, [], [], (0.0, 0)) for empty, number in zip(nothing, (1, 0), strict=True)),
     ):
-        assert listed(found, rewards) == wanted
-        total, count = found.sum_and_count(torch.tensor(losses))
+        assert listed(pair_rows, rewards) == expected
+        total, count = pair_rows.sum_and_count(torch.tensor(losses))
         assert (float(total), int(count)) == (pytest.approx(total_and_count[0]), total_and_count[1])
     assert pairs.of_records(torch.tensor([7, 8])).tolist() == [7, 8]
     assert several.of_records(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 8]
@@ -210,10 +210,10 @@ def test_ranks_share_out_a_pack_evenly_with_all_that_is_read(ranks: int, multipl
     sequences = [list(range(3, 3 + length)) for length in (90, 83, 1, 7, 64)]
     batch = PackedBatch.pack(sequences, groups=[Group(2, 60), *[Group(1, 0)] * 3])
     shared = [batch.shared(rank, ranks, multiple) for rank in range(ranks)]
-    shares = [each.share for each in shared if each.share is not None]
+    shares = [part.share for part in shared if part.share is not None]
     rows = torch.cat([share.rows for share in shares])
     assert torch.equal(rows[shares[0].gathered], torch.arange(shared[0].num_tokens))
-    assert {each.num_own_tokens for each in shared} == {shared[0].num_tokens // ranks}
+    assert {part.num_own_tokens for part in shared} == {shared[0].num_tokens // ranks}
     assert shared[0].num_own_tokens % multiple == 0
     read = torch.cat([share.rows[share.read_rows] for share in shares])
     of_which = torch.cat([share.reads for share in shares])

@@ -75,7 +75,7 @@ def test_readout_of_a_sigmoid_is_a_probability_and_its_deviation() -> None:
     np.testing.assert_allclose(one.spreads(odds), two.spreads(pairs), rtol=1e-6)
     assert one.gives_probabilities
     assert two.gives_probabilities
-    assert not any(each.gives_probabilities for each in (BINS, QUANTILES, HEADS))
+    assert not any(readout.gives_probabilities for readout in (BINS, QUANTILES, HEADS))
 
 
 def test_readout_survives_json() -> None:
@@ -108,9 +108,9 @@ WEIGHED = dataclasses.replace(CONTRACT, attribute_weights=(0.25, 2.0))
 def test_one_reward_is_weighed_by_the_contract_where_no_attribute_is_named() -> None:
     weights = reward_weights(WEIGHED, None)
     rewards = np.array([[4.0, 1.0], [np.nan, np.nan]], dtype=np.float32)
-    found = one_reward(rewards, weights)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.array([3.0, np.nan], dtype=np.float32))
+    weighted = one_reward(rewards, weights)
+    assert weighted.dtype == np.float32
+    np.testing.assert_array_equal(weighted, np.array([3.0, np.nan], dtype=np.float32))
     # Rows that nobody scored may have any number of columns.
     assert np.isnan(one_reward(np.full((2, 1), np.nan, dtype=np.float32), weights)).all()
     assert one_reward(np.zeros((0, 1), dtype=np.float32), weights).shape == (0,)

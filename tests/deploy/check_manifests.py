@@ -36,13 +36,13 @@ def job_problems(job: dict[str, Any]) -> Iterator[str]:
     replicas = job["spec"]["pytorchReplicaSpecs"]
     unknown = [*(job["spec"].keys() - _SPEC), *(policy.keys() - _RUN_POLICY)]
     unknown += replicas.keys() - {"Master", "Worker"}
-    for name, each in replicas.items():
-        unknown += each.keys() - _REPLICAS
-        restart = each.get("restartPolicy", "Never")
+    for name, replica in replicas.items():
+        unknown += replica.keys() - _REPLICAS
+        restart = replica.get("restartPolicy", "Never")
         if restart not in _RESTARTS:
             yield f"{name}: restartPolicy: {restart!r} is not one of {sorted(_RESTARTS)}"
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name.lower()}}
-        yield from (f"{name}: {problem}" for problem in problems({**pod, **each["template"]}))
+        yield from (f"{name}: {problem}" for problem in problems({**pod, **replica["template"]}))
     yield from (f"unknown member {name!r}" for name in unknown)
 
 

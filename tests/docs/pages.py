@@ -44,39 +44,39 @@ def pieces(page: Path) -> list[str]:
 
 def every_block(page: Path) -> list[tuple[str, str]]:
     """Language and text of every block of code."""
-    found = (piece.partition("\n") for piece in pieces(page)[1::2])
-    return [(language, text) for language, _, text in found]
+    parts = (piece.partition("\n") for piece in pieces(page)[1::2])
+    return [(language, text) for language, _, text in parts]
 
 
 def blocks(page: Path, language: str) -> list[str]:
     """The text of every block in a language."""
-    return [text for each, text in every_block(page) if each == language]
+    return [text for block_language, text in every_block(page) if block_language == language]
 
 
 def commands(page: Path) -> list[list[str]]:
     """The verb and arguments of every command in a page's blocks of code."""
-    found = []
+    parsed = []
     for _, text in every_block(page):
         for line in text.replace("\\\n", " ").splitlines():
             if any(start in line for start in STARTS) and not line.startswith("usage:"):
                 words = shlex.split(line.partition("|")[0].strip(), comments=True)
                 for index, word in enumerate(words):
                     if word in STARTS:
-                        found.append([*STARTS[word], *words[index + 1 :]])
-    return found
+                        parsed.append([*STARTS[word], *words[index + 1 :]])
+    return parsed
 
 
 def shell_commands(text: str) -> list[str]:
     """Every command of a shell block, whole: with the lines that it goes on in."""
-    found: list[str] = []
+    commands: list[str] = []
     loop = False
     for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
         if loop:
-            found[-1] += f"\n{line}"
+            commands[-1] += f"\n{line}"
         elif PROGRAMS.match(line):
-            found.append(line)
+            commands.append(line)
         loop = (loop or line.startswith("for ")) and line != "done"
-    return found
+    return commands
 
 
 def split_verb(words: list[str]) -> tuple[str, list[str]]:

@@ -96,19 +96,19 @@ def asks_a_server(step: str) -> bool:
 
 def steps(page: Path) -> list[str]:
     """The page's commands and its Python, in order, behind what it begins with."""
-    found = list(BEFORE.get(name_of(page), []))
+    commands = list(BEFORE.get(name_of(page), []))
     for language, text in every_block(page):
         if language in ("", "bash"):
-            found += [command for command in shell_commands(text) if is_run_here(command)]
+            commands += [command for command in shell_commands(text) if is_run_here(command)]
         elif language == "python" and name_of(page) in WITH_PYTHON and not MODULE.match(text):
-            found.append(f"PYTHON\n{text}")
-    return _joined(found)
+            commands.append(f"PYTHON\n{text}")
+    return _joined(commands)
 
 
-def _joined(found: list[str]) -> list[str]:
+def _joined(commands: list[str]) -> list[str]:
     """A program that trains goes on in the page's next block, unless a command stands between."""
     joined: list[str] = []
-    for step in found:
+    for step in commands:
         if joined and IN_PROCESS in joined[-1] and step.startswith("PYTHON"):
             joined[-1] += step.removeprefix("PYTHON")
         else:

@@ -125,9 +125,11 @@ def test_a_protocol_is_served_with_the_others(
 
 
 def test_every_sample_fits_exactly_one_format() -> None:
-    for known in FORMATS.values():
-        for value in known.sample:
-            assert [each for each in FORMATS.values() if each.is_certain(value)] == [known]
+    for data_format in FORMATS.values():
+        for value in data_format.sample:
+            assert [candidate for candidate in FORMATS.values() if candidate.is_certain(value)] == [
+                data_format
+            ]
 
 
 def test_the_model_family_of_the_page_is_the_one_that_is_tested() -> None:

@@ -82,12 +82,12 @@ def _interrupt(options: argparse.Namespace) -> int:
 
 def test_the_exit_codes_of_commands_have_rows() -> None:
     options = argparse.Namespace(debug=False, flags=set())
-    found = {
+    codes = {
         main(["--version"]),
         main(["no-such-verb"]),
         run_verb(_fail, options),
         run_verb(_interrupt, options),
     }
-    assert found == {0, 1, 2, 130}
-    found.add(GO_ON_EXIT_CODE)
-    assert found <= set(map(int, re.findall(r"^\| (\d+) \|", PAGE, flags=re.MULTILINE)))
+    assert codes == {0, 1, 2, 130}
+    codes.add(GO_ON_EXIT_CODE)
+    assert codes <= set(map(int, re.findall(r"^\| (\d+) \|", PAGE, flags=re.MULTILINE)))

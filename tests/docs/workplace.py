@@ -86,12 +86,12 @@ def _write_data(folder: Path) -> None:
         _write(path, [{**pair, "label_margin": 1.0} for pair in _read(path)])
     tiny.write_ratings(folder / "ratings.jsonl", PAIRS, ("helpfulness", "verbosity"))
     _write(folder / "rewardbench.jsonl", [find_task("rewardbench").sample] * 2)
-    pairs, others = _read(folder / "pairs.jsonl"), _read(folder / "heldout.jsonl")
+    pairs, heldout = _read(folder / "pairs.jsonl"), _read(folder / "heldout.jsonl")
     keys = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     _write(folder / "questions.jsonl", [{keys[key]: pair[key] for key in keys} for pair in pairs])
     _write(folder / "helpful-base-test.jsonl.gz", [_as_hh(pair) for pair in pairs])
     scores = {"score_chosen": 8.0, "score_rejected": 5.5}
-    for name, rows in (("train", pairs), ("heldout", others)):
+    for name, rows in (("train", pairs), ("heldout", heldout)):
         rated = [{**row, "metadata": scores} for row in rows]
         _write(folder / f"ultrafeedback_{name}.jsonl.gz", rated)
     just = tiny.write_ratings(folder / "just.tmp", PAIRS, JUST_EVAL)

@@ -83,11 +83,11 @@ def test_script_says_ends_fails_and_takes_too_long_alike(script: str, fresh: boo
 @pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
 def test_the_others_end_with_a_rank_that_fails(script: str, fresh: bool) -> None:
     there = Path(script).parent / "there"
-    for how in ("kill", "fail"):
+    for accident in ("kill", "fail"):
         there.unlink(missing_ok=True)  # so that the one that fails waits for the other again
-        done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
-        assert done.returncode == 1, how
-        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), how
+        done = tiny.run_script(script, accident, processes=2, check=False, timeout=50, fresh=fresh)
+        assert done.returncode == 1, accident
+        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), accident
 
 
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +176,9 @@ def test_workers_build_a_thing_once_and_take_turns(tmp_path: Path) -> None:
     workers = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
-    said = [worker.communicate()[0] for worker in workers]
+    outputs = [worker.communicate()[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * 4
-    assert sorted(said) == ["", "", "", "built\n"]
+    assert sorted(outputs) == ["", "", "", "built\n"]
 
 
 def test_what_failed_is_built_again_in_an_empty_folder(tmp_path: Path) -> None:

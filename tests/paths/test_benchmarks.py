@@ -29,7 +29,7 @@ def dying_python(tmp_path: Path) -> Path:
     return path
 
 
-def report(script: str, folder: Path, *arguments: str) -> tuple[str, dict]:
+def run_benchmark(script: str, folder: Path, *arguments: str) -> tuple[str, dict]:
     """What the benchmark prints, and what it writes."""
     output = folder / "rows.json"
     done = tiny.run_script(
@@ -46,7 +46,7 @@ def report(script: str, folder: Path, *arguments: str) -> tuple[str, dict]:
 
 def test_scoring_gives_the_rewards_of_transformers(folder: Path) -> None:
     few = ("--pairs=6", "--turns=1", "--threads=1")
-    rows = report("benchmarks/scoring.py", folder, *few)[1]["rows"]
+    rows = run_benchmark("benchmarks/scoring.py", folder, *few)[1]["rows"]
     assert [row["scorer"] for row in rows] == ["nemo_aligner", "transformers"] * 3
     assert all(row["rewards/s"] > 0 for row in rows)
     assert all(row["largest |difference|"] < 1e-5 for row in rows[1::2])
@@ -68,7 +68,7 @@ def test_precision_tells_roundings_apart(folder: Path) -> None:
 
 def test_training_has_the_loss_of_trl(folder: Path, trl_python: Path) -> None:
     trl, few = f"--trl-python={trl_python}", ("--trl-batch=2", "--global-batch=4", "--threads=1")
-    rows = report("benchmarks/training.py", folder, trl, *few, "--turns=1")[1]["rows"]
+    rows = run_benchmark("benchmarks/training.py", folder, trl, *few, "--turns=1")[1]["rows"]
     assert [row["trainer"] for row in rows] == ["nemo_aligner", "TRL, batch 2"]
 
 
@@ -88,7 +88,7 @@ def test_benchmark_is_measured_where_its_peer_dies(
     folder: Path, dying_python: Path, script: str, peer: str, arguments: tuple[str, ...]
 ) -> None:
     python = f"--{peer}-python={dying_python}"
-    shown, content = report(f"benchmarks/{script}.py", folder, python, *arguments)
+    shown, content = run_benchmark(f"benchmarks/{script}.py", folder, python, *arguments)
     speeds: dict[bool, list[float | None]] = {True: [], False: []}
     for row in content["rows"]:
         is_ours = "nemo_aligner" in row.values()
@@ -128,7 +128,7 @@ def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
 
 def test_memory_of_a_run_is_told_step_by_step(folder: Path) -> None:
     few = ("--steps=4", "--save-interval=2", "--skip-products")
-    rows = report("benchmarks/memory.py", folder, *few)[1]["rows"]
+    rows = run_benchmark("benchmarks/memory.py", folder, *few)[1]["rows"]
     starts = ["libraries", "model and optimizer", "the save's copy"]
     assert [row["when"] for row in rows] == [*starts, *(f"step {step}" for step in range(1, 5))]
     assert all(row["peak"] >= row["resident"] > row["in use"] > 0 for row in rows)
@@ -141,7 +141,7 @@ def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> 
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
     python.chmod(0o755)
     peer = (f"--vllm-python={python}", "--kinds=shared")
-    _, content = report("benchmarks/serving.py", folder, *peer, *SERVED)
+    _, content = run_benchmark("benchmarks/serving.py", folder, *peer, *SERVED)
     rows = content["rows"]
     assert [row["server"] for row in rows] == ["nemo_aligner", "vLLM with prefix cache"]
     assert [row["clients"] for row in rows] == [1, 1]
@@ -156,7 +156,7 @@ def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> 
 def test_what_the_server_itself_costs(folder: Path) -> None:
     # A model of its own, which the other tests must not find in their folder.
     few = (f"--work={folder / 'tiny'}", "--tiny-requests=40", "--soak=40")
-    _, content = report("benchmarks/serving.py", folder, "--tiny", *few)
+    _, content = run_benchmark("benchmarks/serving.py", folder, "--tiny", *few)
     (latency,) = content["latency"]
     assert latency["forward ms"] > 0
     assert 0 < latency["p50 ms"] <= latency["p99 ms"] <= latency["max ms"]

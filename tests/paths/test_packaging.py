@@ -79,39 +79,54 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_wheel_has_every_file_of_the_package_and_the_settings(wheel: Path) -> None:
     package = ROOT / "nemo_aligner"
-    wanted = {
+    expected = {
         path.relative_to(ROOT).as_posix()
         for path in package.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
-    wanted |= {
+    expected |= {
         f"nemo_aligner/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("conf/**/*.yaml")
     }
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == wanted
+    assert names == expected
 
 
 def test_wheel_metadata_limits_numpy_for_triton_alone(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     metadata = message_from_bytes((info / "METADATA").read_bytes())
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    limits = [each for each in requirements if each.name == "numpy" and "2.4" not in each.specifier]
-    assert [str(each.marker) for each in limits] == ['extra == "triton"']
+    limits = [
+        requirement
+        for requirement in requirements
+        if requirement.name == "numpy" and "2.4" not in requirement.specifier
+    ]
+    assert [str(requirement.marker) for requirement in limits] == ['extra == "triton"']
     # No other extra, such as the one for all, brings it along.
-    assert "triton" not in {extra for each in requirements for extra in each.extras}
+    assert "triton" not in {extra for requirement in requirements for extra in requirement.extras}
 
 
 def test_wheel_metadata_has_the_name_that_the_package_looks_itself_up_by(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
-    told = message_from_bytes((info / "METADATA").read_bytes())
-    assert (told["Name"], told["Version"]) == (describe.DISTRIBUTION, nemo_aligner.__version__)
+    metadata = message_from_bytes((info / "METADATA").read_bytes())
+    assert (metadata["Name"], metadata["Version"]) == (
+        describe.DISTRIBUTION,
+        nemo_aligner.__version__,
+    )
     assert "nemo-aligner = nemo_aligner.cli.main:main" in (info / "entry_points.txt").read_text()
-    extras = set(told.get_all("Provides-Extra", []))
-    asked = [Requirement(line) for line in told.get_all("Requires-Dist", [])]
-    ours = [each for each in asked if each.extras and each.name == told["Name"]]
+    extras = set(metadata.get_all("Provides-Extra", []))
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    ours = [
+        requirement
+        for requirement in requirements
+        if requirement.extras and requirement.name == metadata["Name"]
+    ]
     assert len(ours) == 4
-    assert {name for each in ours for name in each.extras} <= extras
-    assert not [each for each in asked if each.name.replace("_", "-") == "nemo-aligner"]
+    assert {name for requirement in ours for name in requirement.extras} <= extras
+    assert not [
+        requirement
+        for requirement in requirements
+        if requirement.name.replace("_", "-") == "nemo-aligner"
+    ]
 
 
 def test_package_out_of_a_wheel_finds_its_settings_and_says_what_extras_bring(
@@ -133,13 +148,13 @@ def test_settings_are_found_by_name_where_there_is_no_such_file(
     assert load_config(TrainConfig, [], "recipes/lora_one_gpu").model.lora.rank > 0
     (tmp_path / "train_reward_model").write_text("model: {seed: 7}\n")
     assert load_config(TrainConfig, [], "train_reward_model").model.seed == 7
-    wanted = {
+    messages = {
         "conf/train_reward_modle.yaml": "no such file; did you mean train_reward_model, which",
         "xyzzy.yaml": "no such file, and the package has evaluate_reward_model, gateway, ",
     }
-    for given, said in wanted.items():
-        with pytest.raises(ConfigError, match=f"^{re.escape(given)}: there is {said}"):
-            load_config(TrainConfig, [], given)
+    for name, message in messages.items():
+        with pytest.raises(ConfigError, match=f"^{re.escape(name)}: there is {message}"):
+            load_config(TrainConfig, [], name)
 
 
 def test_conflict_with_nvidias_distribution_is_one_error(tmp_path: Path) -> None:
@@ -147,15 +162,15 @@ def test_conflict_with_nvidias_distribution_is_one_error(tmp_path: Path) -> None
     info.mkdir()
     (info / "METADATA").write_text(NVIDIAS)
     shutil.copytree(ROOT / "nemo_aligner", tmp_path / "nemo_aligner")
-    said = "NVIDIA's nemo_aligner 0.7.0 is installed beside megatron-reward"
+    message = "NVIDIA's nemo_aligner 0.7.0 is installed beside megatron-reward"
     done = run(tmp_path, "-m", "nemo_aligner", "plan", "--params=8B", "--gpus=8")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith(said)
-    told = " ".join(run(tmp_path, "-m", "nemo_aligner", "doctor").stdout.split())
-    assert said in told
+    assert done.stderr.startswith(message)
+    report = " ".join(run(tmp_path, "-m", "nemo_aligner", "doctor").stdout.split())
+    assert message in report
     assert run(tmp_path, "-m", "nemo_aligner", "--version").returncode == 0
     done = run(tmp_path, "-c", "import nemo_aligner; nemo_aligner.train")
-    assert f"ImportError: {said}" in done.stderr
+    assert f"ImportError: {message}" in done.stderr
 
 
 def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there_are() -> None:
@@ -169,7 +184,7 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
         text = path.read_text()
         for line in re.findall(r"pip(?:\s+|_)install[^`\n]*", text):
             named = re.findall(r"(?:\.|REPO\}|whl)\[([\w,]+)\]", line)
-            unknown = {name for each in named for name in each.split(",")} - extras
+            unknown = {name for names in named for name in names.split(",")} - extras
             if re.search(r"[ \"']nemo[_-]aligner\b", line) or unknown:
                 wrong.append(f"{name_of(path)}: {line}")
     assert wrong == []

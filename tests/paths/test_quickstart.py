@@ -49,15 +49,15 @@ def test_quickstart_shows_and_does_every_step(
     """In the quick tier its commands are run by processes that have imported their libraries."""
     output = tmp_path / "out"
     if pytestconfig.getoption("quick"):
-        asked = quickstart.Quickstart(output, pairs, base, SETTINGS)
-        run_prepared(asked, home, monkeypatch)
+        steps = quickstart.Quickstart(output, pairs, base, SETTINGS)
+        run_prepared(steps, home, monkeypatch)
         shown = capsys.readouterr().out
     else:
-        given = [f"--data={pairs}", f"--base={base}", f"--output={output}", *SETTINGS]
+        arguments = [f"--data={pairs}", f"--base={base}", f"--output={output}", *SETTINGS]
         environment = {"PYTRITON_HOME": str(home)}
         # It starts ranks and a server, which another test's ranks would starve.
         with TURNS.one():
-            shown = tiny.run_verb("quickstart", *given, timeout=600, env=environment).stdout
+            shown = tiny.run_verb("quickstart", *arguments, timeout=600, env=environment).stdout
     for verb in VERBS:
         assert f"$ nemo-aligner {verb} " in shown
     assert "step 2/2" in shown
@@ -69,14 +69,18 @@ def test_quickstart_shows_and_does_every_step(
     assert 0 <= report["metrics"]["accuracy"] <= 1
 
 
-def run_prepared(asked: quickstart.Quickstart, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_prepared(steps: quickstart.Quickstart, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(verb: str, *arguments: str) -> None:
         print(show_command(verb, arguments, "$ "))
-        counts = [int(each[len(PROCESSES) :]) for each in arguments if each.startswith(PROCESSES)]
-        given = [each for each in arguments if not each.startswith(PROCESSES)]
-        print(tiny.run_verb(verb, *given, processes=max(counts, default=1)).stdout)
+        counts = [
+            int(argument[len(PROCESSES) :])
+            for argument in arguments
+            if argument.startswith(PROCESSES)
+        ]
+        remaining = [argument for argument in arguments if not argument.startswith(PROCESSES)]
+        print(tiny.run_verb(verb, *remaining, processes=max(counts, default=1)).stdout)
 
     monkeypatch.setattr(quickstart, "run", run)
     for name, value in tiny.environment(PYTRITON_HOME=str(home)).items():
         monkeypatch.setenv(name, value)
-    quickstart.run_quickstart(asked)
+    quickstart.run_quickstart(steps)

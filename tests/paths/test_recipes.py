@@ -114,8 +114,8 @@ def test_the_ladder_goes_on_from_rung_to_rung(base: Path, tmp_path: Path) -> Non
     first = train(LADDER[0], base, tmp_path / "first")
     second = train(LADDER[1], first, tmp_path / "second")
     third = tmp_path / "expo.nemo"
-    how = ("--extrapolate", "0.5", "--output", str(third))
-    tiny.run_verb("merge", *how, "--input", str(first), str(second))
+    options = ("--extrapolate", "0.5", "--output", str(third))
+    tiny.run_verb("merge", *options, "--input", str(first), str(second))
     heldout = tmp_path / "second" / "heldout.jsonl"
     losses = [evaluate(model, heldout)["loss"] for model in (second, third)]
     assert losses[0] != losses[1]

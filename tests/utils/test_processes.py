@@ -43,9 +43,9 @@ def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
         (SLURM, (9, 16, 1, 8), ("gpu003", 29402)),
         ({**SLURM, "MASTER_ADDR": "head"}, (9, 16, 1, 8), ("head", 29402)),
     ):
-        found = find_process(environment)
-        ranks = (found.rank, found.world_size, found.local_rank, found.local_world_size)
-        assert (ranks, found.master) == (numbers, master)
+        process = find_process(environment)
+        ranks = (process.rank, process.world_size, process.local_rank, process.local_world_size)
+        assert (ranks, process.master) == (numbers, master)
     # A batch shell without srun is one process.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
     assert find_process(shell).world_size == 1
@@ -86,25 +86,27 @@ def test_error_is_said_by_one_rank_and_others_wait(
 ) -> None:
     """The only process; before ranks know each other the first; one that speaks for others."""
 
-    def said(error: Exception, *how: Callable[[Exception], str]) -> tuple[str, list[float]]:
+    def reported(
+        error: Exception, *renderers: Callable[[Exception], str]
+    ) -> tuple[str, list[float]]:
         waits.clear()
-        assert report(error, *how) == 1
+        assert report(error, *renderers) == 1
         return capsys.readouterr().err, list(waits)
 
     error, held_back = ConfigError("x: got 3"), [processes.HOLD_BACK_S]
-    assert said(error) == ("ConfigError: x: got 3\n", [])
-    assert said(error, lambda error: f"no: {error}") == ("no: x: got 3\n", [])
+    assert reported(error) == ("ConfigError: x: got 3\n", [])
+    assert reported(error, lambda error: f"no: {error}") == ("no: x: got 3\n", [])
     start_as(0, monkeypatch)
-    assert said(error) == ("ConfigError: x: got 3\n", [])
+    assert reported(error) == ("ConfigError: x: got 3\n", [])
     # One whose peer failed is silent.
-    assert said(PeerError("another")) == ("", held_back)
+    assert reported(PeerError("another")) == ("", held_back)
     start_as(5, monkeypatch)
-    assert said(error) == ("rank 5: ConfigError: x: got 3\n", held_back)
+    assert reported(error) == ("rank 5: ConfigError: x: got 3\n", held_back)
     settle(error, "")
-    assert said(error) == ("ConfigError: x: got 3\n", [])
+    assert reported(error) == ("ConfigError: x: got 3\n", [])
     # Nonsense in the environment is said by every rank.
     monkeypatch.delenv("MASTER_PORT")
-    assert said(ConfigError("MASTER_PORT"))[0] == "ConfigError: MASTER_PORT\n"
+    assert reported(ConfigError("MASTER_PORT"))[0] == "ConfigError: MASTER_PORT\n"
 
 
 def test_the_first_rank_alone_has_an_exit_code_and_leaves_last(
@@ -126,8 +128,8 @@ def test_torchrun_is_told(
     for file in (tmp_path / "error.json", tmp_path / "nowhere" / "error.json"):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         assert report(ConfigError("x: got 3")) == 1
-    told = json.loads((tmp_path / "error.json").read_text())
-    assert told["message"]["message"] == "ConfigError: x: got 3"
+    content = json.loads((tmp_path / "error.json").read_text())
+    assert content["message"]["message"] == "ConfigError: x: got 3"
 
 
 SCRIPT = """

@@ -103,8 +103,8 @@ def test_earlier_run_goes_on_as_it_would_have(
         # The earlier run was stopped before a validation, which is made up today.
         made_up = {"4"} if name.startswith("validation-") else set()
         assert logged[name].keys() == expected.keys() | made_up, name
-        found = {step: logged[name][step] for step in expected}
-        assert found == pytest.approx(expected, rel=0, abs=TOLERANCE), name
+        values = {step: logged[name][step] for step in expected}
+        assert values == pytest.approx(expected, rel=0, abs=TOLERANCE), name
     check_rewards(run / "checkpoints" / "megatron_gpt.nemo", EXPECTED["ranking"], layout)
 
 
@@ -125,8 +125,10 @@ def test_earlier_reward_model_scores_and_is_evaluated_the_same(
     report = json.loads((today[0] / f"{kind}.json").read_text())
     assert report["contract"] == expected["contract"]
     # A temperature, or a correlation of four records, changes by more than what is rounded.
-    wanted = pytest.approx(as_numbers(expected["evaluation"]), rel=1e-4, abs=TOLERANCE, nan_ok=True)
-    assert as_numbers({name: report["metrics"][name] for name in expected["evaluation"]}) == wanted
+    metrics = pytest.approx(
+        as_numbers(expected["evaluation"]), rel=1e-4, abs=TOLERANCE, nan_ok=True
+    )
+    assert as_numbers({name: report["metrics"][name] for name in expected["evaluation"]}) == metrics
     lines = (today[0] / f"{kind}.jsonl").read_text().splitlines()
     rows = [json.loads(line)["rewards"] for line in lines]
     assert [list(row) for row in rows] == [list(row) for row in expected["evaluated_rewards"]]
@@ -146,16 +148,16 @@ def test_earlier_run_by_a_built_in_template_goes_on_by_the_text_that_it_had(tmp_
         "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
         "{% endfor %}"
     )
-    before = replace(ScoringContract.from_dict(state["contract"]), template=template)
-    state["contract"] = before.to_dict()
-    state["fingerprint"]["scoring contract"] = before.hash
+    earlier = replace(ScoringContract.from_dict(state["contract"]), template=template)
+    state["contract"] = earlier.to_dict()
+    state["fingerprint"]["scoring contract"] = earlier.hash
     path.write_text(json.dumps(state))
-    said = []
+    lines = []
     for more in ((), ("model.data.template=plain",)):
         settings = [*arguments(run), "model.data.template=chatml", *more]
         done = tiny.run_verb("train --dry-run", *settings, folder=tmp_path, check=False)
-        said.append(f"{done.returncode}: {done.stdout}{done.stderr}")
-    assert said[0].startswith("0: ")
-    assert f"scoring contract: {before.hash}" in said[0]
-    assert said[1].startswith("1: ")
-    assert "scoring contract" in said[1]
+        lines.append(f"{done.returncode}: {done.stdout}{done.stderr}")
+    assert lines[0].startswith("0: ")
+    assert f"scoring contract: {earlier.hash}" in lines[0]
+    assert lines[1].startswith("1: ")
+    assert "scoring contract" in lines[1]

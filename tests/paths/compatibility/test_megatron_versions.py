@@ -42,8 +42,8 @@ class Environment(NamedTuple):
 def needed() -> list[str]:
     """What this package asks for, with the torch that is here."""
     project = tomllib.loads((tiny.ROOT / "pyproject.toml").read_text())["project"]
-    others = [line for line in project["dependencies"] if not line.startswith("torch")]
-    return [f"torch=={version('torch').partition('+')[0]}", *others]
+    requirements = [line for line in project["dependencies"] if not line.startswith("torch")]
+    return [f"torch=={version('torch').partition('+')[0]}", *requirements]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def environments(
 ) -> tuple[Environment, Environment]:
     """This one and the other, each with a finished run."""
 
-    def run_there(script: str, *given: str) -> None:
-        command = [str(other_python), str(tiny.ROOT / script), *given]
+    def run_there(script: str, *arguments: str) -> None:
+        command = [str(other_python), str(tiny.ROOT / script), *arguments]
         done = subprocess.run(
             command, env=tiny.environment(), capture_output=True, text=True, timeout=300
         )
@@ -74,9 +74,9 @@ def environments(
     folder = tmp_path_factory.mktemp("versions")
     here = Environment(folder / "here", tiny.run_script)
     there = Environment(folder / "there", run_there)
-    for each in (here, there):
-        each.folder.mkdir()
-        train_and_score(each.run, each.folder, each.folder / ARCHIVE)
+    for python in (here, there):
+        python.folder.mkdir()
+        train_and_score(python.run, python.folder, python.folder / ARCHIVE)
     if found_in(here.folder)["megatron"] == found_in(there.folder)["megatron"]:
         pytest.skip(f"both environments have megatron-core {version('megatron-core')}")
     return here, there
@@ -99,8 +99,8 @@ def test_megatron_version_scores_the_same_and_goes_on_as_another_did(
     written, reader = environments[writer].folder, environments[1 - writer]
     shutil.copytree(written / MIDDLE, tmp_path / MIDDLE)
     train_and_score(reader.run, tmp_path, written / ARCHIVE)
-    expected, found = found_in(written), found_in(tmp_path)
-    np.testing.assert_allclose(found["rewards"], expected["rewards"], rtol=0, atol=TOLERANCE)
+    expected, result = found_in(written), found_in(tmp_path)
+    np.testing.assert_allclose(result["rewards"], expected["rewards"], rtol=0, atol=TOLERANCE)
     went_on, logged = logged_in(tmp_path / "run"), logged_in(written / "run")
     names = [name for name in logged if name in EXPECTED["ranking"]["logged"]]
     assert "loss" in " ".join(names)

@@ -29,5 +29,5 @@ if __name__ == "__main__":
     archive, texts, output, *settings = sys.argv[1:]
     if main(["train", *settings]) != 0:
         sys.exit("it did not train")
-    found = {"rewards": score(archive, json.loads(texts)), "megatron": version("megatron-core")}
-    Path(output).write_text(json.dumps(found))
+    result = {"rewards": score(archive, json.loads(texts)), "megatron": version("megatron-core")}
+    Path(output).write_text(json.dumps(result))

@@ -36,9 +36,9 @@ def why_not() -> str | None:
 @pytest.fixture(scope="session")
 def rehearse(once: Once) -> Rehearse:
     """``rehearse(name, tasks, stubs, **environment)``: what was seen of each task."""
-    why = why_not()
-    if why is not None:
-        pytest.skip(why)
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
 
     def compile_shim(folder: Path) -> None:
         command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-o", str(folder / "shim.so")]

@@ -23,7 +23,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Tensor:
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    found = torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         q, k, v, *bounds, dropout_p, causal, False, scale=softmax_scale
     )
-    return found[0]
+    return outputs[0]

@@ -33,9 +33,9 @@ class Kernel:
             names = code.co_varnames[: code.co_argcount]
             assert len(arguments) + len(constants) == len(names), self.function.__name__
             assert set(constants) == set(names[len(arguments) :]), self.function.__name__
-            tensors = [each for each in arguments if isinstance(each, Tensor)]
-            assert all(each.device.type == "cuda" for each in tensors), self.function.__name__
-            assert all(each.is_contiguous() for each in tensors), self.function.__name__
+            tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
+            assert all(tensor.device.type == "cuda" for tensor in tensors), self.function.__name__
+            assert all(tensor.is_contiguous() for tensor in tensors), self.function.__name__
             assert all(isinstance(size, int) and size > 0 for size in grid), grid
             assert num_warps in (1, 2, 4, 8, 16, 32)
             for mode in _get_current_dispatch_mode_stack():

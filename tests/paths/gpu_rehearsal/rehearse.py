@@ -37,7 +37,7 @@ def installed(modules: dict[str, str | None]) -> Iterator[None]:
         varlen._varlen_parameters.cache_clear()
         varlen._flash_attn.cache_clear()
 
-    before = {name: sys.modules.pop(name, None) for name in modules}
+    previous = {name: sys.modules.pop(name, None) for name in modules}
     for name, other in modules.items():
         sys.modules[name] = other and import_module(other)  # type: ignore[assignment]
     forget()
@@ -47,7 +47,7 @@ def installed(modules: dict[str, str | None]) -> Iterator[None]:
         forget()
         for name in modules:
             del sys.modules[name]
-        sys.modules.update({name: module for name, module in before.items() if module})
+        sys.modules.update({name: module for name, module in previous.items() if module})
 
 
 def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
     try:
         environment = mock.patch.dict(os.environ, task.get("environment", {}))
         with environment, installed(task.get("modules", {})):
-            found = getattr(scenes, task["run"])(watch, **task["with"])
+            result = getattr(scenes, task["run"])(watch, **task["with"])
     except Exception:
         return {"error": traceback.format_exc()}
     finally:
@@ -68,7 +68,7 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
             torch.distributed.destroy_process_group()
     watch.settings["fp32 products"] = torch.get_float32_matmul_precision()
     phases = {name: vars(seen) for name, seen in watch.phases.items()}
-    return {"phases": phases, "settings": dict(watch.settings), **found}
+    return {"phases": phases, "settings": dict(watch.settings), **result}
 
 
 def main(tasks: str, results: str) -> None:
@@ -82,8 +82,8 @@ def main(tasks: str, results: str) -> None:
         sys.modules |= {"triton": fake_triton, "triton.language": fake_triton.language}
         # Fake tensors have no bits to compare.
         choice.try_kernels = lambda *unused: None
-        found = [run(watch, task) for task in json.loads(tasks)]
-    Path(results).write_text(json.dumps(found))
+        task_results = [run(watch, task) for task in json.loads(tasks)]
+    Path(results).write_text(json.dumps(task_results))
 
 
 if __name__ == "__main__":

@@ -179,27 +179,27 @@ def critic(watch: Watch, settings: list[str]) -> Found:
     with launch(), Streams() as streams:
         run = open_critic(config, initialize_layout())
         operations = CriticBackend(run, config).operations
-        for name, given in ((VALUES, [probes]), (TRAIN, arrays), (VALUES, [probes])):
-            operations[name](*given)
+        for name, arguments in ((VALUES, [probes]), (TRAIN, arrays), (VALUES, [probes])):
+            operations[name](*arguments)
             allocated.append(watch.allocated())
-        state = sum(each.nbytes for each in run.learner.optimizer.state_tensors())
+        state = sum(tensor.nbytes for tensor in run.learner.optimizer.state_tensors())
         run.save()
     return {"allocated": allocated, "optimizer": state, "races": streams.races}
 
 
 def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
     """Two steps, a forward pass, an inference if scored, and a state to save, of each rank."""
-    wanted = LayoutSizes(**sizes)
-    found: Found = {"collectives": [], "ranks": []}
-    for rank in range(wanted.num_ranks):
-        backend = ONE_RANK if wanted.num_ranks == 1 else "nccl"
-        dist.init_process_group(backend, rank=rank, world_size=wanted.num_ranks)
-        layout = initialize_layout(**wanted.given)
-        found["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
-        found["collectives"].append(dict(watch.collectives))
+    expected = LayoutSizes(**sizes)
+    result: Found = {"collectives": [], "ranks": []}
+    for rank in range(expected.num_ranks):
+        backend = ONE_RANK if expected.num_ranks == 1 else "nccl"
+        dist.init_process_group(backend, rank=rank, world_size=expected.num_ranks)
+        layout = initialize_layout(**expected.given)
+        result["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
+        result["collectives"].append(dict(watch.collectives))
         destroy_layout()
         dist.destroy_process_group()
-    return found
+    return result
 
 
 def one_rank(
@@ -234,11 +234,11 @@ def one_rank(
             rewards = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
             gather_rewards(rewards, packs, (8 * layout.dp, 1), layout)
             assert optimizer.step().applied
-    modules = [str(type(each).__mro__) for each in model.modules()]
-    found = {
+    modules = [str(type(module).__mro__) for module in model.modules()]
+    result = {
         **vars(watch.phases["step"]),
         "races": races,
-        "engine_modules": sum("transformer_engine.pytorch" in each for each in modules),
+        "engine_modules": sum("transformer_engine.pytorch" in module for module in modules),
     }
     if layout.pp == 1:
         sizes = {name: getattr(layout, name) for name in ("tp", "cp", "sequence_parallel", "ring")}
@@ -250,20 +250,20 @@ def one_rank(
         plan = Plan(
             pack, freeze_layers=freeze_layers, fused_kernels=kernels is None, **sizes, **kinds
         )
-        found["planned"] = pack_activations(shape, plan, 0)
-        found["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
+        result["planned"] = pack_activations(shape, plan, 0)
+        result["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
         if offload:
             wrapped.zero_grad_buffer()
-            before = watch.allocated()
+            bytes_before = watch.allocated()
             with PeakBytes(watch) as live:
                 forward_backward(wrapped, batches[:1], layout, BradleyTerry().loss)
-            found["peak"] = live.peak - before
-            found["planned peak"] = found["planned"] + transient(shape, plan, 0)
+            result["peak"] = live.peak - bytes_before
+            result["planned peak"] = result["planned"] + transient(shape, plan, 0)
     optimizer.finish_update()
     if scored:
         infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)
-    return found
+    return result
 
 
 class PeakBytes(TorchDispatchMode):
@@ -335,7 +335,7 @@ def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
     kinds = {"precision": Precision.bf16, "num_attributes": 1}
     model = build_reward_model(ModelShape.from_config({**SHAPE, **shape}), layout, **kinds)
     make_batch_invariant(model, 256)
-    why = why_not_graphed(model)
+    reason = why_not_graphed(model)
     model.use_cuda_graphs(RecordedCapture(capturing))
     assert model.graphs is not None
     wrapped = wrap_for_training(model)
@@ -350,7 +350,7 @@ def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
         for batch in (*packs_of(layout, prefix)[:1], stores, takes):
             infer(wrapped, [batch], layout, pool)
     counts = {"replayed": model.graphs.replayed, "eager": model.graphs.eager}
-    return {"why": why, "captured": captured, **counts}
+    return {"why": reason, "captured": captured, **counts}
 
 
 def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
@@ -371,6 +371,6 @@ def kept_bytes(watch: Watch, wrapped: Any, batch: PackedBatch) -> int:
     """All that is on the GPU after a forward pass, and was not before."""
     wrapped.train()
     gc.collect()
-    before = watch.allocated()
+    bytes_before = watch.allocated()
     rewards = wrapped(batch)
-    return watch.allocated() - before - rewards.nbytes
+    return watch.allocated() - bytes_before - rewards.nbytes

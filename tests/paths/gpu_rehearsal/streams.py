@@ -31,8 +31,8 @@ _COPIES = (aten.copy_.default, aten._to_copy.default)
 Known = dict[int, int]
 
 
-def _learn(known: Known, more: Known) -> None:
-    known.update({number: max(time, known.get(number, 0)) for number, time in more.items()})
+def _learn(clock: Known, more: Known) -> None:
+    clock.update({number: max(time, clock.get(number, 0)) for number, time in more.items()})
 
 
 class Event(_Stream):
@@ -143,20 +143,20 @@ class Streams(TorchDispatchMode):
         """The allocator may hand it out again, to whoever computes on the stream it belongs to."""
         owner = self._owners.pop(storage)
         touched = self._touched.pop(storage, {})
-        for stream, time in (item for known in touched.values() for item in known.items()):
+        for stream, time in (item for clock in touched.values() for item in clock.items()):
             is_over = stream == owner.number or time <= owner.known.get(stream, 0)
             if not is_over and time > Stream.host.get(stream, 0) and storage not in Stream.recorded:
                 self.races[f"memory of {place} is let go while another stream uses it"] += 1
         Stream.recorded.discard(storage)
 
     def _touch(self, func: Any, storage: int, is_written: bool) -> None:
-        known, number = Stream.current[-1].known, Stream.current[-1].number
-        before = self._touched.setdefault(storage, {False: {}, True: {}})
+        clock, number = Stream.current[-1].known, Stream.current[-1].number
+        earlier = self._touched.setdefault(storage, {False: {}, True: {}})
         for kind in (True, False)[: 2 if is_written else 1]:
-            if any(time > known.get(stream, 0) for stream, time in before[kind].items()):
+            if any(time > clock.get(stream, 0) for stream, time in earlier[kind].items()):
                 verbs = ["writes" if is_written else "reads", "writes" if kind else "reads"]
                 self.races[f"{func} at {_place()} {verbs[0]} what another stream {verbs[1]}"] += 1
-        before[is_written][number] = known[number]
+        earlier[is_written][number] = clock[number]
 
     def _note_host(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         is_copy = func in _COPIES and isinstance(out, Tensor) and not isinstance(out, FakeTensor)
@@ -169,21 +169,21 @@ class Streams(TorchDispatchMode):
 
 def _on_gpu(func: Any, args: Any, kwargs: Any) -> dict[int, bool]:
     """The storages that an operation touches, and whether it writes to them."""
-    found: dict[int, bool] = defaultdict(bool)
+    is_on_gpu: dict[int, bool] = defaultdict(bool)
     names = _names(func)
-    for name, given in (*zip(names, args, strict=False), *kwargs.items()):
-        for tensor in tree_leaves(given):
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        for tensor in tree_leaves(value):
             if isinstance(tensor, FakeTensor):
-                found[_storage(tensor)] |= names[name]
-    return found
+                is_on_gpu[_storage(tensor)] |= names[name]
+    return is_on_gpu
 
 
 @cache
 def _names(func: Any) -> dict[str, bool]:
     """The arguments of an operation, and whether it writes to them."""
     return {
-        each.name: each.alias_info is not None and each.alias_info.is_write
-        for each in func._schema.arguments
+        argument.name: argument.alias_info is not None and argument.alias_info.is_write
+        for argument in func._schema.arguments
     }
 
 

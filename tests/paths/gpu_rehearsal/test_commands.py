@@ -54,15 +54,15 @@ LEFT_OUT = {
 }
 
 
-def ended_well(found: dict[str, Seen]) -> dict[str, Seen]:
-    errors = {name: seen["error"] for name, seen in found.items() if "error" in seen}
+def ended_well(results: dict[str, Seen]) -> dict[str, Seen]:
+    errors = {name: seen["error"] for name, seen in results.items() if "error" in seen}
     assert not errors, "\n".join(f"{name}: {error}" for name, error in errors.items())
-    return found
+    return results
 
 
 def unexpected(seen: Seen, allowed: dict[str, dict[str, int]]) -> list[str]:
     """What the host waited for and is not ``allowed``, with file, line, and how often."""
-    found = []
+    problems = []
     for phase, limits in allowed.items():
         spent: Counter[str] = Counter()
         for wait, count in seen["phases"].get(phase, {"waits": {}})["waits"].items():
@@ -70,8 +70,8 @@ def unexpected(seen: Seen, allowed: dict[str, dict[str, int]]) -> list[str]:
             kind = f"{operation} at {place.split()[0]}"
             spent[kind] += count
             if spent[kind] > limits.get(kind, 0):
-                found.append(f"{phase}: {count} times {wait}")
-    return found
+                problems.append(f"{phase}: {count} times {wait}")
+    return problems
 
 
 def command(function: str, config: str, settings: list[str]) -> Task:
@@ -147,8 +147,8 @@ SAVING = ["bf16", "bf16 resumed", "offload, frozen, recomputed", "offload resume
 def seen(rehearse: Rehearse, once: Once) -> dict[str, Seen]:
     tasks = all_tasks(once("rehearsed_data", write_data))
     # Rounded fp32 products, as some images ask for.
-    found = rehearse("commands", list(tasks.values()), TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
-    return ended_well(dict(zip(tasks, found, strict=True)))
+    results = rehearse("commands", list(tasks.values()), TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
+    return ended_well(dict(zip(tasks, results, strict=True)))
 
 
 def commands(seen: dict[str, Seen]) -> dict[str, Seen]:
@@ -176,10 +176,10 @@ def test_rehearsed_streams_wait_for_each_other(seen: dict[str, Seen]) -> None:
         assert copies["beside"] > MODEL_AND_STATE, name
         assert copies.get("in line", 0) == 0, name
     # A wait that is left out is a race.
-    for name, wanted in LEFT_OUT.items():
+    for name, expected in LEFT_OUT.items():
         of_it = seen[f"left out {name}"]
         assert of_it["copies"] == {"beside": 1}
-        assert sorted(" ".join(race.split()[-5:]) for race in of_it["races"]) == wanted, name
+        assert sorted(" ".join(race.split()[-5:]) for race in of_it["races"]) == expected, name
 
 
 def test_moments_on_the_host_stay_there_when_a_run_goes_on(seen: dict[str, Seen]) -> None:
@@ -192,6 +192,6 @@ def test_moments_on_the_host_stay_there_when_a_run_goes_on(seen: dict[str, Seen]
 
 def test_critic_optimizer_that_is_away_takes_nothing(seen: dict[str, Seen]) -> None:
     """Its weights in fp32 and moments, and its gradients, while a critic gives values."""
-    before, training, after = seen["critic"]["allocated"]
-    assert before == after
-    assert training - after >= seen["critic"]["optimizer"] + 4 * PARAMETERS
+    at_start, training, at_end = seen["critic"]["allocated"]
+    assert at_start == at_end
+    assert training - at_end >= seen["critic"]["optimizer"] + 4 * PARAMETERS

@@ -119,8 +119,8 @@ ONE_GPU: Task = {
 
 def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) -> dict[str, Seen]:
     """What was seen of each task, with these stubs installed; each of them ended well."""
-    found = rehearse(f"steps_{name}", list(tasks.values()), stubs)
-    return ended_well(dict(zip(tasks, found, strict=True)))
+    results = rehearse(f"steps_{name}", list(tasks.values()), stubs)
+    return ended_well(dict(zip(tasks, results, strict=True)))
 
 
 @pytest.fixture(scope="module")
@@ -145,30 +145,30 @@ def with_apex(rehearse: Rehearse) -> dict[str, Seen]:
 
 def differences(by_rank: Sequence[dict[str, list[Any]]]) -> list[str]:
     """Where ranks of a group do not make the same collectives, in order and size."""
-    found = []
+    problems = []
     for group in dict.fromkeys(name for rank in by_rank for name in rank):
         with_it = [rank[group] for rank in by_rank if group in rank]
         for number, calls in enumerate(zip_longest(*with_it)):
             if any(call != calls[0] for call in calls):
-                found.append(f"{group}, {number}: {calls}")
+                problems.append(f"{group}, {number}: {calls}")
                 break
-    return found
+    return problems
 
 
 def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
     plain: dict[str, Seen], with_engine: dict[str, Seen], with_apex: dict[str, Seen]
 ) -> None:
     wrong = {}
-    for stubs, found in (("", plain), ("engine", with_engine), ("apex", with_apex)):
-        for name in found.keys() - {"one GPU", *GRAPHS, *ATTENTION}:
-            seen = found[name]
-            said = differences(seen["collectives"])
+    for stubs, results in (("", plain), ("engine", with_engine), ("apex", with_apex)):
+        for name in results.keys() - {"one GPU", *GRAPHS, *ATTENTION}:
+            seen = results[name]
+            problems = differences(seen["collectives"])
             for rank in seen["ranks"]:
-                said += unexpected({"phases": {"step": rank}}, {"step": DECISIONS["step"]})
+                problems += unexpected({"phases": {"step": rank}}, {"step": DECISIONS["step"]})
             if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
-                said.append("nothing was sent")
-            wrong[stubs, name] = said
-    assert not any(wrong.values()), {name: said for name, said in wrong.items() if said}
+                problems.append("nothing was sent")
+            wrong[stubs, name] = problems
+    assert not any(wrong.values()), {name: problems for name, problems in wrong.items() if problems}
 
 
 def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Seen]) -> None:
@@ -263,13 +263,13 @@ def test_rehearsed_layers_launch_fused_kernels_between_their_products(
         (rank,) = plain[name]["ranks"]
         return {key: count for key, count in rank["operations"].items() if "triton" in key}
 
-    norms, rest = 2 * LAYERS_AND_PACKS + packs, LAYERS_AND_PACKS
+    norms, layer_launches = 2 * LAYERS_AND_PACKS + packs, LAYERS_AND_PACKS
     assert launched("alone") == {
         "triton _norm_forward": norms,
         "triton _norm_backward": norms,
-        "triton _rotate": 2 * rest,
-        "triton _silu_forward": rest,
-        "triton _silu_backward": rest,
+        "triton _rotate": 2 * layer_launches,
+        "triton _silu_forward": layer_launches,
+        "triton _silu_backward": layer_launches,
     }
     assert launched("eager") == {}
     # Queries and keys are normed between the split and the rotation.

@@ -157,7 +157,9 @@ class Watch(TorchDispatchMode):
             self.note(f"copy {way}")
 
     def _collective(self, func: Any, args: Any) -> Any:
-        index = next(n for n, each in enumerate(args) if isinstance(each, torch.ScriptObject))
+        index = next(
+            n for n, argument in enumerate(args) if isinstance(argument, torch.ScriptObject)
+        )
         group = dist.ProcessGroup.unbox(args[index])
         operation = func._schema.name.removeprefix("c10d::")
         # What is gathered has a place on one rank alone.
@@ -190,11 +192,11 @@ def _as_real(fake: FakeTensor) -> Tensor:
 
 def _waits_for(tensor: Tensor, indices: Any, value: Any = None, *unused: Any) -> bool:
     """A mask has to be counted, an index on the host to be copied."""
-    given = [index for index in indices if index is not None]
-    are_masks = [index.dtype in (torch.bool, torch.uint8) for index in given]
+    present = [index for index in indices if index is not None]
+    are_masks = [index.dtype in (torch.bool, torch.uint8) for index in present]
     if all(are_masks) and isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
         return False  # torch has a fill where a number of the host's is put where a mask is set
-    return any(are_masks) or not all(isinstance(index, FakeTensor) for index in given)
+    return any(are_masks) or not all(isinstance(index, FakeTensor) for index in present)
 
 
 def _check(func: Any, args: Any) -> None:

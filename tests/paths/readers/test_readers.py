@@ -47,10 +47,10 @@ def rewards(folder: Path) -> np.ndarray:
 
     with launch():
         scorer = load_scorer(folder / "rm.nemo", initialize_layout())
-        found = score_all(scorer, CHATS)[:, 0]
+        scores = score_all(scorer, CHATS)[:, 0]
         destroy_layout()
-    assert np.ptp(found) > 0.1
-    return found
+    assert np.ptp(scores) > 0.1
+    return scores
 
 
 @pytest.mark.smoke
@@ -61,11 +61,11 @@ def test_export_in_a_pipeline_of_transformers(folder: Path, rewards: np.ndarray)
     score = pipeline("text-classification", model=str(folder / "export"), tokenizer=tokenizer)
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
     for batch_size in (1, 3):
-        found = score(
+        outputs = score(
             texts, function_to_apply="none", batch_size=batch_size, add_special_tokens=False
         )
-        assert [each["label"] for each in found] == ["reward"] * 3
-        np.testing.assert_allclose([each["score"] for each in found], rewards, atol=1e-5)
+        assert [output["label"] for output in outputs] == ["reward"] * 3
+        np.testing.assert_allclose([output["score"] for output in outputs], rewards, atol=1e-5)
 
 
 def test_export_as_the_reward_function_of_trl_s_grpo_trainer(
@@ -75,5 +75,5 @@ def test_export_as_the_reward_function_of_trl_s_grpo_trainer(
     command = [trl_python, script, folder / "export", folder / "policy", folder / "chats.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    np.testing.assert_allclose(found, rewards, atol=1e-5)
+    rewards_by_trl = json.loads(done.stdout.strip().splitlines()[-1])
+    np.testing.assert_allclose(rewards_by_trl, rewards, atol=1e-5)

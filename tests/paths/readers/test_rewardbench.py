@@ -122,8 +122,10 @@ def differing(ours: TaskResult, theirs: list[dict[str, Any]]) -> list[int]:
 
 
 def check_rewards(ours: TaskResult, theirs: list[dict[str, Any]], atol: float) -> None:
-    got = [[line["scores_chosen"], line["scores_rejected"]] for line in theirs]
-    np.testing.assert_allclose([each.rewards for each in ours.predictions.rows], got, atol=atol)
+    their_rewards = [[line["scores_chosen"], line["scores_rejected"]] for line in theirs]
+    np.testing.assert_allclose(
+        [row.rewards for row in ours.predictions.rows], their_rewards, atol=atol
+    )
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +176,11 @@ def test_rewardbench_verdicts_on_its_default_data_set(
     num_cut = 0
     for subset, part in parts.items():
         ours = ours_of(partial(score_all, cuts), tmp_path, part)
-        whole = [
+        complete = [
             number
-            for number, each in enumerate(ours.predictions.rows)
-            if not any(cuts.encode(text).truncated for text in each.item.texts)
+            for number, row in enumerate(ours.predictions.rows)
+            if not any(cuts.encode(text).truncated for text in row.item.texts)
         ]
-        assert not {*differing(ours, theirs[subset])} & {*whole}
-        num_cut += len(part.published) - len(whole)
+        assert not {*differing(ours, theirs[subset])} & {*complete}
+        num_cut += len(part.published) - len(complete)
     assert num_cut > 0

@@ -33,8 +33,8 @@ def submit(arguments: Sequence[str]) -> int:
     parser.add_argument("--requeue", action="store_true")
     parser.add_argument("script", type=Path)
     parser.add_argument("rest", nargs=argparse.REMAINDER)
-    told = parser.parse_args(arguments)
-    lines = told.script.read_text().splitlines()
+    options = parser.parse_args(arguments)
+    lines = options.script.read_text().splitlines()
     header = [line.split()[1] for line in lines if line.startswith("#SBATCH ")]
     # The command line wins.
     options = parser.parse_args([*header, *arguments])

@@ -64,17 +64,17 @@ class FakeSlurm:
     def sbatch(
         self, *arguments: str, nodes: str = "127.0.0.[1-2]", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        told = tiny.environment(
+        variables = tiny.environment(
             FAKE_SLURM_FOLDER=str(self.folder),
             FAKE_SLURM_NODELIST=nodes,
             FAKE_SLURM_JOB_ID=str(job_with_free_port()),
             **environment,
         )
-        told["PATH"] = f"{self._programs}:{told['PATH']}"
+        variables["PATH"] = f"{self._programs}:{variables['PATH']}"
         return subprocess.run(
             ["sbatch", *arguments],
             cwd=self.folder,
-            env=told,
+            env=variables,
             capture_output=True,
             text=True,
             timeout=300,
@@ -133,25 +133,25 @@ def test_task_of_slurm_is_a_rank(
     slurm: FakeSlurm, script: str, per_node: int, nodes: str, first: str, ranks: int
 ) -> None:
     slurm.add_fake_task()
-    how = f"--ntasks-per-node={per_node}"
-    done = slurm.sbatch(how, f"scripts/slurm/{script}", "a=b c", "d=[e]", nodes=nodes)
+    option = f"--ntasks-per-node={per_node}"
+    done = slurm.sbatch(option, f"scripts/slurm/{script}", "a=b c", "d=[e]", nodes=nodes)
     assert done.returncode == 0, slurm.log()
     tasks = slurm.tasks()
-    found = [find_process(task["environment"]) for task in tasks]
-    assert [(each.rank, each.local_rank, each.world_size) for each in found] == [
+    processes = [find_process(task["environment"]) for task in tasks]
+    assert [(process.rank, process.local_rank, process.world_size) for process in processes] == [
         (rank, rank % per_node, ranks) for rank in range(ranks)
     ]
-    assert {each.master and each.master[0] for each in found} == {first}
-    given = ["train", "--config", "conf/train_reward_model.yaml", "a=b c", "d=[e]"]
-    assert [task["arguments"] for task in tasks] == [given] * ranks
+    assert {process.master and process.master[0] for process in processes} == {first}
+    arguments = ["train", "--config", "conf/train_reward_model.yaml", "a=b c", "d=[e]"]
+    assert [task["arguments"] for task in tasks] == [arguments] * ranks
 
 
 def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> None:
     slurm.add_fake_task()
     done = slurm.sbatch("--array=3-5", "--job-name=mine", "scripts/slurm/train_seeds.sbatch", "a=b")
     assert done.returncode == 0, done.stderr
-    found = [task["arguments"][3:] for task in slurm.tasks()]
-    assert found == [
+    arguments = [task["arguments"][3:] for task in slurm.tasks()]
+    assert arguments == [
         ["a=b", f"model.seed={seed}", f"exp_manager.explicit_log_dir=results/mine/seed_{seed}"]
         for seed in (3, 4, 5)
     ]
@@ -168,7 +168,7 @@ def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> Non
     ],
 )
 def test_job_whose_time_is_up_goes_on_where_something_is_left(
-    slurm: FakeSlurm, asked: str, code: int, starts: int
+    slurm: FakeSlurm, order: str, code: int, starts: int
 ) -> None:
     """And ends with an error of a task."""
     slurm.add_fake_task()
@@ -176,11 +176,11 @@ def test_job_whose_time_is_up_goes_on_where_something_is_left(
         "--ntasks-per-node=1",
         "scripts/slurm/train_reward_model.sbatch",
         FAKE_SLURM_TIME_IS_UP=f"{slurm.folder / 'tasks'}:2",
-        FAKE_TASK_ASKED=asked,
+        FAKE_TASK_ASKED=order,
     )
     assert (done.returncode, len(slurm.tasks())) == (code, 2 * starts), slurm.log()
     assert ("goes back into the queue" in slurm.log()) == (starts == 2)
-    if asked == "1":
+    if order == "1":
         failed = slurm.sbatch("scripts/slurm/train_on_one_node.sbatch", FAKE_TASK_CODE="1")
         assert failed.returncode in (1, 143)  # which of them comes first is a matter of luck
 

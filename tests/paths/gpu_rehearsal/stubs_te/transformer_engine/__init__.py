@@ -36,10 +36,10 @@ class FP8GlobalStateManager:
 def _module(name: str) -> ModuleType:
     """The module ``name``, and those around it, made where they are not there."""
     if name not in sys.modules:
-        around, _, own = name.rpartition(".")
+        around, _, last_name = name.rpartition(".")
         sys.modules[name] = module = ModuleType(name)
         module.__path__ = []
-        setattr(_module(around), own, module)
+        setattr(_module(around), last_name, module)
     return sys.modules[name]
 
 

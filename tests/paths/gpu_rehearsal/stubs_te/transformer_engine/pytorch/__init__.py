@@ -126,9 +126,9 @@ class LayerNormLinear(_Linear):
         eps: float = 1e-5,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
-        **given: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, **given)
+        super().__init__(in_features, out_features, **options)
         self.eps, self.zero = eps, zero_centered_gamma
         weight = torch.nn.Parameter(torch.empty(in_features, **self.kind))
         self.layer_norm_weight, self.layer_norm_bias = weight, None

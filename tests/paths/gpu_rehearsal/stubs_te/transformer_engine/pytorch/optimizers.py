@@ -56,7 +56,7 @@ class FusedAdam(torch.optim.Optimizer):
         """As TransformerEngine's: the moments are made anew, where the parameters are."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [each for group in self.param_groups for each in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
                 self.state[parameter] = {
