@@ -1,4 +1,4 @@
-"""A benchmark's other side may lack something, or die: one line says so."""
+"""If a benchmark's other side lacks a module or dies, one line says so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def common() -> ModuleType:
 
 
 def script(folder: Path, text: str) -> str:
-    """An absolute path, which stands beside no other benchmark."""
+    """An absolute path outside benchmarks/."""
     path = folder / "worker.py"
     path.write_text(text)
     return str(path)

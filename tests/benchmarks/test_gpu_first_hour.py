@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in miniature: every part has its result, or says why it has none."""
+"""The first hour on a GPU as a tiny rehearsal: every part has rows, or a reason for having none."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SCRIPT = ["bash", str(tiny.ROOT / "scripts/gpu_first_hour.sh"), "--device", "cpu
 
 @pytest.fixture
 def hour(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark, whose modules import each other by their bare names."""
+    """The benchmark's module; benchmarks import each other by their bare names."""
     monkeypatch.syspath_prepend(str(tiny.ROOT / "benchmarks"))
     return importlib.import_module("gpu_first_hour")
 
 
 def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
-    """What became of each part, by its name."""
+    """The result of each part, by its name."""
     content = json.loads((folder / "first_hour.json").read_text())
     return {part["part"]: part for part in content["parts"]}
 
@@ -140,7 +140,7 @@ WRITES = "open(out, 'w').write('[{\"a\": 1}]')"
 
 @pytest.fixture
 def run(hour: ModuleType, tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
-    """What became of parts, by name; their programs find the file for their rows in ``out``."""
+    """A function that runs parts and returns their results; programs write rows to ``out``."""
 
     read_rows = importlib.import_module("first_hour_parts").read_rows
 
@@ -198,7 +198,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
     assert (late["state"], late["why"]) == ("out of time", "it was stopped after 2 s")
     assert late["rows"] == [{"a": 1}]
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 20  # a process that is killed may need a moment
+    deadline = time.monotonic() + 20  # a killed process may need a moment
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)

@@ -1,4 +1,4 @@
-"""The load that servers are put under is bounded, and what they answer makes the table."""
+"""The load on servers is bounded, and the table is made from their answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def module(name: str) -> ModuleType:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """The reward of token ids is their sum; 9 is refused, 8 takes half a second."""
+    """The reward of token ids is their sum; 9 is rejected, 8 takes half a second."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -214,7 +214,7 @@ def test_the_table_has_medians_of_turns_and_dashes() -> None:
         ["vLLM", 1.0, 20, 1.0, pytest.approx(1.5, abs=0.1), "", 2.0],
     ]
     assert {(row["work"], row["clients"]) for row in rows} == {("uniform", 8)}
-    # One that failed in the last turn has no figures at all.
+    # A server that failed in the last turn has no figures.
     answered = {serving.OURS: loads(1, 2, 1), serving.VLLM_COLD: loads(2, 2)}
     rows = serving.make_rows(both, drawn, answered, 4.0)
     shown = module("common").render(rows).splitlines()

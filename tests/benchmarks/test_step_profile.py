@@ -1,4 +1,4 @@
-"""What the first hour makes of a profiler's trace, of variants of a step, and of all its rows."""
+"""The first hour's summaries: of a profiler's trace, of a step's variants, and of all rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def event(category: str, name: str, start: float, duration: float) -> dict[str, 
 TRACE = [
     event("kernel", "nvjet_tst_128x256_64x4_1x2_h_bz_NNT", 100, 400),
     event("kernel", "void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", 500, 100),
-    # Starts before the one above has ended: that time counts once.
+    # It starts before the previous one has ended; that time counts once.
     event("kernel", "void at::native::vectorized_elementwise_kernel<4, MulFunctor>", 550, 100),
     event("kernel", "triton_poi_fused__to_copy_add_mul_0", 700, 50),
     event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 750, 50),
@@ -68,7 +68,7 @@ def test_trace_without_kernels_says_so(load: Any) -> None:
 
 @pytest.fixture
 def variants(load: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The comparison of variants on a GPU that has all kernels."""
+    """The comparison of variants, as on a GPU with all kernels."""
     module = load("step_variants")
     choice = importlib.import_module("nemo_aligner.config.model").PointwiseChoice
     monkeypatch.setattr(module, "available_kernels", lambda: tuple(choice))

@@ -1,4 +1,4 @@
-"""The table of dtypes agrees with torch, and with what reads the files."""
+"""The table of dtypes agrees with torch, and with the formats of files."""
 
 from __future__ import annotations
 

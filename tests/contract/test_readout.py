@@ -1,4 +1,4 @@
-"""Outputs to rewards: the expected bin, the median, how sure they are; and several to one."""
+"""Readouts: from outputs to rewards and spreads, and from several rewards to one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTPUTS = np.array([[0.0, 0.0, math.log(2), 3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0,
 
 
 def test_readout_of_bins_is_the_expected_value_and_its_deviation() -> None:
-    # Probabilities 1/4, 1/4, 1/2 of the first attribute, thirds of the second.
+    # Probabilities 1/4, 1/4, 1/2 for the first attribute, thirds for the second.
     rewards, spreads = BINS.rewards(OUTPUTS), BINS.spreads(OUTPUTS)
     assert rewards.dtype == spreads.dtype == np.float32
     np.testing.assert_allclose(rewards[0], [2.25, 0.0], atol=1e-7)
@@ -66,7 +66,7 @@ def test_readout_of_a_sigmoid_is_a_probability_and_its_deviation() -> None:
     np.testing.assert_allclose(SIGMOIDS.spreads(outputs), deviations, rtol=1e-6, atol=1e-30)
     elements = sigmoid(np.array([[0.0, math.log(3)], [-800.0, 800.0]]))
     np.testing.assert_allclose(elements, [[0.5, 0.75], [0.0, 1.0]], rtol=1e-15)
-    # As two bins have it, of outputs 0 and the log-odds.
+    # The same as two bins with outputs 0 and the log-odds.
     two = Readout("bins", ((0.0, 1.0),))
     odds = np.array([[-3.5], [0.25], [7.0]], dtype=np.float32)
     pairs = np.concatenate([np.zeros_like(odds), odds], axis=1)
@@ -111,7 +111,7 @@ def test_one_reward_is_weighed_by_the_contract_where_no_attribute_is_named() -> 
     weighted = one_reward(rewards, weights)
     assert weighted.dtype == np.float32
     np.testing.assert_array_equal(weighted, np.array([3.0, np.nan], dtype=np.float32))
-    # Rows that nobody scored may have any number of columns.
+    # Rows without any reward may have any number of columns.
     assert np.isnan(one_reward(np.full((2, 1), np.nan, dtype=np.float32), weights)).all()
     assert one_reward(np.zeros((0, 1), dtype=np.float32), weights).shape == (0,)
 

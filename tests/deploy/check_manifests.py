@@ -1,6 +1,6 @@
-"""Kubernetes manifests against the schemas of their kinds; by a Python with kubernetes-validate.
+"""Check Kubernetes manifests against the schemas of their kinds; needs kubernetes-validate.
 
-``check_manifests.py FILE...`` prints a line for each thing that is wrong.
+``check_manifests.py FILE...`` prints a line for each problem.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-# Of Kubeflow's training operator, the members of its objects; the pods in it are Kubernetes' own.
+# The members of objects of Kubeflow's training operator; its pods are those of Kubernetes.
 # https://github.com/kubeflow/training-operator/tree/master/pkg/apis/kubeflow.org/v1
 # (pytorch_types.go, common_types.go)
 _SPEC = {"nprocPerNode", "runPolicy", "elasticPolicy", "pytorchReplicaSpecs"}
@@ -29,7 +29,7 @@ _RESTARTS = {"Always", "OnFailure", "Never", "ExitCode"}
 
 
 def job_problems(job: dict[str, Any]) -> Iterator[str]:
-    """What a PyTorchJob has that the operator does not know."""
+    """Members of a PyTorchJob that the operator does not know."""
     if job["apiVersion"] != "kubeflow.org/v1":
         yield f"apiVersion: got {job['apiVersion']!r}"
     policy = job["spec"].get("runPolicy", {})

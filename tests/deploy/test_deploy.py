@@ -1,4 +1,4 @@
-"""What is in deploy/, and the image: by the schemas of its kinds, and by what the package has."""
+"""The files in deploy/ and the image follow their schemas, and fit the package's commands."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def after_program(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkers() -> Path:
-    """Of an environment's programs."""
+    """An environment with the programs that check the files."""
 
     def make(folder: Path) -> None:
         install(new_environment(folder, sys.executable), *CHECKERS)
@@ -126,7 +126,7 @@ def test_a_job_has_the_ranks_that_its_layout_wants() -> None:
     count = sum(replica["replicas"] for replica in replicas)
     for replica in replicas:
         (container,) = replica["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"  # the operator tells only this one
+        assert container["name"] == "pytorch"  # the operator sets only this variable
         flags = dict(word.partition("=")[::2] for word in container["command"])
         assert int(flags["--nnodes"]) == count
         assert int(flags["--nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
@@ -178,7 +178,7 @@ def test_mounts_have_volumes() -> None:
 
 
 def shown_metrics() -> set[str]:
-    """The name of every sample that a front may show, with rewards and a backend."""
+    """The names of all metrics that a server may show, with rewards and a backend."""
     client = FakeClient(CONTRACT.with_statistics([0.0] * 2, [1.0] * 2, "held-out pairs"))
     client.counted = {
         "http://one": dict.fromkeys([*COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
@@ -192,7 +192,7 @@ def shown_metrics() -> set[str]:
 
 
 def test_the_dashboard_is_of_metrics_that_the_server_has() -> None:
-    """And compose's Prometheus scrapes that server."""
+    """Compose's Prometheus scrapes the server, too."""
     board = json.loads((COMPOSE / "grafana/reward_model.json").read_text())
     source = yaml.safe_load((COMPOSE / "grafana/source.yaml").read_text())["datasources"][0]
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
@@ -203,7 +203,7 @@ def test_the_dashboard_is_of_metrics_that_the_server_has() -> None:
     }
     shown = shown_metrics()
     assert queried <= shown
-    # Nothing that is counted is left out, but what another curve has in it.
+    # Every metric is shown, or is part of another curve.
     left_out = {name for name in shown - queried if not name.endswith(("_count", "_sum"))}
     assert left_out == {
         "nemo_aligner_reward_rows",
@@ -229,7 +229,7 @@ def test_servers_are_scaled_by_a_metric_of_theirs_which_prometheus_gets() -> Non
     (rule,) = yaml.safe_load((DEPLOY / "prometheus/adapter.yaml").read_text())["rules"]["custom"]
     assert rule["name"]["as"] == name
     assert rule["seriesQuery"].startswith(f"{name}{{")
-    # Prometheus finds the pods by label and annotations, labels their samples, and has the token.
+    # Prometheus finds pods by label and annotations, labels their samples, and has the token.
     (job,) = yaml.safe_load((DEPLOY / "prometheus/scrape.yaml").read_text())["scrape_configs"]
     template = deployment["spec"]["template"]
     assert job["relabel_configs"][0]["regex"] == template["metadata"]["labels"]["app"]
@@ -264,7 +264,7 @@ def test_the_image_installs_what_there_is() -> None:
 
 
 def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path) -> None:
-    """Its shell as it stands, in an environment that has a torch, as the base image has."""
+    """The image's shell commands, unchanged, in an environment with torch, like the base image."""
     text = (ROOT / "Dockerfile").read_text()
     (version,) = re.findall(r"^ARG MEGATRON_CORE=(\S+)", text, re.MULTILINE)
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
@@ -291,7 +291,7 @@ def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path
 
 
 def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> None:
-    """By a token, from pods that are labelled; as the image's user, in a file system to be read."""
+    """Access by token from labelled pods only; the image's user, a read-only file system."""
     (user,) = re.findall(r"^USER (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert int(user.partition(":")[0]) > 0
     for pod in pods():
@@ -303,7 +303,7 @@ def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> Non
     (deployment,) = manifests("Deployment")
     template = deployment["spec"]["template"]
     (container,) = template["spec"]["containers"]
-    # Nothing is written but temporary files, which have a folder of their own.
+    # Only temporary files are written, in a folder of their own.
     assert container["securityContext"]["readOnlyRootFilesystem"]
     (written,) = [mount for mount in container["volumeMounts"] if not mount.get("readOnly")]
     volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, run from outside the package as that page says."""
+"""The examples of docs/extending.md run from outside the package, as that page says."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Import = Callable[[str], ModuleType]
 
 @pytest.fixture
 def import_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
-    """Writes a file of the page to a folder outside the package, and imports it."""
+    """Write an example of the page to a folder outside the package, and import it."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def load(name: str) -> ModuleType:
@@ -71,7 +71,7 @@ def test_a_loss_learns_from_the_columns_that_it_names(
     rewards = torch.tensor([[1.0], [0.0]] * 3)
     total, count = data.objective.loss(rewards, data.train.records)
     assert (float(total), int(count)) == (0.5, 3)
-    # Labels that are missing have no part in it.
+    # Missing labels contribute nothing.
     objective = sys.modules["my_objectives"].MarginHinge()
     labels = LabelColumns.of(["label_margin"], torch.tensor([[2.0], [torch.nan]]))
     outputs = torch.zeros(4, 1, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The documents: their links lead somewhere, and their commands name what there is."""
+"""The pages' links lead somewhere, and their commands have verbs and flags that exist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def mentions(page: Path) -> list[list[str]]:
-    """The words of every ``nemo-aligner ...`` within a page's lines; some are a beginning."""
+    """The words of every ``nemo-aligner ...`` in a page's lines; some are incomplete commands."""
     texts = [
         code.replace("\n", " ")
         for text in pieces(page)[::2]

@@ -1,4 +1,4 @@
-"""The site of the docs is made of every page; troubleshooting has every error and exit code."""
+"""The site contains every page; troubleshooting explains every error and exit code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.harness.tiny import ROOT
 
 
 def requirements() -> tuple[str, ...]:
-    """What the extra ``docs`` asks for."""
+    """The requirements of the extra ``docs``."""
     (line,) = re.findall(r"^docs = \[(.+)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     return tuple(re.findall(r'"([^"]+)"', line))
 
 
 def test_links_of_a_page_stay_among_the_pages() -> None:
-    """A file outside docs/ is named, not linked: the site has it not."""
+    """Files outside docs/ are named, not linked, because the site does not contain them."""
     for page in (ROOT / "docs").rglob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
@@ -54,7 +54,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for page in pages:
         name = page.relative_to(ROOT / "docs").with_suffix("")
         assert (tmp_path / name / "index.html").is_file()
-    # Nothing is fetched from other hosts when a page is opened.
+    # An opened page loads nothing from other hosts.
     html = (tmp_path / "index.html").read_text()
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?://", html)
 

@@ -1,4 +1,4 @@
-"""A folder with what the pages speak of, as small as can be: models, data, a finished run."""
+"""A folder with tiny versions of everything that the pages mention: models, data, a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REWARD_MODELS = (
 
 
 def build_workplace(folder: Path) -> None:
-    """Everything that a page takes for granted, under the name that it has there."""
+    """Make everything that a page assumes to exist, under the page's names."""
     for name in ("conf", "examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     _write_data(folder)
@@ -66,7 +66,7 @@ def build_workplace(folder: Path) -> None:
 
 
 def first_run(results: str) -> list[str]:
-    """Settings of a training of what is there."""
+    """Settings of a training on the files here."""
     return [
         "pretrained_checkpoint.restore_from_path=base.nemo",
         "model.data.data_prefix.train=train.jsonl",
@@ -106,7 +106,7 @@ def _as_hh(pair: dict[str, str]) -> dict[str, str]:
 
 
 def _answers(rng: random.Random) -> dict[str, Any]:
-    """A question of QA-Feedback; of its four answers the first is the best, and so on."""
+    """A question of QA-Feedback with four answers, best first."""
     return {
         "question": tiny.sentence(rng),
         "passages": [[tiny.sentence(rng), tiny.sentence(rng)]],

@@ -1,4 +1,4 @@
-"""Pairs that were labelled wrong are found by models that did not train on them."""
+"""Wrong labels are found by models that did not train on their pairs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_filter_finds_what_was_labelled_wrong(
     assert sorted(path.name for path in folder.iterdir()) == [
         *("doubted.jsonl", "fold_1.json", "fold_2.json", "kept.jsonl")
     ]
-    # No model is trained again for what was judged, by these settings.
+    # With the same settings and data no model is trained again.
     main([*command, "--weigh"])
     output = capsys.readouterr().out
     assert "step" not in output

@@ -1,4 +1,4 @@
-"""The examples of reinforcement learning raise the held-out reward; here of a tiny policy."""
+"""The examples of reinforcement learning raise the held-out reward of a tiny policy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run(python: str | Path, script: str, *options: str) -> tuple[float, float, float]:
-    """Held-out reward before and after, and the drift."""
+    """Held-out reward before and after training, and the KL divergence."""
     done = subprocess.run(
         [str(python), str(FOLDER / script), *options],
         capture_output=True,

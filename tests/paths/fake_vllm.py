@@ -1,4 +1,4 @@
-"""What benchmarks/serving.py needs of vLLM's server, by transformers: ``-m MODULE --model ...``."""
+"""The part of vLLM's server that benchmarks/serving.py uses, computed by transformers."""
 
 from __future__ import annotations
 

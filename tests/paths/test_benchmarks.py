@@ -1,4 +1,4 @@
-"""The benchmarks run, on a tiny model, and compare the same computations."""
+"""The benchmarks run on a tiny model, and their sides compute the same rewards and losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness import tiny
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a Hugging Face checkpoint in ``hf/`` and ``pairs.jsonl``."""
+    """A folder with a Hugging Face checkpoint in ``hf/`` and ``pairs.jsonl``."""
     folder = tmp_path_factory.mktemp("benchmark")
     tiny.write_hf_checkpoint(folder / "hf", max_position_embeddings=2048)
     tiny.write_pairs(folder / "pairs.jsonl", 12)
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dying_python(tmp_path: Path) -> Path:
-    """A python that has every module, and kills itself when it runs a benchmark's worker."""
+    """A Python that seems to have every module, and kills itself when it runs a worker."""
     path = tmp_path / "python"
     path.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\necho out of memory >&2\nkill -KILL $$\n')
     path.chmod(0o755)
@@ -30,7 +30,7 @@ def dying_python(tmp_path: Path) -> Path:
 
 
 def run_benchmark(script: str, folder: Path, *arguments: str) -> tuple[str, dict]:
-    """What the benchmark prints, and what it writes."""
+    """Run a benchmark; return what it prints and what it writes."""
     output = folder / "rows.json"
     done = tiny.run_script(
         script,
@@ -53,7 +53,7 @@ def test_scoring_gives_the_rewards_of_transformers(folder: Path) -> None:
 
 
 def test_precision_tells_roundings_apart(folder: Path) -> None:
-    """Each row computes otherwise than the others."""
+    """Each variant rounds differently."""
     model, output = folder / "rated.nemo", folder / "precision.json"
     tiny.write_reward_nemo(model)
     options = (f"--model={model}", f"--data={folder / 'pairs.jsonl'}", f"--output={output}")
@@ -101,7 +101,7 @@ def test_benchmark_is_measured_where_its_peer_dies(
         failure.endswith(KILLED) for failure in (failures.values() if peer == "vllm" else failures)
     )
     assert f"{KILLED}\n" in shown
-    if script == "training":  # ours is measured in every turn, and TRL is not asked again
+    if script == "training":  # ours is measured in every turn, and TRL is not run again
         assert shown.splitlines()[:2] == ["turn 1 of 2: ours, TRL", "turn 2 of 2: ours"]
 
 
@@ -154,7 +154,7 @@ def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> 
 
 
 def test_what_the_server_itself_costs(folder: Path) -> None:
-    # A model of its own, which the other tests must not find in their folder.
+    # A separate model, because the other tests' folder must not have it.
     few = (f"--work={folder / 'tiny'}", "--tiny-requests=40", "--soak=40")
     _, content = run_benchmark("benchmarks/serving.py", folder, "--tiny", *few)
     (latency,) = content["latency"]

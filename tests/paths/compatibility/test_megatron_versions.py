@@ -23,7 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# megatron-core 0.17 and later want Python 3.12; the one before runs on 3.10 to 3.12.
+# megatron-core 0.17 and later need Python 3.12; 0.16 runs on 3.10 to 3.12.
 OTHER = "3.11" if sys.version_info >= (3, 12) else "3.12"
 SCRIPT = "tests/paths/compatibility/train_and_score.py"
 ARCHIVE = "run/checkpoints/megatron_gpt.nemo"
@@ -33,14 +33,14 @@ Run = Callable[..., object]
 
 
 class Environment(NamedTuple):
-    """One of the two: where it has written, and how it runs a script with arguments."""
+    """One environment: the folder it writes to, and a function that runs a script there."""
 
     folder: Path
     run: Run
 
 
 def needed() -> list[str]:
-    """What this package asks for, with the torch that is here."""
+    """The requirements of this package, with the torch version of this environment."""
     project = tomllib.loads((tiny.ROOT / "pyproject.toml").read_text())["project"]
     requirements = [line for line in project["dependencies"] if not line.startswith("torch")]
     return [f"torch=={version('torch').partition('+')[0]}", *requirements]
@@ -53,7 +53,7 @@ def other_python() -> Path:
     def make(folder: Path) -> None:
         install(new_environment(folder, base), *packages)
 
-    # Its torch is for GPUs: 5 GB, and its wheels beside it while it is installed.
+    # Its torch is for GPUs: 5 GB, and its wheels need space during installation.
     folder = kept_environment("megatron", (base, *packages), make, gigabytes=12)
     return folder / "bin" / "python"
 
@@ -62,7 +62,7 @@ def other_python() -> Path:
 def environments(
     other_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Environment, Environment]:
-    """This one and the other, each with a finished run."""
+    """This environment and one with another megatron-core, each with a finished run."""
 
     def run_there(script: str, *arguments: str) -> None:
         command = [str(other_python), str(tiny.ROOT / script), *arguments]

@@ -1,8 +1,9 @@
-"""Train, then score texts with an archive: what each environment is asked to do.
+"""Train, then score texts with the resulting archive; run in each environment.
 
     python train_and_score.py ARCHIVE TEXTS OUTPUT SETTING...
 
-TEXTS is JSON. OUTPUT becomes the rewards, and the version of megatron-core that gave them.
+TEXTS is JSON. OUTPUT gets the rewards and the version of megatron-core.
+
 """
 
 from __future__ import annotations

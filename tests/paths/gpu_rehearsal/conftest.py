@@ -1,4 +1,4 @@
-"""Rehearsals, as many as can be in one process, once for all tests and workers of a run."""
+"""Runs rehearsals, as many as possible in one process, once for all tests and workers of a run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.harness import tiny
 from tests.harness.once import Once
 
 HERE = Path(__file__).parent
-_LONGEST_S = 900.0  # on a machine that has much else to do; alone it is less than a tenth
+_LONGEST_S = 900.0  # on a busy machine; on an idle one it takes less than a tenth of this
 Task = dict[str, Any]
 Rehearse = Callable[..., list[dict[str, Any]]]
 
-# A backward pass asks of every device whether it has streams: CUDA's, which a CPU build has not.
+# A backward pass asks every device for its streams, also CUDA, which a CPU build does not have.
 _NO_STREAMS = "int _ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE(signed char t){return 0;}"
 
 
@@ -35,7 +35,7 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="session")
 def rehearse(once: Once) -> Rehearse:
-    """``rehearse(name, tasks, stubs, **environment)``: what was seen of each task."""
+    """``rehearse(name, tasks, stubs, **environment)`` returns what was recorded for each task."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -52,7 +52,7 @@ def rehearse(once: Once) -> Rehearse:
         paths = ":".join([str(tiny.ROOT), *(str(HERE / f"stubs_{stub}") for stub in stubs)])
 
         def begin(folder: Path) -> None:
-            """A process that fails is no reason to start it again for each test."""
+            """Cache a failed output, too: the process is not started again for each test."""
             results = folder / "results.json"
             done = tiny.run_script(
                 "tests/paths/gpu_rehearsal/rehearse.py",

@@ -1,4 +1,4 @@
-"""flash-attn's signature (2.6 to 2.8), and the shapes and the backward of torch's own kernel."""
+"""A stand-in for flash-attn (2.6 to 2.8): its signature, computed by torch's kernel."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""A GPU without data: tensors on "cuda" are torch's fake ones, and NCCL sends nothing.
+"""A GPU without data: tensors on "cuda" are torch's fake tensors, and NCCL sends nothing.
 
-It plays CUDA for a CPU build of torch, in a process that ``conftest.py`` starts. Shapes, dtypes and
-devices are checked as on a GPU; numbers, races and kernels themselves are not seen. ``watch.py``
-has what is done with each operation.
+It imitates CUDA for a CPU build of torch, in a process that ``conftest.py`` starts. Shapes, dtypes
+and devices are checked as on a GPU; values, races and kernels are not. ``watch.py`` records the
+operations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _NoDevice(FakeTensorMode):
 
 
 class _Stream:
-    """A stream or an event: what it is asked to wait for is done; the host's waiting is noted."""
+    """A stream or an event. Waiting for it returns at once; waits of the host are recorded."""
 
     device, stream_id, device_index, device_type, cuda_stream = CUDA, 0, 0, _CUDA, 0
     synchronize: Any
@@ -53,11 +53,13 @@ class _Stream:
 def _play_cuda(watch: Watch) -> None:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, _PRIVATE_GUARDS)
-    guards[_CUDA] = guards[_META]  # the one that does nothing
+    guards[_CUDA] = guards[_META]  # this generator does nothing
     FakeTensor._normalize_fake_device = staticmethod(
         lambda device: CUDA if device.type == "cuda" else device
     )
-    torch._C._cuda_getDevice = lambda: CUDA  # an index would be taken for another accelerator's
+    torch._C._cuda_getDevice = lambda: (
+        CUDA
+    )  # with an index it would count as another accelerator's device
     cuda = torch.cuda
     cuda.is_available, cuda._initialized = lambda: True, True
     cuda.device_count = lambda: watch.visible_devices
@@ -73,7 +75,7 @@ def _play_cuda(watch: Watch) -> None:
     cuda.power_draw = lambda *unused: 500_000
     cuda.default_generators = defaultdict(torch.Generator)
     cuda.cudart = lambda: watch
-    # A CPU build has no such kernel. On a GPU it runs wherever the product asks torch for it.
+    # A CPU build lacks this kernel. On a GPU it runs wherever a matmul calls torch for it.
     bias.can_use_efficient_attention = lambda params: True
     bias.causal_lower_right = _without_modes(bias.causal_lower_right)  # of a class of its own
 
@@ -83,7 +85,7 @@ def _play_tensors(watch: Watch) -> None:
     device, data_ptr = storage.device.__get__, storage.data_ptr  # type: ignore[attr-defined]
 
     def at_once(executor: Any, function: Any, *args: Any, **named: Any) -> Future:
-        """torch's modes belong to a thread: what has one of its own runs in this one."""
+        """Run threads' functions in the current thread: torch's modes do not reach new threads."""
         done: Future = Future()
         done.set_result(function(*args, **named))
         return done
@@ -94,16 +96,16 @@ def _play_tensors(watch: Watch) -> None:
     torch.Tensor.cuda = lambda self, *unused, **more: self.to(CUDA)
     torch.Tensor.pin_memory = lambda self, *unused: watch.lock(self.clone())
     torch.Tensor.record_stream = lambda self, stream: None
-    torch.nn.Module.to = lambda self, device: self  # real parameters cannot become fake ones
-    # A fake tensor's storage is on torch's meta device, and says so.
+    torch.nn.Module.to = lambda self, device: self  # real parameters cannot become fake tensors
+    # The storage of a fake tensor reports torch's meta device; report the GPU.
     storage.device = property(lambda self: CUDA if device(self).type == "meta" else device(self))
     storage.data_ptr = lambda self: self._cdata if self.device == CUDA else data_ptr(self)
 
 
 def _play_nccl(watch: Watch) -> None:
-    """torch's fake process group, for who asks for NCCL or gloo; that of one rank is real.
+    """Use torch's fake process group for NCCL and gloo; a group of one rank is a real one.
 
-    Of other ranks it has what this one has itself, and it cannot be sent anything by them.
+    A fake group assumes that other ranks have the same tensors as this one. It cannot receive.
     """
     start, add = dist.init_process_group, dist.new_group
 
@@ -153,8 +155,8 @@ def _without_modes(function: Any) -> Any:
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[Watch]:
-    """What it plays stays played in this process: it has to be one of its own."""
-    # Before anything is played: it looks at all functions of torch.
+    """Imitate a GPU until the process ends; it must be used in a process of its own."""
+    # First of all, because it inspects all functions of torch.
     watch, mode = Watch(), _NoDevice(allow_non_fake_inputs=True)
     _play_cuda(watch)
     _play_tensors(watch)

@@ -1,6 +1,6 @@
-"""Triton without a compiler: a kernel's launch is checked and counted, and computes nothing.
+"""Triton without a compiler: a launch is checked and counted, and computes nothing.
 
-It stands in for the package, which comes with torch for CUDA, in this project's own modules.
+It replaces the package triton, which comes with torch for CUDA, in this project's own modules.
 """
 
 from __future__ import annotations

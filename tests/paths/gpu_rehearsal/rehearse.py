@@ -1,9 +1,9 @@
-"""``rehearse.py TASKS RESULTS``: scenes on a GPU that has no data, one after the other.
+"""``rehearse.py TASKS RESULTS``: run scenes on a GPU without data, one after the other.
 
-TASKS is a JSON list of ``{"run": a function of scenes.py, "with": its arguments, "given": what to
-set of the GPU, "environment": of this task alone, "modules": what it imports by a name, if
-anything}``. RESULTS gets of each what it found, and by phase what was seen in its last call; or the
-error that it ended with.
+TASKS is a JSON list of objects: "run" is a function of scenes.py, "with" its arguments, "given"
+values to set on the GPU, "environment" variables of this task only, and "modules", if any, names
+under which other modules are imported. RESULTS gets for each task the result of its scene and the
+records of the last call of each phase, or the error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
 
 @contextmanager
 def installed(modules: dict[str, str | None]) -> Iterator[None]:
-    """Other modules than what is there by their names; None for none."""
+    """Replace modules by name with other modules, or with None."""
     from nemo_aligner.models.attention import varlen
 
     def forget() -> None:
@@ -73,14 +73,14 @@ def run(watch: Watch, task: dict[str, Any]) -> dict[str, Any]:
 
 def main(tasks: str, results: str) -> None:
     with fake_gpu() as watch:
-        # Only now: megatron-core is made ready for what there is.
+        # Imported only now: importing prepares megatron-core for the available devices.
         from nemo_aligner.models.pointwise import choice
         from tests.paths.gpu_rehearsal.scenes import mark_phases
 
         mark_phases(watch)
-        # Nor before: torch and megatron-core take it for a whole package.
+        # Installed only now: torch and megatron-core would take it for the real package.
         sys.modules |= {"triton": fake_triton, "triton.language": fake_triton.language}
-        # Fake tensors have no bits to compare.
+        # Fake tensors have no values that could be compared.
         choice.try_kernels = lambda *unused: None
         task_results = [run(watch, task) for task in json.loads(tasks)]
     Path(results).write_text(json.dumps(task_results))

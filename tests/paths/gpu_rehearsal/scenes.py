@@ -1,4 +1,4 @@
-"""What is rehearsed: commands, scoring, a critic, and a step of every rank of a layout."""
+"""The scenes of a rehearsal: commands, scoring, a critic, and a step of every rank of a layout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from tests.paths.gpu_rehearsal.streams import Stream, Streams, play_streams
 from tests.paths.gpu_rehearsal.watch import CUDA, Watch
 from tests.training.critic_steps import make_rollout
 
-# Llama 3 8B's proportions.
+# The proportions of Llama 3 8B.
 SHAPE = {
     "num_layers": 2,
     "hidden_size": 256,
@@ -98,13 +98,13 @@ Found = dict[str, Any]
 
 
 def mark_phases(watch: Watch) -> None:
-    """Have what these methods do noted by phase; and what a timed block leaves unfinished."""
-    # CUDA's kernel keeps for the backward what this function does; a CPU build takes it apart.
+    """Record what these methods do, by phase, and work that a timed block leaves unfinished."""
+    # CUDA's kernel saves for the backward pass as this function does; a CPU build decomposes it.
     F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(
         x, weight, eps, x.dtype, Shared(x.size(-1), lambda partial: partial)
     )
 
-    # The count of overflows comes back as one, as all from a fake GPU.
+    # The number of overflows is read as one, because every value from a fake GPU is 1.
     measure_gradients = Optimizer._measure_gradients
     Optimizer._measure_gradients = lambda self: (False, measure_gradients(self)[1])
 
@@ -139,7 +139,7 @@ def command(watch: Watch, function: str, config: str, settings: list[str]) -> Fo
 
 
 def save(watch: Watch, unheeded: list[str]) -> Found:
-    """Weights are written to, copied, and written to again; one of the waits is ``unheeded``."""
+    """Write to weights, copy them, and write again, without the wait named ``unheeded``."""
     weights = torch.zeros(8, device=CUDA)
     host = host_zeros([weights])
     with Streams() as streams, ExitStack() as without:
@@ -159,7 +159,7 @@ def start(watch: Watch) -> Found:
 
 
 def score(watch: Watch, archive: str, precision: str, cached_tokens: int) -> Found:
-    """Texts that begin with others', twice."""
+    """Samples that share prefixes, twice."""
     texts = [TOKENS[:64], TOKENS[:80], [*TOKENS[:70], 7, 8], [9] * 20]
     kinds = {"precision": Precision(precision), "prefix_cache_tokens": cached_tokens}
     with launch():
@@ -170,7 +170,7 @@ def score(watch: Watch, archive: str, precision: str, cached_tokens: int) -> Fou
 
 
 def critic(watch: Watch, settings: list[str]) -> Found:
-    """A critic's values, steps and values again; its optimizer is away before and after."""
+    """Values, steps and values of a critic; its optimizer is on the host before and after."""
     config = load_config(ServeCriticConfig, settings)
     probes = [Row(np.arange(3, 3 + length)) for length in (1, 17, 9)]
     rollout = make_rollout(0)
@@ -188,7 +188,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
 
 
 def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
-    """Two steps, a forward pass, an inference if scored, and a state to save, of each rank."""
+    """For each rank: two steps, a forward pass, inference if it scores, and a state to save."""
     expected = LayoutSizes(**sizes)
     result: Found = {"collectives": [], "ranks": []}
     for rank in range(expected.num_ranks):
@@ -267,7 +267,7 @@ def one_rank(
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes on the GPU after any operation."""
+    """Records the peak bytes on the GPU after every operation."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class PeakBytes(TorchDispatchMode):
 
 @contextmanager
 def watching_streams(is_wanted: bool, unheeded: Sequence[str]) -> Iterator[Counter[str]]:
-    """Note races, while calls of the methods of streams that are ``unheeded`` do nothing."""
+    """Record races while the methods of streams named ``unheeded`` do nothing."""
     if not is_wanted:
         yield Counter()
         return
@@ -293,9 +293,9 @@ def watching_streams(is_wanted: bool, unheeded: Sequence[str]) -> Iterator[Count
 
 
 def attention(watch: Watch) -> Found:
-    """Every backend of a GPU, on random packs of one in 13 of its cases, forward and backward.
+    """Forward and backward of every GPU backend on random packs, for one in 13 of its cases.
 
-    A ring needs threads, and torch's modes belong to one; steps of a layout have it.
+    Ring attention needs threads, and torch's modes apply to one thread; layouts' steps test it.
     """
     cases_by_backend = {}
     for backend in BACKENDS:
@@ -318,7 +318,7 @@ def attention(watch: Watch) -> Found:
 
 
 def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
-    """Steps and scores, with and without cached beginnings, whose packs are captured."""
+    """Steps and scores, with and without cached prefixes, whose packs are captured as graphs."""
     captured: Found = {"waits": [], "bytes_to_gpu": 0, "parts": 0}
 
     @contextmanager
@@ -354,7 +354,7 @@ def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
 
 
 def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
-    """Two for each data parallel rank, of other sizes than the others'."""
+    """Two packs for each data parallel rank, of different sizes on each."""
     length = len(TOKENS) - 2 * layout.dp_rank
     return [
         PackedBatch.pack(
@@ -368,7 +368,7 @@ def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:
 
 
 def kept_bytes(watch: Watch, wrapped: Any, batch: PackedBatch) -> int:
-    """All that is on the GPU after a forward pass, and was not before."""
+    """Bytes that a forward pass leaves on the GPU."""
     wrapped.train()
     gc.collect()
     bytes_before = watch.allocated()

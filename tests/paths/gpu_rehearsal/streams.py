@@ -1,10 +1,10 @@
-"""Which stream of a fake GPU does what, and whom it would have had to wait for.
+"""Which stream of a fake GPU does what, and which waits between streams are missing.
 
-Operations are made at once, in the order in which they are asked for. Of a GPU's streams each knows
-only of what it has waited for (Lamport 1978, "Time, Clocks, and the Ordering of Events"): one that
-reads what another has written, or writes what another has touched, must know of that; and so must
-the stream that memory belongs to, when it is let go and given to another tensor. What the host
-reads is not seen.
+Operations run at once, in the order of the calls. As with Lamport's clocks (1978, "Time, Clocks,
+and the Ordering of Events"), each stream knows only the work of streams that it has waited for. A
+stream that reads what another has written, or writes what another has touched, must know of that
+work. So must the stream that owns a tensor's memory when the memory is freed and reused. Reads by
+the host are not checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.paths.gpu_rehearsal.watch import _place
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._to_copy.default)
-# By number of a stream, how many of its operations are known to be over.
+# By a stream's number: how many of its operations are known to be finished.
 Known = dict[int, int]
 
 
@@ -36,7 +36,7 @@ def _learn(clock: Known, more: Known) -> None:
 
 
 class Event(_Stream):
-    """What a stream knew, and had been asked for, when it was recorded."""
+    """The state of a stream when an event was recorded: what it knew and had queued."""
 
     def __init__(self, *unused: Any, **more: Any) -> None:
         self.known: Known = {}
@@ -51,11 +51,9 @@ class Event(_Stream):
 
 class Stream(_Stream):
     every: ClassVar[list[Stream]] = []
-    current: ClassVar[list[Stream]]  # the last one
-    host: ClassVar[
-        Known
-    ] = {}  # what it has waited for is over for all that it asks for from then on
-    recorded: ClassVar[set[int]] = set()  # storages whose other users the allocator was told of
+    current: ClassVar[list[Stream]]  # the current stream is the last one
+    host: ClassVar[Known] = {}  # work that the host has waited for is finished for all later calls
+    recorded: ClassVar[set[int]] = set()  # storages for which record_stream was called
 
     def __init__(self, *unused: Any, **more: Any) -> None:
         self.number = len(Stream.every)
@@ -78,7 +76,7 @@ class Stream(_Stream):
 
 
 def play_streams() -> None:
-    """For good, as ``fake_gpu`` plays all else; the first one computes."""
+    """Replace torch's streams until the process ends, as ``fake_gpu`` does; stream 0 computes."""
     cuda, synchronize = torch.cuda, torch.cuda.synchronize
     current = Stream.current = [Stream()]
 
@@ -101,15 +99,15 @@ def play_streams() -> None:
 
 
 class Streams(TorchDispatchMode):
-    """Notes ``races``, and the ``copies`` to the host, beside what computes or in line with it."""
+    """Records ``races``, and ``copies`` to the host on the computing stream or next to it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.races: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        # Of each storage, by stream, when it last read it, and when it last wrote to it.
+        # By storage and stream: the time of the last read and of the last write.
         self._touched: dict[int, dict[bool, Known]] = {}
-        # Of each storage that was made since: the stream that its memory belongs to.
+        # By new storage: the stream that owns its memory.
         self._owners: dict[int, Stream] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,7 +125,9 @@ class Streams(TorchDispatchMode):
             self._note_host(func, args, kwargs, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and _storage(tensor) not in touched:
-                self._touched.pop(_storage(tensor), None)  # new, though it lies where another did
+                self._touched.pop(
+                    _storage(tensor), None
+                )  # a new storage, although another one had the same address
                 self._touch(func, _storage(tensor), True)
                 self._own(tensor)
         return out
@@ -140,7 +140,7 @@ class Streams(TorchDispatchMode):
             gone.atexit = False
 
     def _let_go(self, storage: int, place: str) -> None:
-        """The allocator may hand it out again, to whoever computes on the stream it belongs to."""
+        """Free memory: the allocator may reuse it on the stream that owns it."""
         owner = self._owners.pop(storage)
         touched = self._touched.pop(storage, {})
         for stream, time in (item for clock in touched.values() for item in clock.items()):
@@ -168,7 +168,7 @@ class Streams(TorchDispatchMode):
 
 
 def _on_gpu(func: Any, args: Any, kwargs: Any) -> dict[int, bool]:
-    """The storages that an operation touches, and whether it writes to them."""
+    """The storages that an operation touches, and whether it writes to each."""
     is_on_gpu: dict[int, bool] = defaultdict(bool)
     names = _names(func)
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
@@ -180,7 +180,7 @@ def _on_gpu(func: Any, args: Any, kwargs: Any) -> dict[int, bool]:
 
 @cache
 def _names(func: Any) -> dict[str, bool]:
-    """The arguments of an operation, and whether it writes to them."""
+    """The arguments of an operation, and whether it writes to each."""
     return {
         argument.name: argument.alias_info is not None and argument.alias_info.is_write
         for argument in func._schema.arguments

@@ -1,4 +1,4 @@
-"""Commands on a GPU that has no data: they run, and wait for it where a decision needs it alone."""
+"""Commands on a GPU without data run, and wait for it only where a decision needs a value."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.harness.once import Once
 from tests.paths.gpu_rehearsal.conftest import Rehearse, Task
 
 Seen = dict[str, Any]
-PARAMETERS = 94_000  # and some more
-# Tensors that a save copies: of each parameter the weights, and where it is trained fp32 state.
+PARAMETERS = 94_000  # and a few others
+# Tensors that a save copies: the weights of each parameter, and fp32 state where it is trained.
 MODEL_AND_STATE = 15
 
-# By phase for what the host may wait in one call of it, in which file, and how often; a step has
-# several packs.
+# By phase: what the host may wait for in one call, in which file, and how often.
+# A step has several packs.
 REWARDS = "copy to host at models/step.py"
 NORM = "copy to host at training/optimizer.py"
-# Megatron asks on the host whether there is anything to divide by.
+# megatron-core decides on the host whether there is anything to divide by.
 COUNT = "item at models/step.py"
 DECISIONS = {
     "step": {REWARDS: 1, NORM: 1, COUNT: 1},
     "validation": {REWARDS: 1},
-    # All of a call's packs are on their way before the host waits for any.
+    # All packs of a call are queued before the host waits for any of them.
     "begin": {},
     "score": {"synchronize at utils/host_transfer.py": 1},
     "values": {REWARDS: 1},
@@ -38,12 +38,12 @@ DECISIONS = {
         "broadcast_object_list at checkpoint/weights/save.py": 1,
         "gather_object at checkpoint/weights/save.py": 1,
         "scatter_object_list at checkpoint/weights/save.py": 1,
-        # The thread that writes, when the copies are there.
+        # The writing thread, once the copies are complete.
         "synchronize at checkpoint/weights/save.py": 1,
     },
     "move": {"synchronize at distributed/collectives.py": 4},
 }
-# A copy that begins while weights are computed, and who forgets to wait for what, if anybody.
+# A copy that starts while weights are computed; and which wait is missing, if any.
 LEFT_OUT = {
     "": [],
     "nemo_aligner.utils.host_transfer.before_writing": ["writes what another stream reads"],
@@ -61,7 +61,7 @@ def ended_well(results: dict[str, Seen]) -> dict[str, Seen]:
 
 
 def unexpected(seen: Seen, allowed: dict[str, dict[str, int]]) -> list[str]:
-    """What the host waited for and is not ``allowed``, with file, line, and how often."""
+    """Waits of the host that are not ``allowed``: file, line and count."""
     problems = []
     for phase, limits in allowed.items():
         spent: Counter[str] = Counter()
@@ -81,7 +81,7 @@ def command(function: str, config: str, settings: list[str]) -> Task:
 
 def write_data(folder: Path) -> None:
     tiny.write_base_nemo(folder / "base.nemo", num_hidden_layers=2)
-    # Of a step's six several packs are made.
+    # A step of six records makes several packs.
     tiny.write_pairs(folder / "pairs.jsonl", 12)
 
 
@@ -146,7 +146,7 @@ SAVING = ["bf16", "bf16 resumed", "offload, frozen, recomputed", "offload resume
 @pytest.fixture(scope="module")
 def seen(rehearse: Rehearse, once: Once) -> dict[str, Seen]:
     tasks = all_tasks(once("rehearsed_data", write_data))
-    # Rounded fp32 products, as some images ask for.
+    # fp32 matmuls in TF32, as some container images request.
     results = rehearse("commands", list(tasks.values()), TORCH_ALLOW_TF32_CUBLAS_OVERRIDE="1")
     return ended_well(dict(zip(tasks, results, strict=True)))
 
@@ -156,11 +156,11 @@ def commands(seen: dict[str, Seen]) -> dict[str, Seen]:
 
 
 def test_rehearsed_commands_wait_only_where_a_decision_needs_it(seen: dict[str, Seen]) -> None:
-    # One rank makes no communicators.
+    # A single rank creates no communicators.
     settings = {"backend": "one_rank", "device_id": "None", "fp32 products": "highest"}
     for name, of_it in commands(seen).items():
         assert unexpected(of_it, DECISIONS) == [], name
-        # What is timed is done: the update is a part of its step.
+        # A timed block ends with its work finished: the update is part of its step.
         assert of_it["settings"].get("unfinished train_step", 0) == 0, name
         assert settings.items() <= of_it["settings"].items(), (name, of_it["settings"])
         if name in SAVING:
@@ -168,14 +168,14 @@ def test_rehearsed_commands_wait_only_where_a_decision_needs_it(seen: dict[str, 
 
 
 def test_rehearsed_streams_wait_for_each_other(seen: dict[str, Seen]) -> None:
-    """Of a save: that of its copies for what computes, and the next update for them."""
+    """In a save, copies wait for the computation, and the next update waits for the copies."""
     races = {name: of_it["races"] for name, of_it in commands(seen).items() if of_it.get("races")}
     assert not races
     for name in SAVING:
         copies = seen[name]["copies"]
         assert copies["beside"] > MODEL_AND_STATE, name
         assert copies.get("in line", 0) == 0, name
-    # A wait that is left out is a race.
+    # Leaving out a wait must be reported as a race.
     for name, expected in LEFT_OUT.items():
         of_it = seen[f"left out {name}"]
         assert of_it["copies"] == {"beside": 1}
@@ -186,12 +186,12 @@ def test_moments_on_the_host_stay_there_when_a_run_goes_on(seen: dict[str, Seen]
     here, there = (
         seen[name]["phases"]["load"]["bytes_to_gpu"] for name in ("bf16 resumed", "offload resumed")
     )
-    # Moments, and the fp32 weights of what is frozen there: embeddings and a layer of two.
+    # Moments, and fp32 weights of what is frozen there: embeddings and one of two layers.
     assert here - there > 10 * PARAMETERS
 
 
 def test_critic_optimizer_that_is_away_takes_nothing(seen: dict[str, Seen]) -> None:
-    """Its weights in fp32 and moments, and its gradients, while a critic gives values."""
+    """While a critic computes values, its fp32 weights, moments and gradients are off the GPU."""
     at_start, training, at_end = seen["critic"]["allocated"]
     assert at_start == at_end
     assert training - at_end >= seen["critic"]["optimizer"] + 4 * PARAMETERS

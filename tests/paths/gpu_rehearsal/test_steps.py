@@ -1,6 +1,7 @@
-"""A step of every rank of a layout, with each of what may be installed and on each kind of GPU.
+"""A step of every rank of a layout, with each set of installed packages and each kind of GPU.
 
-Collectives that ranks have in common, waits, kernels' demands, and what is kept for the backward.
+Checked are collectives that ranks share, waits, kernels' requirements, and memory kept for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.paths.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well,
 FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
 LAYERS_AND_PACKS = 2 * 2
 WITH_CAP = {"attn_logit_softcapping": 50.0, "window_size": 32, "window_pattern": "alternate"}
-OLD_TORCH = {"torch.nn.attention.varlen": None}  # 2.8 and 2.9 have no such module
+OLD_TORCH = {"torch.nn.attention.varlen": None}  # torch 2.8 and 2.9 do not have this module
 FLASH_ATTN = {"flash_attn": "tests.paths.gpu_rehearsal.fake_flash_attn"}
 
 
@@ -37,7 +38,7 @@ LAYOUTS = {
     "cp2": steps({"cp": 2}, prefix=64),
     "cp2+ring": steps({"cp": 2, "ring": True}, {"window_size": 32}, prefix=64),
 }
-# Options of one rank alone, and what is else about its shape.
+# Options of a single rank, and differences in its shape.
 ALONE = {
     "alone": steps(),
     "prefix": steps(prefix=64),
@@ -56,12 +57,12 @@ EXPERTS = {
     "moe_shared_expert_intermediate_size": 896,
     "moe_shared_expert_gate": True,
 }
-# Scoring asks how many rows each expert has, and a fake GPU cannot tell.
+# Scoring needs the number of rows of each expert, which a fake GPU cannot know.
 MIXTURES = {
     "experts": steps(shape=EXPERTS, scored=False),
     "experts, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, EXPERTS, scored=False),
 }
-SIX_LAYERS = {"num_layers": 6}  # four of them are offloaded, of each stage of two three or one
+SIX_LAYERS = {"num_layers": 6}  # four layers are offloaded; of two stages, three and one
 OFFLOADS = {
     "offload": steps(shape=SIX_LAYERS, offload=True),
     "offload, full": steps(shape=SIX_LAYERS, offload=True, recompute="full"),
@@ -73,7 +74,7 @@ UNHEEDED = {
     name: steps(shape=SIX_LAYERS, offload=True, unheeded=[name])
     for name in ("wait_event", "wait_stream")
 }
-# What has no kernel, and is computed by SDPA.
+# Cases for which no kernel exists, so that SDPA computes them.
 REFUSED = {
     "Turing": steps(given={"major": 7, "minor": 5}, precision="fp16"),
     "heads of 12": steps(shape={"kv_channels": 12}),
@@ -118,7 +119,7 @@ ONE_GPU: Task = {
 
 
 def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) -> dict[str, Seen]:
-    """What was seen of each task, with these stubs installed; each of them ended well."""
+    """The records of each task with these stubs installed; every task must succeed."""
     results = rehearse(f"steps_{name}", list(tasks.values()), stubs)
     return ended_well(dict(zip(tasks, results, strict=True)))
 
@@ -144,7 +145,7 @@ def with_apex(rehearse: Rehearse) -> dict[str, Seen]:
 
 
 def differences(by_rank: Sequence[dict[str, list[Any]]]) -> list[str]:
-    """Where ranks of a group do not make the same collectives, in order and size."""
+    """Groups whose ranks do not make the same collectives, by order and size."""
     problems = []
     for group in dict.fromkeys(name for rank in by_rank for name in rank):
         with_it = [rank[group] for rank in by_rank if group in rank]
@@ -172,13 +173,13 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
 
 
 def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Seen]) -> None:
-    """Of torch's layers: what TransformerEngine's keep no stub can say."""
+    """With torch's layers: stubs of TransformerEngine cannot tell what its layers keep."""
     wrong = {
         name: (rank["kept"], rank["planned"])
         for name in [*LAYOUTS, *ALONE, *MIXTURES, *OFFLOADS]
         for rank in plain[name]["ranks"]
         if "kept" in rank
-        # So short packs have statistics that are too small to be offloaded.
+        # Statistics of packs this short are too small to be offloaded.
         and rank["kept"] != pytest.approx(rank["planned"], rel=0.04 if name in OFFLOADS else 0.03)
     }
     assert not wrong
@@ -191,7 +192,7 @@ def test_rehearsed_offload_has_two_layers_on_the_gpu_and_no_race(plain: dict[str
             assert not rank["races"], name
             if "peak" in rank:
                 assert rank["peak"] == pytest.approx(rank["planned peak"], rel=0.05), name
-    # Without one kind of wait another stream's memory is read, overwritten or given away.
+    # Without one kind of wait, memory of another stream is read, overwritten or reused.
     expected = {
         "wait_event": {"reads what another stream writes", "let go while another stream uses it"},
         "wait_stream": {"reads what another stream writes", "writes what another stream writes"},
@@ -202,7 +203,7 @@ def test_rehearsed_offload_has_two_layers_on_the_gpu_and_no_race(plain: dict[str
 
 
 def flash_calls(seen: Seen) -> int:
-    """In one step, by torch's public function or by the operator behind it."""
+    """One call a step, by torch's public function or by the operator behind it."""
     (rank,) = seen["ranks"]
     return sum(rank["operations"].get(name, 0) for name in FLASH)
 
@@ -210,18 +211,18 @@ def flash_calls(seen: Seen) -> int:
 def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     plain: dict[str, Seen],
 ) -> None:
-    """Also torch 2.8's and 2.9's, where beginnings are shared, and flash-attn's with a cap."""
+    """Also that of torch 2.8 and 2.9 with shared prefixes, and flash-attn's with a cap."""
     calls = {name: flash_calls(plain[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
-    again = {"selective, prefix", "selective, eager", "full"}  # in the backward once more
+    again = {"selective, prefix", "selective, eager", "full"}  # and once more in the backward pass
     for name in again:
         assert calls.pop(name) > LAYERS_AND_PACKS
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
-    alone = plain["one GPU"]  # a process that sees one GPU takes it
+    alone = plain["one GPU"]  # a process that sees one GPU uses it
     assert alone["device"] == "cuda:0"
 
 
 def test_rehearsed_attention_backends_of_a_gpu_all_run(plain: dict[str, Seen]) -> None:
-    """With flash-attn and a new torch; and with torch 2.8 alone, whose kernel has no windows."""
+    """With flash-attn and a new torch; and with only torch 2.8, whose kernel has no windows."""
     on_gpu = {backend.name for backend in BACKENDS if not backend.name.startswith(("C", "ring"))}
     cases, of_old_torch = (
         {name for name, count in plain[task]["cases"].items() if count} for task in ATTENTION
@@ -233,7 +234,7 @@ def test_rehearsed_attention_backends_of_a_gpu_all_run(plain: dict[str, Seen]) -
 def test_rehearsed_segments_with_a_prefix_get_the_kernel_of_those_without(
     plain: dict[str, Seen],
 ) -> None:
-    """The memory-efficient kernel aligns its causal mask to the last key: no mask is added."""
+    """The memory-efficient kernel aligns its causal mask to the last key, so no mask is passed."""
     (rank,) = plain["fp32, prefix"]["ranks"]
     texts = 4 * LAYERS_AND_PACKS
     for operation in ("_efficient_attention_forward", "_efficient_attention_backward"):
@@ -241,22 +242,22 @@ def test_rehearsed_segments_with_a_prefix_get_the_kernel_of_those_without(
 
 
 def test_rehearsed_graphs_capture_nothing_that_waits(plain: dict[str, Seen]) -> None:
-    """Nor anything that reads the host's memory, which a replay would read again."""
+    """Nothing reads host memory either, since a replay would read it again."""
     for name in GRAPHS:
         seen = plain[name]
         assert seen["why"] is None
         assert seen["captured"]["waits"] == [], name
         assert seen["captured"]["bytes_to_gpu"] == 0
-        # Of four kinds of packs each the first one runs without.
+        # For each of four kinds of packs the first one runs without a graph.
         assert (seen["replayed"], seen["eager"]) == (8, 4)
-        # When captured and when replayed; of two steps also the backward.
+        # Both when captured and when replayed; in two steps also the backward pass.
         assert seen["captured"]["parts"] == 4 + 8 + 2
 
 
 def test_rehearsed_layers_launch_fused_kernels_between_their_products(
     plain: dict[str, Seen],
 ) -> None:
-    """The final norm is one more for each pack."""
+    """The final norm adds one for each pack."""
     packs = LAYERS_AND_PACKS // 2
 
     def launched(name: str) -> dict[str, int]:
@@ -272,26 +273,26 @@ def test_rehearsed_layers_launch_fused_kernels_between_their_products(
         "triton _silu_backward": layer_launches,
     }
     assert launched("eager") == {}
-    # Queries and keys are normed between the split and the rotation.
+    # Queries and keys are normed between the split and RoPE.
     assert "triton _rotate" not in launched("window, norms")
 
 
 def test_rehearsed_weight_gradients_are_added_by_their_products(plain: dict[str, Seen]) -> None:
-    """Of four matrices a layer; in fp32 such a product is a plain one."""
+    """Four matrices a layer; in fp32 the matmul is a plain one."""
     for name, product in (("alone", "aten.addmm.dtype_out"), ("fp32", "aten.addmm_.default")):
         (rank,) = plain[name]["ranks"]
         assert rank["operations"][product] == 4 * LAYERS_AND_PACKS
 
 
 def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:
-    """Forward, and backward to their rows and to their weights; two products a layer."""
+    """Forward, and backward to rows and weights; two matmuls a layer."""
     for name in MIXTURES:
         for rank in plain[name]["ranks"]:
             assert rank["operations"]["aten._grouped_mm.default"] == 3 * 2 * LAYERS_AND_PACKS
 
 
 def test_transformer_engine_s_layers_are_for_16_bits(with_engine: dict[str, Seen]) -> None:
-    """Its fp32 products are rounded to TF32."""
+    """fp32 matmuls use TF32."""
     modules = {name: with_engine[name]["ranks"][0]["engine_modules"] for name in ("alone", "fp32")}
     assert modules["alone"] > 0
     assert modules["fp32"] == 0

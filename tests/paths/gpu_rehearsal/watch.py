@@ -1,4 +1,4 @@
-"""What is done with each operation on a fake GPU, and what of it is written down."""
+"""Handles every operation on a fake GPU, and records those of interest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PRODUCTS = (
     aten.addmm.out,
 )
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
-# Where query, key, value and the bounds of their sequences stand among the arguments.
+# Positions of query, key, value and the bounds of their sequences among the arguments.
 _FLASH = {
     "torch_attn._varlen_attn.default": range(7),
     "torch_attn._varlen_attn_backward.default": [1, 2, 3, 6, 7, 8, 9],
@@ -38,7 +38,7 @@ _FLASH = {
 
 @dataclass
 class Seen:
-    """Of the last call of a phase: what the host waited for, operations, copies."""
+    """Records of the last call of a phase: waits of the host, operations, copies."""
 
     waits: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
@@ -46,9 +46,9 @@ class Seen:
 
 
 class Watch(TorchDispatchMode):
-    """Keeps tensors on the CPU real, those on the GPU fake, and notes what waits for the GPU.
+    """Keeps CPU tensors real and GPU tensors fake, and records waits for the GPU.
 
-    What comes back from the GPU is ones.
+    Every value that is read from the GPU is 1.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Watch(TorchDispatchMode):
         self.settings: dict[str, Any] = {}
         self.collectives: dict[str, list[Any]] = defaultdict(list)
         self.phases: dict[str, Seen] = {}
-        self.unfinished = 0  # operations that no wait came after
-        self._seen = Seen()  # of no phase
+        self.unfinished = 0  # operations since the last wait
+        self._seen = Seen()  # outside any phase
         self._storages = WeakIdKeyDictionary()
-        self._locked: dict[int, Any] = {}  # by where page-locked memory begins
+        self._locked: dict[int, Any] = {}  # by the start address of page-locked memory
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -70,17 +70,17 @@ class Watch(TorchDispatchMode):
         self._seen = outer
 
     def note(self, what: str) -> None:
-        """The host waits for the GPU, here."""
+        """Record that the host waits for the GPU here."""
         self.unfinished = 0
         self._seen.waits[f"{what} at {_place()}"] += 1
 
     def launched(self, kernel: str) -> None:
-        """A kernel of Triton's begins."""
+        """Record the launch of a Triton kernel."""
         self.unfinished += 1
         self._seen.operations[f"triton {kernel}"] += 1
 
     def meet(self, operation: str, group: Any, *sizes: str) -> int:
-        """A collective of ``group``; how many it had so far."""
+        """Record a collective of ``group``."""
         calls = self.collectives[(group or dist.group.WORLD).group_desc]
         calls.append([operation, *sizes])
         return len(calls)
@@ -90,7 +90,9 @@ class Watch(TorchDispatchMode):
         return sum(storage.nbytes() for storage in self._storages)
 
     def lock(self, tensor: Tensor) -> Tensor:
-        self._locked[tensor.data_ptr()] = tensor  # kept: nothing else lies there
+        self._locked[tensor.data_ptr()] = (
+            tensor  # a strong reference, so that no other storage gets its address
+        )
         return tensor
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -101,7 +103,7 @@ class Watch(TorchDispatchMode):
         del self._locked[address]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # by far the most frequent
+        if func is torch.ops.prim.device.default:  # by far the most frequent case
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         if func.namespace == "c10d":
             return self._collective(func, args)
@@ -150,7 +152,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note_copy(self, way: str, host: Tensor, non_blocking: bool = False) -> None:
-        """Of page-locked memory, while the host goes on; else it waits."""
+        """Copy from page-locked memory without a wait of the host; from other memory it waits."""
         if way == "to GPU":
             self._seen.bytes_to_gpu += host.nbytes
         if not non_blocking or host.untyped_storage().data_ptr() not in self._locked:
@@ -162,10 +164,10 @@ class Watch(TorchDispatchMode):
         )
         group = dist.ProcessGroup.unbox(args[index])
         operation = func._schema.name.removeprefix("c10d::")
-        # What is gathered has a place on one rank alone.
+        # Only one rank has a tensor for what is gathered.
         sent = args[1:] if operation == "gather_" else args
         tensors = [x for x in tree_leaves(sent) if isinstance(x, Tensor)]
-        # Barriers have a tensor of one number, which NCCL's moves itself.
+        # A barrier has a tensor with one element, which NCCL moves itself.
         if any(x.numel() > 1 and x.is_cpu == ("nccl" in group.group_desc) for x in tensors):
             devices = [str(x.device) for x in tensors]
             raise TypeError(f"{func}: tensors on {devices} for {group.group_desc}")
@@ -191,16 +193,16 @@ def _as_real(fake: FakeTensor) -> Tensor:
 
 
 def _waits_for(tensor: Tensor, indices: Any, value: Any = None, *unused: Any) -> bool:
-    """A mask has to be counted, an index on the host to be copied."""
+    """A mask must be counted, and an index on the host must be copied."""
     present = [index for index in indices if index is not None]
     are_masks = [index.dtype in (torch.bool, torch.uint8) for index in present]
     if all(are_masks) and isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
-        return False  # torch has a fill where a number of the host's is put where a mask is set
+        return False  # for a host number assigned by a mask torch uses a fill
     return any(are_masks) or not all(isinstance(index, FakeTensor) for index in present)
 
 
 def _check(func: Any, args: Any) -> None:
-    """What kernels refuse, and torch's fake ones do not."""
+    """Reject what real kernels reject and torch's fake ones accept."""
     dtypes = {x.dtype for x in args if isinstance(x, Tensor)}
     if func in _PRODUCTS and len(dtypes) > 1:
         raise TypeError(f"{func}: got {dtypes}, wanted one dtype")
@@ -213,7 +215,7 @@ def _check(func: Any, args: Any) -> None:
 def _wrong_for_flash(
     q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, max_q: Any, max_k: Any
 ) -> str:
-    """What torch's mha_varlen_fwd (flash_api.cpp) would refuse, or read past the alignment of."""
+    """Reject what torch's mha_varlen_fwd (flash_api.cpp) rejects or reads misaligned."""
     heads, bounds = (q, k, v), (bounds_q, bounds_k)
     steps = [n for x in heads for n in (x.stride(0), x.stride(1), x.storage_offset())]
     checks = {
@@ -235,7 +237,7 @@ def _wrong_for_flash(
 
 
 def _place() -> str:
-    """The innermost function of the package, its line, and the line of megatron-core below it."""
+    """The innermost function of the package with its line, and the line in megatron-core below."""
     below = ""
     for frame, line in traceback.walk_stack(None):
         _, is_ours, path = frame.f_code.co_filename.rpartition("/nemo_aligner/")

@@ -1,7 +1,7 @@
-"""Run in an environment with rewardbench: its own command, on a machine without a GPU.
+"""rewardbench's own command on a machine without a GPU; run in an environment with rewardbench.
 
-``rewardbench_cli.py ARGUMENTS`` is ``rewardbench ARGUMENTS``, whose pipeline sends tokens to "cuda"
-whatever the model's device is; here they stay where they are.
+``rewardbench_cli.py ARGUMENTS`` is ``rewardbench ARGUMENTS``. Its pipeline moves tokens to "cuda"
+whatever the model's device is; here they stay on the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exports in the hands of those who read them: the scores of the archive, for every text."""
+"""Exports read by transformers and TRL: their scores are the archive's, for every sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATS = [
 
 @pytest.fixture(scope="module")
 def folder(once: Once) -> Path:
-    """With ``rm.nemo``, its export ``export/``, a policy in ``policy/``, and CHATS."""
+    """A folder with ``rm.nemo``, its export ``export/`` and a policy in ``policy/``."""
     return once("readers", write_models)
 
 
@@ -40,7 +40,7 @@ def write_models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def rewards(folder: Path) -> np.ndarray:
-    """Of CHATS, by the archive."""
+    """The rewards of CHATS by the archive."""
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
     from nemo_aligner.serving.engine.scorer import load_scorer

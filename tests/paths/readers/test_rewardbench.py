@@ -1,9 +1,9 @@
 """Verdict by verdict: rewardbench's own command on an export, and our tasks on its archive.
 
 Each side reads the benchmarks by itself: ours as their authors published them, rewardbench as
-RewardBench has them on the hub. Its way stays its own: text by the tokenizer's
-template, eight at a time, padded on the left, never cut. Told is fp32: its default is 8 bits of
-fp16, which no CPU has.
+RewardBench has them on the hub. The command is unchanged: text by the tokenizer's template, batches
+of eight, padded on the left, never truncated. It is told to use fp32, since its default, 8-bit
+weights in fp16, needs a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LLMBAR = {
     "Adversarial-GPTOut": "llmbar-adver-GPTOut",
     "Adversarial-Manual": "llmbar-adver-manual",
 }
-PAIRS = 6  # of every subset
+PAIRS = 6  # records of every subset
 LANGUAGES = ("cpp", "go", "java", "js", "python", "rust")
 
 
@@ -46,7 +46,7 @@ Values = list[dict[str, Any]]
 
 
 class Part(NamedTuple):
-    """Of a benchmark some records, as published, and the same as rewardbench takes them."""
+    """Some records of a benchmark, as published and in rewardbench's form."""
 
     task: str
     published: Values
@@ -78,13 +78,13 @@ def humanevalpack(language: str, count: int) -> Part:
 
 
 def core_parts(count: int) -> dict[str, Part]:
-    """By RewardBench's subset."""
+    """The records by RewardBench's subset."""
     parts = {subset: llmbar(name, count) for name, subset in LLMBAR.items()}
     return {**parts, **{f"hep-{name}": humanevalpack(name, count) for name in LANGUAGES}}
 
 
 def rewardbench(python: Path, export: Path, folder: Path) -> list[dict[str, Any]]:
-    """What the command writes for every pair; it is run in ``folder``, and finds files there."""
+    """The scores that the command writes for every pair; ``folder`` is its working directory."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
     (folder / "model").symlink_to(export)
     done = subprocess.run(
@@ -112,7 +112,7 @@ def ours_of(score: Score, folder: Path, part: Part) -> TaskResult:
 
 
 def differing(ours: TaskResult, theirs: list[dict[str, Any]]) -> list[int]:
-    """Which pairs have another verdict."""
+    """The pairs with different verdicts."""
     assert len(ours.predictions.rows) == len(theirs)
     return [
         number
@@ -130,7 +130,7 @@ def check_rewards(ours: TaskResult, theirs: list[dict[str, Any]], atol: float) -
 
 @pytest.fixture(scope="module")
 def tiny_model(once: Once) -> Path:
-    """``rm.nemo``, whose contract takes texts of 8192 tokens, and ``export/`` of it."""
+    """``rm.nemo``, whose contract allows 8192 tokens, and its ``export/``."""
 
     def make(folder: Path) -> None:
         long = {"max_position_embeddings": 8192, "num_hidden_layers": 2}
@@ -150,7 +150,7 @@ def test_rewardbench_verdicts_on_its_default_data_set(
 
     parts = core_parts(PAIRS)
     scorer = load_scorer(tiny_model / "rm.nemo", layout, micro_batch_tokens=8192)
-    # The command's default data set, from a local folder.
+    # The command's default data set, read from a local folder.
     rows = [
         {"id": number, "subset": subset, **value}
         for subset, part in parts.items()
@@ -169,7 +169,7 @@ def test_rewardbench_verdicts_on_its_default_data_set(
         assert ours.rows[-1].value == pytest.approx(figures[subset])
     assert 0 < np.mean(list(figures.values())) < 1
 
-    # The one cause of another verdict: the command never cuts a text, a contract may.
+    # The only cause of a different verdict: the command never truncates, and a contract may.
     contract = dataclasses.replace(scorer.contract, seq_length=512, overlong="truncate_left")
     tokenizer = load_tokenizer(tiny_model / "export")
     cuts = RewardScorer(scorer.model, contract, tokenizer, layout, 8192)

@@ -1,7 +1,7 @@
-"""Run in an environment with TRL: what GRPOTrainer makes of an export.
+"""The rewards that TRL's GRPOTrainer gets from an export; run in an environment with TRL.
 
 ``trl_rewards.py EXPORT POLICY CONVERSATIONS`` prints the rewards of the conversations, each a list
-of messages, the last of which is the reply.
+of messages whose last one is the reply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(export: str, policy: str, conversations: str) -> None:
         trainer = GRPOTrainer(
             model=policy,
             reward_funcs=export,
-            # In bf16, its default, rewards would be rounded.
+            # In bf16, the default, rewards would be rounded.
             args=GRPOConfig(output_dir=work, use_cpu=True, bf16=False, report_to=[]),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
         )

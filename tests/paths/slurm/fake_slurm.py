@@ -1,11 +1,10 @@
-"""What scripts use of Slurm, on this machine: ``fake_slurm.py sbatch|srun|scontrol ARGUMENTS``.
+"""The parts of Slurm that the scripts use: ``fake_slurm.py sbatch|srun|scontrol ARGUMENTS``.
 
-``sbatch`` runs a job, a copy of its script, until it has ended and was not put into the queue
-again; a job of an array after the other. Where ``FAKE_SLURM_TIME_IS_UP=FILE:LINES`` is set, its
-signal is sent when it runs for the first time, as soon as FILE has so many lines. Where
-``FAKE_SLURM_PREEMPTED=FILE:LINES`` is, it is killed when it runs for the second time, and put into
-the queue. Nodes have the names of ``FAKE_SLURM_NODELIST``. What a job was told lies in
-``FAKE_SLURM_FOLDER``.
+``sbatch`` runs a copy of the script until it has ended without being requeued; jobs of an array run
+one after the other. With ``FAKE_SLURM_TIME_IS_UP=FILE:LINES`` the job's signal is sent in its first
+run as soon as FILE has that many lines. With ``FAKE_SLURM_PREEMPTED=FILE:LINES`` the job is killed
+in its second run and requeued. ``FAKE_SLURM_NODELIST`` has the names of the nodes. What each job
+was told is written to ``FAKE_SLURM_FOLDER``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def submit(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     lines = options.script.read_text().splitlines()
     header = [line.split()[1] for line in lines if line.startswith("#SBATCH ")]
-    # The command line wins.
+    # The command line takes precedence.
     options = parser.parse_args([*header, *arguments])
     first, _, last = (options.array or "0-0").partition("-")
     tasks = range(int(first), int(last or first) + 1)
@@ -102,7 +101,7 @@ def wait(job: subprocess.Popen[bytes], order: str, restarts: int, requeued: Path
 
 
 def has_come(variable: str) -> Callable[[], bool]:
-    """Whether the file that a variable names has as many lines as it says."""
+    """Whether the file that a variable names has as many lines as the variable says."""
     file, _, count = os.environ.get(variable, "").rpartition(":")
     path = Path(file)
     return lambda: bool(file) and path.is_file() and path.read_text().count("\n") >= int(count)

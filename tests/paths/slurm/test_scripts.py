@@ -1,4 +1,4 @@
-"""The scripts for Slurm, on a stand-in for it: ranks, the end of a job's time, arrays."""
+"""The Slurm scripts with a stand-in for Slurm: ranks, a job's time limit, arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import tiny
 
 SLURM = tiny.ROOT / "scripts/slurm"
 SHELL = [*tiny.ROOT.glob("scripts/*.sh"), *SLURM.iterdir(), tiny.ROOT / ".ci/run"]
-# A task that notes how it was started, and does as FAKE_TASK says.
+# A task that records how it was started and acts as FAKE_TASK says.
 TASK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -40,7 +40,7 @@ sys.exit(int(os.environ.get("FAKE_TASK_CODE", "0")))
 
 
 class FakeSlurm:
-    """A folder to submit from, with the scripts, and Slurm's programs on the path."""
+    """A folder to submit from, with the scripts and with Slurm's programs on the path."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._programs = folder, folder / "programs"
@@ -81,7 +81,7 @@ class FakeSlurm:
         )
 
     def tasks(self) -> list[dict[str, Any]]:
-        """What every task was given, in the order of jobs and ranks."""
+        """The records of all tasks, in the order of jobs and ranks."""
         lines = [json.loads(line) for line in (self.folder / "tasks").read_text().splitlines()]
         return sorted(lines, key=lambda line: rank_and_job(line["environment"]))
 
@@ -96,7 +96,7 @@ def rank_and_job(environment: dict[str, str]) -> tuple[int, int, int]:
 
 
 def job_with_free_port() -> int:
-    """The number of a job whose ranks meet on a port that nobody has."""
+    """The number of a job whose ranks meet on a free port."""
     while True:
         job = random.SystemRandom().randint(1, 10**6)
         with closing(socket.socket()) as probe:
@@ -161,7 +161,7 @@ def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> Non
 @pytest.mark.parametrize(
     ("asked", "code", "starts"),
     [
-        # There is something left to do; the model was written in time; an error while it saved.
+        # In turn: steps are left; the model was written in time; an error during the save.
         ("138", 0, 2),
         ("0", 0, 1),
         ("1", 1, 1),
@@ -170,7 +170,7 @@ def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> Non
 def test_job_whose_time_is_up_goes_on_where_something_is_left(
     slurm: FakeSlurm, order: str, code: int, starts: int
 ) -> None:
-    """And ends with an error of a task."""
+    """A task's error also ends the job."""
     slurm.add_fake_task()
     done = slurm.sbatch(
         "--ntasks-per-node=1",
@@ -182,7 +182,7 @@ def test_job_whose_time_is_up_goes_on_where_something_is_left(
     assert ("goes back into the queue" in slurm.log()) == (starts == 2)
     if order == "1":
         failed = slurm.sbatch("scripts/slurm/train_on_one_node.sbatch", FAKE_TASK_CODE="1")
-        assert failed.returncode in (1, 143)  # which of them comes first is a matter of luck
+        assert failed.returncode in (1, 143)  # which of them comes first is random
 
 
 def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
@@ -223,13 +223,13 @@ def test_job_that_is_stopped_and_preempted_ends_as_one_that_was_not(
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    """The files of the newest checkpoint's tensors, byte by byte."""
+    """The files with tensors of the newest checkpoint, as bytes."""
     state = max((folder / "checkpoints").glob("step_*")) / "state"
     return {path.name: path.read_bytes() for path in sorted(state.glob("*.distcp"))}
 
 
 def numbers(folder: Path) -> dict[tuple[int, str], float | None]:
-    """By step and name what was logged, without times."""
+    """The logged metrics by step and name, without times."""
     return {
         (row["step"], name): value
         for row in read_metrics(folder / "metrics.jsonl")

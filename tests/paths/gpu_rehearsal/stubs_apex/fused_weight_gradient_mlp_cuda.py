@@ -1,4 +1,4 @@
-"""Apex's kernel that adds a weight's gradient to a buffer: what it asks for, and its sum."""
+"""A stand-in for Apex's kernel that adds a weight's gradient to a buffer, with its checks."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,7 @@
-"""TransformerEngine's signatures (2.7 to 2.20), and torch's arithmetic: to hold calls against them.
+"""A stand-in for TransformerEngine (2.7 to 2.20): its signatures, computed by torch.
 
-What megatron-core imports, and no model of this project uses, is a name without content.
+It checks how this project calls it. Names that megatron-core imports but no model of this project
+uses are empty.
 """
 
 import sys
@@ -34,7 +35,7 @@ class FP8GlobalStateManager:
 
 
 def _module(name: str) -> ModuleType:
-    """The module ``name``, and those around it, made where they are not there."""
+    """The module ``name``; it and its parents are made if they do not exist."""
     if name not in sys.modules:
         around, _, last_name = name.rpartition(".")
         sys.modules[name] = module = ModuleType(name)

@@ -1,4 +1,4 @@
-"""Linear layers with their norms, split by tensor parallelism; norms alone."""
+"""Linear layers with and without a norm, split by tensor parallelism, and norms."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ += ["RMSNorm", "optimizers"]
 
 
 class _Product(torch.autograd.Function):
-    """Its weight's gradient is added to ``main_grad``, if TE is to fuse that."""
+    """A matmul that adds the weight's gradient to ``main_grad`` if TE is told to fuse that."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool) -> Tensor:
@@ -39,7 +39,7 @@ class _Product(torch.autograd.Function):
         return grad @ weight, to_weight, rows.sum(0) if ctx.has_bias else None, None
 
 
-# What both kinds of layers take, and nothing here comes of.
+# Options that both kinds of layers accept and that have no effect here.
 _TAKEN = {
     "get_rng_state_tracker", "init_method", "return_bias", "parameters_split", "ub_overlap_ag",
     "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name",
@@ -48,7 +48,7 @@ _TAKEN = {
 
 
 class _Linear(TransformerEngineBaseModule):
-    """What both kinds have in common; megatron-core's own functions move what ranks share."""
+    """The common base of both linear layers; megatron-core's functions do the communication."""
 
     taken = _TAKEN
 

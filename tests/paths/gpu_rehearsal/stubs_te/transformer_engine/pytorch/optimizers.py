@@ -1,4 +1,4 @@
-"""FusedAdam with TransformerEngine's own state: steps by group, moments by parameter."""
+"""FusedAdam with TransformerEngine's state: steps by group, moments by parameter."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "eps": eps, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As TransformerEngine's: the moments are made anew, where the parameters are."""
+        """Create the moments anew on the parameters' devices, as TransformerEngine does."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""What TransformerEngine's modules have in common."""
+"""The base class of TransformerEngine's modules."""
 
 from typing import Any
 
