@@ -7,7 +7,7 @@ long-tailed frequency distribution, and trains a BPE tokenizer of 16,384 tokens 
 ``--tokenizer`` names a folder. The first start tokenizes the file, the second one maps the existing
 token cache; each is a process that runs from the settings to the packs of the first step.
 
-"a rank" is memory that belongs to that process alone (anonymous, by /proc/self/smaps_rollup).
+"a rank" is memory that only that process has (anonymous, by /proc/self/smaps_rollup).
 "indexing" is an upper bound for all processes of the first start: the peak of the main process,
 mapped files included, plus the largest peak of a worker times the number of workers. A step has 512
 records in packs of 8,192 tokens.

@@ -240,7 +240,7 @@ PARTS = (
     ),
     Part(
         "invariance",
-        "rewards in other company: bits that change, and what it costs that none does",
+        "rewards that depend on the batch, and what batch invariance costs",
         60,
         _comparison_command("invariance", "invariance.py"),
         read_benchmark,

@@ -81,8 +81,8 @@ def _measure(
 ) -> list[dict[str, Any]]:
     rng = random.Random(0)
     clients = Clients()
-    alone: dict[str, list[Load]] = {name: [] for name in routes}
-    busy: dict[str, list[Load]] = {name: [] for name in routes}
+    one_client: dict[str, list[Load]] = {name: [] for name in routes}
+    many_clients: dict[str, list[Load]] = {name: [] for name in routes}
 
     def put(name: str, token_lists: Sequence[list[int]], at_once: int) -> Load:
         url, ask = routes[name]
@@ -96,13 +96,16 @@ def _measure(
             # Send all texts once before timing: the first request of a text cannot use the cache.
             texts = _draw_texts(rng, arguments.requests)
             put(DIRECT, texts, arguments.clients)
-            for loads, at_once, atol in ((alone, 1, 0.0), (busy, arguments.clients, _ATOL)):
+            for loads, at_once, atol in (
+                (one_client, 1, 0.0),
+                (many_clients, arguments.clients, _ATOL),
+            ):
                 for name in routes:
                     loads[name].append(put(name, texts, at_once))
                 _check_rewards([loads[name][-1] for name in routes], atol)
     finally:
         clients.close()
-    return [_summarize_route(name, alone, busy, arguments.clients) for name in routes]
+    return [_summarize_route(name, one_client, many_clients, arguments.clients) for name in routes]
 
 
 def _draw_texts(rng: random.Random, count: int) -> list[list[int]]:
@@ -125,26 +128,26 @@ def _check_rewards(loads: Sequence[Load], atol: float) -> None:
 
 
 def _read_rewards(load: Load) -> np.ndarray:
-    if load.refused:
-        raise WorkerFailed(f"{load.refused} requests have no reward: {load.messages[:1]}")
+    if load.rejected:
+        raise WorkerFailed(f"{load.rejected} requests have no reward: {load.messages[:1]}")
     return np.array(load.rewards, dtype=np.float32)
 
 
 def _summarize_route(
-    name: str, alone: dict[str, list[Load]], busy: dict[str, list[Load]], at_once: int
+    name: str, one_client: dict[str, list[Load]], many_clients: dict[str, list[Load]], at_once: int
 ) -> dict[str, Any]:
     added = [
         percentile([load], 50) - percentile([direct], 50)
-        for load, direct in zip(alone[name], alone[DIRECT], strict=True)
+        for load, direct in zip(one_client[name], one_client[DIRECT], strict=True)
     ]
     return {
         "route": name,
-        "p50 ms": percentile(alone[name], 50) * 1000,
-        "p99 ms": percentile(alone[name], 99) * 1000,
+        "p50 ms": percentile(one_client[name], 50) * 1000,
+        "p99 ms": percentile(one_client[name], 99) * 1000,
         "added ms": median(added) * 1000,
         "most added ms": max(added) * 1000,
         f"requests/s, {at_once} clients": median(
-            len(load.waited) / load.seconds for load in busy[name]
+            len(load.waited) / load.seconds for load in many_clients[name]
         ),
     }
 

@@ -4,7 +4,7 @@
 
 The same reward model scores both replies of ``--pairs`` pairs in fp32, and in bf16 as servers do;
 then with one more or one fewer of its parts in fp32. "mean, same weights" compares with fp32
-computed on the bf16 weights, so it shows the error of computing alone.
+computed on the bf16 weights, so it shows only the error of computing.
 
 Roundings are random, but the same for all replies that share a prefix. Each of ``--draws``
 therefore multiplies whatever is added to the residual stream by a factor that the norms cancel: all

@@ -219,16 +219,16 @@ def _compare_work(
             )
             difference = max(difference, largest)
     is_whole = len(their_seconds) == turns
-    alone = None
+    products_speed = None
     if products is not None:
-        alone = len(work.token_lists) / products.seconds(
+        products_speed = len(work.token_lists) / products.seconds(
             (scorers.usual.computed() - computed_before) // turns
         )
     rows = []
     for name, seconds in our_seconds.items():
         ratio = median_of_ratios(seconds, their_seconds) if is_whole else None
         speed = _speed_columns(work, "nemo_aligner", name, seconds)
-        rows.append({**speed, "products alone": alone, _DIFFERENCE: "", _FASTER: ratio})
+        rows.append({**speed, "products alone": products_speed, _DIFFERENCE: "", _FASTER: ratio})
     batched = f"batch {batch}" if peer.has_batches else ""
     theirs = _speed_columns(work, peer.name, batched, their_seconds if is_whole else [])
     largest_difference = difference if is_whole else None

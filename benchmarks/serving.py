@@ -231,15 +231,18 @@ def _compare_work(
             load = contestants.ask(name, requests.token_lists, work.clients, limit)
             if load is not None:
                 loads[name].append(load)
-    alone = median(
+    products_speed = median(
         len(requests.token_lists) / sum(map(products.seconds, requests.new_tokens))
         for requests in drawn
     )
-    return make_rows(work, drawn, loads, alone)
+    return make_rows(work, drawn, loads, products_speed)
 
 
 def make_rows(
-    work: Work, drawn: Sequence[Requests], loads: Mapping[str, Sequence[Load]], alone: float
+    work: Work,
+    drawn: Sequence[Requests],
+    loads: Mapping[str, Sequence[Load]],
+    products_speed: float,
 ) -> list[dict[str, Any]]:
     """A row for each server, with dashes if it did not answer in every turn."""
     ours = [load.seconds for load in loads[OURS]]
@@ -257,7 +260,7 @@ def make_rows(
                 "itself ms": _own_milliseconds(answered)
                 if work.clients == 1 and name in OUR_SERVERS
                 else "",
-                "products alone": alone if name == OURS else "",
+                "products alone": products_speed if name == OURS else "",
                 "ours is faster by": "" if name == OURS else ratio,
             }
         )
@@ -369,7 +372,7 @@ class Pairs:
     def __init__(self, data: Path, encode: Callable[[Any], list[int]]) -> None:
         self._data = data
         self._encode = encode
-        self._records = self._read()
+        self._records = self._read_pairs()
 
     def take(self, count: int) -> list[list[int]]:
         """The next ``count`` sequences; the two replies of a pair follow each other."""
@@ -381,7 +384,7 @@ class Pairs:
             token_lists += [self._encode(text) for text in record.texts]
         return token_lists[:count]
 
-    def _read(self) -> Iterator[Any]:
+    def _read_pairs(self) -> Iterator[Any]:
         from nemo_aligner.config.common import RecordKind
         from nemo_aligner.data.readers import ReaderConfig, read_records
 

@@ -125,7 +125,7 @@ class Load:
     computed: float | None = None
 
     @property
-    def refused(self) -> int:
+    def rejected(self) -> int:
         """Number of requests without a reward."""
         return sum(status != 200 for status in self.statuses)
 
@@ -278,9 +278,9 @@ class Contestants:
             load = self._clients.put(url, requests, clients, limit_s, len(requests))
             if recipe.is_ours:
                 load = replace(load, computed=computed_seconds(url) - seconds_before)
-            if load.refused:
+            if load.rejected:
                 message = load.messages[0] if load.messages else f"no answer within {limit_s:g} s"
-                raise WorkerFailed(f"{load.refused} requests have no reward: {message}")
+                raise WorkerFailed(f"{load.rejected} requests have no reward: {message}")
         except WorkerFailed as error:
             if recipe.is_ours:
                 raise WorkerFailed(f"{error}\nits log: {log}") from None

@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         [rng.randrange(100, 250) for _ in range(LENGTH)]
         for _ in range(_WARM_UP + _limit_count(count))
     ]
-    alone = forward_seconds(model, token_lists[:_FORWARDS])
+    forward = forward_seconds(model, token_lists[:_FORWARDS])
     recipe = Recipe("nemo_aligner", model, 1, tuple(arguments.server))
     server, url = recipe.start(work / "tiny.log")
     clients = Clients()
@@ -64,7 +64,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     try:
         tokens = [TestRequest(recipe.request(ids), 1) for ids in token_lists]
         put(tokens[:_WARM_UP], 1, _WARM_UP)
-        content = {"latency": [_summarize_latency(put(tokens[_WARM_UP:], 1, count), alone)]}
+        content = {"latency": [_summarize_latency(put(tokens[_WARM_UP:], 1, count), forward)]}
         print(f"\n{render(content['latency'])}", flush=True)
         content["traffic"] = _measure_traffic(put, count)
         print(f"\n{render(content['traffic'])}", flush=True)
@@ -115,15 +115,15 @@ def check(asks: Sequence[TestRequest], load: Load) -> Load:
     return load
 
 
-def _summarize_latency(load: Load, alone: float) -> dict[str, Any]:
+def _summarize_latency(load: Load, forward: float) -> dict[str, Any]:
     p50 = percentile([load], 50) * 1000
     return {
         "one client": f"{len(load.waited)} requests",
         "p50 ms": p50,
         "p99 ms": percentile([load], 99) * 1000,
         "max ms": percentile([load], 100) * 1000,
-        "forward ms": alone * 1000,
-        "overhead ms": p50 - alone * 1000,
+        "forward ms": forward * 1000,
+        "overhead ms": p50 - forward * 1000,
     }
 
 

@@ -107,7 +107,7 @@ def test_every_server_is_asked_and_understood(server: FakeServer) -> None:
     ]
     load = put(load_of(server.url) | {"requests": requests, "count": 6})
     assert load.rewards == [[3.0], [9.0], [3.0], [3.0], [3.0], [9.0]]
-    assert load.refused == 0
+    assert load.rejected == 0
     paths = ["/v2/models/reward_model/infer", "/classify", "/v1/rewards", "/classify"]
     assert server.asked == [*paths, *paths[:2]]
 
@@ -143,7 +143,7 @@ def test_what_is_refused_or_late_or_unreachable_has_no_reward(server: FakeServer
     assert (load.statuses, load.rewards, load.messages) == ([400, 200], [None, [1.0]], ["no nines"])
     load = put(load_of(server.url, [1], [8], [1], limit_s=0.3))
     assert load.statuses == [200, None, None]
-    assert load.refused == 2
+    assert load.rejected == 2
     load = put(load_of("http://127.0.0.1:9", [1]))
     assert load.statuses == [0]
     assert "Cannot connect" in load.messages[0]

@@ -83,10 +83,10 @@ def _copy(source: Path, target: Path) -> None:
 def _write_data(folder: Path) -> None:
     for seed, name in enumerate(OF_PAIRS):
         path = tiny.write_pairs(folder / f"{name}.jsonl", PAIRS, seed)
-        _write(path, [{**pair, "label_margin": 1.0} for pair in _read(path)])
+        _write(path, [{**pair, "label_margin": 1.0} for pair in read_rows(path)])
     tiny.write_ratings(folder / "ratings.jsonl", PAIRS, ("helpfulness", "verbosity"))
     _write(folder / "rewardbench.jsonl", [find_task("rewardbench").sample] * 2)
-    pairs, heldout = _read(folder / "pairs.jsonl"), _read(folder / "heldout.jsonl")
+    pairs, heldout = read_rows(folder / "pairs.jsonl"), read_rows(folder / "heldout.jsonl")
     keys = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     _write(folder / "questions.jsonl", [{keys[key]: pair[key] for key in keys} for pair in pairs])
     _write(folder / "helpful-base-test.jsonl.gz", [_as_hh(pair) for pair in pairs])
@@ -115,7 +115,7 @@ def _answers(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

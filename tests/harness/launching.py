@@ -63,11 +63,11 @@ class PreparedRank:
 
     def begun(self) -> None:
         """Wait until the script of the last job has begun."""
-        self._script = self._read()["pid"]
+        self._script = self._read_answer()["pid"]
 
     def returncode(self) -> int:
         """Wait until the script has ended; return its exit code."""
-        return self._read()["returncode"]
+        return self._read_answer()["returncode"]
 
     def stop(self, order: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended since
@@ -81,7 +81,7 @@ class PreparedRank:
         self._process.wait()
         self._process.stdout.close()
 
-    def _read(self) -> dict[str, int]:
+    def _read_answer(self) -> dict[str, int]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
