@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,20 @@ VAGUE_NAMES = {
     "beside": "what is next to it",
 }
 MAX_VAGUE_NAMES = 1743
+# Functions whose name is one of these words, or one participle: they need a verb and its object.
+VAGUE_FUNCTIONS = {
+    "read",
+    "row",
+    "rows",
+    "shown",
+    "written",
+    "said",
+    "told",
+    "kept",
+    "made",
+    "taken",
+}
+MAX_VAGUE_FUNCTIONS = 206
 # Test files outside tests/paths and tests/harness that are not named for a module.
 MAX_TESTS_WITHOUT_MODULE = 106
 TREES = {
@@ -146,6 +161,20 @@ def test_names_say_what_a_value_is() -> None:
     ]
     listed = "\n".join(vague)
     assert len(vague) <= MAX_VAGUE_NAMES, f"{listed}\n{len(vague)} names, {MAX_VAGUE_NAMES} allowed"
+
+
+def test_functions_are_named_by_a_verb_and_its_object() -> None:
+    """Properties are not functions: they may be adjectives."""
+    vague = [
+        f"{name_of(path)}:{node.lineno}: {node.name}: write a verb and its object"
+        for path in FILES
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and (node.name.strip("_") in VAGUE_FUNCTIONS or re.fullmatch(r"_?[a-z]+ed", node.name))
+    ]
+    listed, allowed = "\n".join(vague), MAX_VAGUE_FUNCTIONS
+    assert len(vague) <= allowed, f"{listed}\n{len(vague)} functions, {allowed} allowed"
 
 
 def test_tests_are_named_for_modules() -> None:
