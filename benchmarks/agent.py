@@ -112,7 +112,7 @@ def make_rows(loads: dict[str, list[Load]], turns: int) -> list[dict[str, Any]]:
     rows = []
     for turn in range(turns):
         seconds = {
-            name: median(load.waited[turn] or 0.0 for load in server_loads)
+            name: median(load.latencies[turn] or 0.0 for load in server_loads)
             for name, server_loads in loads.items()
             if server_loads
         }

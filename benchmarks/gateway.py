@@ -147,7 +147,7 @@ def _summarize_route(
         "added ms": median(added) * 1000,
         "most added ms": max(added) * 1000,
         f"requests/s, {at_once} clients": median(
-            len(load.waited) / load.seconds for load in many_clients[name]
+            len(load.latencies) / load.seconds for load in many_clients[name]
         ),
     }
 

@@ -68,7 +68,7 @@ async def send_load(load: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "statuses": [None if reply is None else reply.status for reply in replies],
-        "waited": [None if reply is None else reply.seconds for reply in replies],
+        "latencies": [None if reply is None else reply.seconds for reply in replies],
         "rewards": [None if reply is None else read_rewards(reply) for reply in replies],
         "messages": [
             reply.body.decode(errors="replace")[:200]

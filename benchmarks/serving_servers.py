@@ -112,14 +112,14 @@ class Load:
 
     Attributes:
         seconds: of the whole load.
-        waited: seconds until each answer; None where it did not come in time.
+        latencies: seconds until each answer; None where it did not come in time.
         messages: errors of up to ten requests.
         computed: seconds of forward passes meanwhile, of our servers only.
     """
 
     seconds: float
     statuses: list[int | None]
-    waiting_seconds: list[float | None]
+    latencies: list[float | None]
     rewards: list[list[float] | None]
     messages: list[str]
     computed: float | None = None
@@ -132,7 +132,7 @@ class Load:
 
 def waiting_seconds(loads: Sequence[Load]) -> list[float]:
     """Seconds of all requests that were answered."""
-    return [seconds for load in loads for seconds in load.waited if seconds is not None]
+    return [seconds for load in loads for seconds in load.latencies if seconds is not None]
 
 
 def percentile(loads: Sequence[Load], percent: float) -> float:

@@ -118,7 +118,7 @@ def check(asks: Sequence[TestRequest], load: Load) -> Load:
 def _summarize_latency(load: Load, forward: float) -> dict[str, Any]:
     p50 = percentile([load], 50) * 1000
     return {
-        "one client": f"{len(load.waited)} requests",
+        "one client": f"{len(load.latencies)} requests",
         "p50 ms": p50,
         "p99 ms": percentile([load], 99) * 1000,
         "max ms": percentile([load], 100) * 1000,

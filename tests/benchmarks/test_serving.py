@@ -135,7 +135,7 @@ def test_so_many_clients_ask_at_once(server: FakeServer) -> None:
     load = put(load_of(server.url, *([[1]] * 24), clients=8))
     assert server.most_at_once == 8
     assert load.statuses == [200] * 24
-    assert all(0.02 <= seconds <= load.seconds for seconds in load.waited)
+    assert all(0.02 <= seconds <= load.seconds for seconds in load.latencies)
 
 
 def test_what_is_refused_or_late_or_unreachable_has_no_reward(server: FakeServer) -> None:
