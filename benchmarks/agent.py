@@ -1,12 +1,12 @@
-"""The time of an agent's k-th turn: its dialogue so far, with a reward for each of its turns.
+"""Latency of an agent's k-th turn: its dialogue so far, with a reward for each of its turns.
 
     python benchmarks/agent.py --model SmolLM2-135M-Instruct.gguf --vllm-python vllm/bin/python
 
-A dialogue grows by a tool's message and a reply, and after each reply all of it is sent again, as
-``messages`` to ``/pooling`` with ``token_classify``: to ours, with its prefix cache and without, by
-the gateway, and to vLLM, which serves the folder that ``nemo-aligner export`` writes and turns its
-cache off for this task. One client, fp32 on the CPU, a random head. The servers take turns at every
-dialogue, and a time is the median over the dialogues.
+A dialogue grows by a tool's message and a reply. After each reply the whole dialogue is sent as
+``messages`` to ``/pooling`` with ``token_classify``: through the gateway to our server with and
+without its prefix cache, and to vLLM, which serves the folder that ``nemo-aligner export`` writes
+and turns its own cache off for this task. One client, fp32 on the CPU, a random head. The servers
+take turns at every dialogue; a time is the median over the dialogues.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from serving_model import WORDS, export, prepare_reward_model
 from serving_servers import Clients, Contestants, Load, Recipe, Server, start_gateway
 
 OURS, UNCACHED, VLLM = "nemo_aligner", "nemo_aligner without cache", "vLLM"
-TOLD, SAID = 70, 40  # words of a tool's message, and of a reply
+TOOL_WORDS, REPLY_WORDS = 70, 40  # words of a tool's message, and of a reply
 _REST_S = 1.0
 
 Dialogue = list[dict[str, str]]
 
 
 class WithGateway:
-    """A server of ours and the gateway before it."""
+    """One of our servers and the gateway in front of it."""
 
     def __init__(self, server: Server, gateway: Server) -> None:
         self._both = (gateway, server)
 
     def stop(self) -> None:
-        for each in self._both:
-            each.stop()
+        for process in self._both:
+            process.stop()
 
 
 @dataclass(frozen=True)
 class TurnRecipe(Recipe):
-    """A server that is asked for the rewards of turns."""
+    """A server whose requests ask for the reward of every turn of a dialogue."""
 
     def start(self, log: Path) -> tuple[Any, str]:
         server, url = super().start(log)
@@ -67,26 +67,26 @@ class TurnRecipe(Recipe):
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the servers, too
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     model = prepare_reward_model(arguments.model, work, reads="turns")
     clients = Clients()
-    contestants = Contestants(_recipes(arguments, model, work), work, clients, _REST_S)
+    contestants = Contestants(_make_recipes(arguments, model, work), work, clients, _REST_S)
     loads: dict[str, list[Load]] = {OURS: [], UNCACHED: [], VLLM: []}
     rng = random.Random(0)
     try:
         for number in range(arguments.dialogues + 1):
-            grown = grow(rng, arguments.turns)
+            grown = make_dialogue(rng, arguments.turns)
             for name in loads:
                 load = contestants.ask(name, grown, 1, arguments.limit)
-                # The first dialogue warms them up.
+                # The first dialogue only warms up the servers.
                 if load is not None and number > 0:
                     loads[name].append(load)
     finally:
         contestants.close()
         clients.close()
-    rows, difference = rows_of(loads, arguments.turns), largest_difference(loads)
+    rows, difference = make_rows(loads, arguments.turns), largest_difference(loads)
     print(f"\n{render(rows)}\n\nthe largest difference of a reward: {difference:.1e}")
     for name, failure in contestants.failures.items():
         print(f"\n{name}: {failure}")
@@ -95,44 +95,51 @@ def main() -> None:
     write_json(arguments.output, {**about, "rows": rows, "difference": difference})
 
 
-def grow(rng: random.Random, turns: int) -> list[Any]:
-    """A dialogue up to its first reply, its second, ... up to that of ``turns``."""
+def make_dialogue(rng: random.Random, turns: int) -> list[Any]:
+    """A random dialogue, cut after its first reply, after its second, ... after its last."""
     words = WORDS.split()
-    said: Dialogue = []
-    grown = []
+    dialogue: Dialogue = []
+    prefixes = []
     for _ in range(turns):
-        for role, count in (("user", TOLD), ("assistant", SAID)):
-            said.append({"role": role, "content": " ".join(rng.choices(words, k=count))})
-        grown.append(list(said))
-    return grown
+        for role, count in (("user", TOOL_WORDS), ("assistant", REPLY_WORDS)):
+            dialogue.append({"role": role, "content": " ".join(rng.choices(words, k=count))})
+        prefixes.append(list(dialogue))
+    return prefixes
 
 
-def rows_of(loads: dict[str, list[Load]], turns: int) -> list[dict[str, Any]]:
-    """A row for each turn: seconds of each server, and how many times ours is faster."""
+def make_rows(loads: dict[str, list[Load]], turns: int) -> list[dict[str, Any]]:
+    """A row for each turn: median seconds of each server, and their ratios to ours."""
     rows = []
     for turn in range(turns):
         seconds = {
-            name: median(load.waited[turn] or 0.0 for load in found)
-            for name, found in loads.items()
-            if found
+            name: median(load.latencies[turn] or 0.0 for load in server_loads)
+            for name, server_loads in loads.items()
+            if server_loads
         }
         faster = {
-            f"{name} / ours": each / seconds[OURS] for name, each in seconds.items() if name != OURS
+            f"{name} / ours": server_seconds / seconds[OURS]
+            for name, server_seconds in seconds.items()
+            if name != OURS
         }
         rows.append({"turn": turn + 1, **{f"{k}, s": v for k, v in seconds.items()}, **faster})
     return rows
 
 
 def largest_difference(loads: dict[str, list[Load]]) -> float:
-    """Of the reward of a dialogue's last turn, between ours and any other server."""
-    found = {
-        name: np.array([load.rewards for load in each]) for name, each in loads.items() if each
+    """Largest difference in the reward of a last turn between our server and any other."""
+    rewards = {
+        name: np.array([load.rewards for load in server_rewards])
+        for name, server_rewards in loads.items()
+        if server_rewards
     }
-    ours = found.pop(OURS)
-    return max((float(np.abs(ours - each).max()) for each in found.values()), default=0.0)
+    ours = rewards.pop(OURS)
+    return max(
+        (float(np.abs(ours - server_rewards).max()) for server_rewards in rewards.values()),
+        default=0.0,
+    )
 
 
-def _recipes(arguments: argparse.Namespace, model: Path, work: Path) -> Sequence[Recipe]:
+def _make_recipes(arguments: argparse.Namespace, model: Path, work: Path) -> Sequence[Recipe]:
     threads = arguments.threads
     ours = [
         TurnRecipe(OURS, model, threads),
@@ -149,7 +156,7 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
-    parser.add_argument("--vllm-python", help="with vLLM; default: vLLM is left out")
+    parser.add_argument("--vllm-python", help="with vLLM; default: skip vLLM")
     parser.add_argument("--turns", type=int, default=8, help="of a dialogue (default 8)")
     parser.add_argument("--dialogues", type=int, default=5, help="(default 5)")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")

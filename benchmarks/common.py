@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: the same weights in both forms, processes, and a table."""
+"""Shared by the benchmarks: devices, model conversion, worker processes, tables and clocks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_device(name: str | None) -> str:
-    """Make this process, and those it starts, compute on ``name``; None is what the machine has.
+    """Make this process and its children compute on ``name``; None takes a GPU if there is one.
 
-    Called before torch looks for a GPU: "cpu" hides them all.
+    It must be called before torch looks for a GPU: "cpu" hides all GPUs.
     """
     if name == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    if name is not None and name != found:
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    if name is not None and name != available:
         sys.exit(f"--device: got {name}, wanted cpu: torch finds no GPU here")
-    return found
+    return available
 
 
 def prepare_model(source: Path, folder: Path) -> tuple[Path, Path]:
-    """``source`` (GGUF, or a Hugging Face folder) as a Hugging Face folder and as a ``.nemo``."""
+    """Convert ``source``, a GGUF file or a Hugging Face folder, in ``folder``.
+
+    Returns the Hugging Face folder and the ``.nemo`` file, which have the same weights.
+    """
     if source.suffix == ".gguf":
         require("accelerate", "gguf")
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,21 +62,21 @@ def prepare_model(source: Path, folder: Path) -> tuple[Path, Path]:
 def _unpack_gguf(source: Path, hf: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
-    # Its weights are plain numbers by now, but it would not save what was once quantized.
+    location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(**location, dtype="float32")
+    # The weights are dequantized by now, but save_pretrained refuses a model marked as quantized.
     del model.hf_quantizer
     del model.config.quantization_config
     model.save_pretrained(hf)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(hf)
+    AutoTokenizer.from_pretrained(**location).save_pretrained(hf)
 
 
 class WorkerFailed(Exception):
-    """A process that a benchmark started ended without a result; the message says how."""
+    """A worker process ended without a result; the message has its exit and its last output."""
 
 
 def require(*modules: str, python: str = sys.executable) -> None:
-    """End this benchmark with one line where ``python`` lacks a module that it needs."""
+    """Exit with a one-line message if the interpreter ``python`` lacks one of ``modules``."""
     try:
         missing = lacking(*modules, python=python)
     except OSError as error:
@@ -86,10 +89,10 @@ def require(*modules: str, python: str = sys.executable) -> None:
 
 
 def lacking(*modules: str, python: str = sys.executable) -> list[str]:
-    """Which of these modules ``python`` lacks.
+    """The ``modules`` that the interpreter ``python`` cannot import.
 
     Raises:
-        OSError: it cannot be run.
+        OSError: the interpreter cannot be run.
     """
     program = (
         "import sys; from importlib.util import find_spec; "
@@ -108,10 +111,12 @@ def run_worker(
     python: str = sys.executable,
     ranks: int = 1,
 ) -> dict[str, Any]:
-    """Run ``script`` as its worker ``role`` (see ``start``); torchrun starts several ranks.
+    """Run ``script`` in a process as its worker ``role`` (see ``start``) and return its result.
+
+    With ``ranks`` above 1, torchrun starts the processes.
 
     Raises:
-        WorkerFailed: it ended without a result.
+        WorkerFailed: the process ended without a result.
     """
     command = [python]
     if ranks > 1:
@@ -127,15 +132,15 @@ def run_worker(
 
 
 def start(main: Callable[[], None], **workers: Callable[[Any], object]) -> None:
-    """Run a benchmark or, in a process that ``run_worker`` started, its worker.
+    """Run a benchmark's ``main`` or, in a process that ``run_worker`` started, one of ``workers``.
 
-    A worker gets the job, and returns the result: None on all ranks but one.
+    A worker takes the job and returns the result; all ranks but one return None.
     """
     role, job = [*sys.argv[1:3], "", ""][:2]
     if role in workers:
-        found = workers[role](json.loads(job))
-        if found is not None:
-            print(json.dumps(found))
+        result = workers[role](json.loads(job))
+        if result is not None:
+            print(json.dumps(result))
         return
     try:
         main()
@@ -144,10 +149,10 @@ def start(main: Callable[[], None], **workers: Callable[[Any], object]) -> None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """That of a process which a benchmark starts."""
+    """Environment variables of a process that a benchmark starts."""
     return {
         **os.environ,
-        # What was given stays: packages may lie beside the environment's.
+        # The caller's PYTHONPATH stays in effect: it may name folders with more packages.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -155,7 +160,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def how_it_ended(returncode: int) -> str:
-    """How a process has ended, by the exit status that its parent is told."""
+    """Describe how a process ended, from the ``returncode`` of ``subprocess``."""
     if returncode >= 0:
         return f"it ended with exit status {returncode}"
     name = signal.Signals(-returncode).name
@@ -164,7 +169,7 @@ def how_it_ended(returncode: int) -> str:
 
 
 class Worker:
-    """``script`` in a process of its own that answers questions, each a line of JSON."""
+    """A process that runs ``script`` and answers requests, each a line of JSON on stdin."""
 
     def __init__(self, python: str, script: str, job: Mapping[str, Any], threads: int) -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
@@ -179,7 +184,7 @@ class Worker:
         self._job: Mapping[str, Any] | None = job
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one question.
+        """Send one request and return the answer.
 
         Raises:
             WorkerFailed: the process has ended.
@@ -188,8 +193,8 @@ class Worker:
         assert self._process.stdout is not None
         questions = [question] if self._job is None else [self._job, question]
         self._job = None
-        with suppress(BrokenPipeError):  # the answer that does not come says why
-            self._process.stdin.write("".join(json.dumps(each) + "\n" for each in questions))
+        with suppress(BrokenPipeError):  # a process that has ended is reported below
+            self._process.stdin.write("".join(json.dumps(message) + "\n" for message in questions))
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
@@ -199,7 +204,7 @@ class Worker:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
         self._said.close()
@@ -211,22 +216,22 @@ def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns as wide as their content; numbers on the right; None is a dash."""
+    """Render rows as a text table: the first column left-aligned, all others right-aligned."""
     names = list(rows[0])
-    cells = [names, *([shown(row[name]) for name in names] for row in rows)]
+    cells = [names, *([format_cell(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     lines = []
     for line in cells:
-        first, *rest = (
+        first, *remaining = (
             cell.rjust(width) if column else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
-        lines.append("  ".join([first, *rest]).rstrip())
+        lines.append("  ".join([first, *remaining]).rstrip())
     return "\n".join(lines)
 
 
-def shown(value: Any) -> str:
-    """A cell of a table: numbers to three places, None as a dash."""
+def format_cell(value: Any) -> str:
+    """Format a table's cell: floats with three digits, None as a dash."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -238,14 +243,14 @@ def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole at any time, even if the process is stopped meanwhile."""
+    """Replace a file by a rename, so that it is complete at any time, even if this is stopped."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """Name of the machine's GPU, else of its CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -254,7 +259,7 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """This machine's CPU and its cores."""
+    """Name of the CPU and number of its cores."""
     model = next(
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -264,7 +269,7 @@ def processor() -> str:
 
 
 def now() -> float:
-    """Seconds on a clock, once a GPU has done what it was given."""
+    """Seconds on a clock, read after the GPU has finished all queued work."""
     import torch
 
     if torch.cuda.is_available():
@@ -273,7 +278,7 @@ def now() -> float:
 
 
 def peak_gib() -> float:
-    """The most memory so far: of the allocator on a GPU, else of this process."""
+    """Peak memory in GiB so far: of torch's allocator on a GPU, else of this process."""
     import torch
 
     if torch.cuda.is_available():
@@ -282,9 +287,9 @@ def peak_gib() -> float:
 
 
 def gpu_memory_used() -> float | None:
-    """GiB of the first GPU that all processes hold, by nvidia-smi; None without it.
+    """GiB in use on the first GPU, over all processes; None without nvidia-smi.
 
-    It does not make a CUDA context in this process, which would be counted.
+    It creates no CUDA context in this process, since that would be counted.
     """
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
@@ -295,7 +300,7 @@ def gpu_memory_used() -> float | None:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a large product in the precision that is trained in, by the faster library."""
+    """FLOP/s of a large matmul, bf16 on a GPU and fp32 on a CPU, by the faster of two libraries."""
     import torch
 
     from nemo_aligner.cpu.products import linear_in_chunks

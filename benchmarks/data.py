@@ -1,16 +1,16 @@
-"""Millions of pairs: tokenized once, mapped by every rank, packed beside the steps.
+"""Millions of pairs: time and memory to tokenize them once, map the tokens, and pack a step.
 
     python benchmarks/data.py --pairs 100000 1000000
 
-It makes files of pairs in HH-RLHF's writing (about 3.6 kB each) from pseudo-words, of which few are
-frequent and many rare, and a BPE tokenizer of 16,384 tokens on them; ``--tokenizer`` takes a folder
-instead. A first start tokenizes the file, a second one maps what is there; each is a process of its
-own, from the settings to the packs of the first step.
+It writes files of pairs in the format of HH-RLHF (about 3.6 kB a pair) from pseudo-words with a
+long-tailed frequency distribution, and trains a BPE tokenizer of 16,384 tokens on them, unless
+``--tokenizer`` names a folder. The first start tokenizes the file, the second one maps the existing
+token cache; each is a process that runs from the settings to the packs of the first step.
 
-"of a rank" is memory that no other process has (anonymous, by /proc/self/smaps_rollup), "of the
-indexing" that of all processes: of the first the most that was resident, mapped files included, and
-as much as the largest of the others for each of them. Packing is of steps of 512 records in packs
-of 8,192 tokens.
+"a rank" is memory that only that process has (anonymous, by /proc/self/smaps_rollup).
+"indexing" is an upper bound for all processes of the first start: the peak of the main process,
+mapped files included, plus the largest peak of a worker times the number of workers. A step has 512
+records in packs of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WORDS, _SENTENCES = 20_000, 20_000
 _VOCABULARY = 16_384
 _GLOBAL_BATCH, _PACK_TOKENS, _QUERY_KEY_COST = 512, 8192, 1e-4
 _STEPS = 8
-_QUIET_S = 0.5
+_PAUSE_S = 0.5
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 )
@@ -68,7 +68,7 @@ def main() -> None:
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = arguments.tokenizer or _make_tokenizer(work / "tokenizer")
-    rows, found = [], {}
+    rows, starts_by_pairs = [], {}
     for pairs in arguments.pairs:
         path = work / f"pairs_{pairs}.jsonl"
         if not path.is_file():
@@ -77,14 +77,16 @@ def main() -> None:
             shutil.rmtree(index)
         job = {"path": str(path), "tokenizer": str(tokenizer), "pairs": pairs}
         starts = [run_worker("data.py", "begin", job, arguments.threads) for _ in range(2)]
-        found[pairs] = starts
-        rows.append(_row(pairs, path, *starts))
+        starts_by_pairs[pairs] = starts
+        rows.append(_summarize_starts(pairs, path, *starts))
     print(f"{machine()}, {arguments.threads} thread(s) of torch")
     print(render(rows))
-    write_json(arguments.json, {"starts": found})
+    write_json(arguments.json, {"starts": starts_by_pairs})
 
 
-def _row(pairs: int, path: Path, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _summarize_starts(
+    pairs: int, path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "pairs": pairs,
         "file, GB": path.stat().st_size / 1e9,
@@ -98,7 +100,7 @@ def _row(pairs: int, path: Path, first: dict[str, Any], second: dict[str, Any]) 
 
 
 def _make_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE with ChatML's tokens, trained on the files' own sentences."""
+    """A byte-level BPE tokenizer with ChatML's tokens, trained on the sentences of the files."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -109,7 +111,7 @@ def _make_tokenizer(folder: Path) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(_sentences(random.Random(0)), trainer)
+    made.train_from_iterator(_make_sentences(random.Random(0)), trainer)
     folder.mkdir(exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     settings = {
@@ -121,7 +123,7 @@ def _make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def _sentences(rng: random.Random) -> list[str]:
+def _make_sentences(rng: random.Random) -> list[str]:
     words = ["".join(rng.choices(_SYLLABLES, k=rng.choice((1, 1, 2, 2, 3)))) for _ in range(_WORDS)]
     weights = [1 / (rank + 2) for rank in range(_WORDS)]
     return [
@@ -133,21 +135,26 @@ def _sentences(rng: random.Random) -> list[str]:
 def _write_pairs(path: Path, pairs: int) -> None:
     part = path.with_suffix(".part")
     with part.open("w", encoding="utf-8") as file:
-        file.writelines(_lines(pairs))
+        file.writelines(_generate_lines(pairs))
     part.rename(path)
 
 
-def _lines(pairs: int) -> Iterator[str]:
+def _generate_lines(pairs: int) -> Iterator[str]:
     rng = random.Random(1)
-    sentences = _sentences(random.Random(0))
+    sentences = _make_sentences(random.Random(0))
 
-    def said(most: int) -> str:
-        return " ".join(rng.choices(sentences, k=rng.randint(1, most)))
+    def draw_text(max_sentences: int) -> str:
+        return " ".join(rng.choices(sentences, k=rng.randint(1, max_sentences)))
 
     for number in range(pairs):
-        turns = [f"\n\nHuman: {said(4)}\n\nAssistant: {said(9)}" for _ in range(rng.randint(0, 3))]
-        prompt = f"{''.join(turns)}\n\nHuman: {said(4)} Number {number}.\n\nAssistant: "
-        yield json.dumps({"chosen": prompt + said(8), "rejected": prompt + said(8)}) + "\n"
+        turns = [
+            f"\n\nHuman: {draw_text(4)}\n\nAssistant: {draw_text(9)}"
+            for _ in range(rng.randint(0, 3))
+        ]
+        prompt = f"{''.join(turns)}\n\nHuman: {draw_text(4)} Number {number}.\n\nAssistant: "
+        yield (
+            json.dumps({"chosen": prompt + draw_text(8), "rejected": prompt + draw_text(8)}) + "\n"
+        )
 
 
 def _parse() -> argparse.Namespace:
@@ -158,12 +165,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="default: one is made")
     parser.add_argument("--work", type=Path, help="a folder to keep the files in")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args()
 
 
-def begin(job: dict[str, Any]) -> dict[str, Any]:
-    """Start a run as far as its data goes."""
+def start_run(job: dict[str, Any]) -> dict[str, Any]:
+    """Do what a run does from its settings to the packs of its first step; return the figures."""
     from nemo_aligner.config.common import Precision
     from nemo_aligner.config.model import DataConfig, DataPrefixConfig, ModelConfig
     from nemo_aligner.contract.from_settings import build_contract
@@ -179,51 +186,51 @@ def begin(job: dict[str, Any]) -> dict[str, Any]:
         global_batch_size=_GLOBAL_BATCH,
     )
     contract = build_contract(config, tokenizer, Precision.fp32)
-    before, begun = _anonymous_bytes(), time.perf_counter()
+    bytes_at_start, begun = _anonymous_bytes(), time.perf_counter()
     data = build_training_data(config, contract, tokenizer)
     data.table()
     digest = data.train.digest
-    loader = _loader(data)
+    loader = _build_loader(data)
     loader.plan(0)
     seconds = time.perf_counter() - begun
-    after = _anonymous_bytes()
+    bytes_at_end = _anonymous_bytes()
     return {
         "seconds": seconds,
-        "own_bytes": after,
-        "own_growth": after - before,
-        "all_bytes": _most_resident(),
-        "pack_ms": 1e3 * median(_pack_seconds(data, step) for step in range(1, 1 + _STEPS)),
+        "own_bytes": bytes_at_end,
+        "own_growth": bytes_at_end - bytes_at_start,
+        "all_bytes": _peak_resident_bytes(),
+        "pack_ms": 1e3 * median(_time_packing(data, step) for step in range(1, 1 + _STEPS)),
         "digest": digest,
     }
 
 
-def _loader(data: Any) -> Any:
+def _build_loader(data: Any) -> Any:
     from nemo_aligner.data.training_data import TrainLoader
 
     return TrainLoader(data.train, _GLOBAL_BATCH, _PACK_TOKENS, 1234, 0, 1, _QUERY_KEY_COST)
 
 
-def _pack_seconds(data: Any, step: int) -> float:
-    """Of a step for which nothing was done before."""
-    loader = _loader(data)
+def _time_packing(data: Any, step: int) -> float:
+    """Seconds to pack a step that was not packed in the background before."""
+    loader = _build_loader(data)
     begun = time.perf_counter()
     loader.plan(step)
     seconds = time.perf_counter() - begun
-    time.sleep(_QUIET_S)  # the next step is packed beside it
+    time.sleep(_PAUSE_S)  # meanwhile the next step is packed in the background
     return seconds
 
 
 def _anonymous_bytes() -> int:
-    found = re.search(r"^Anonymous:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
-    assert found is not None
-    return int(found.group(1)) * 1024
+    match = re.search(r"^Anonymous:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
+    assert match is not None
+    return int(match.group(1)) * 1024
 
 
-def _most_resident() -> int:
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _peak_resident_bytes() -> int:
+    this_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return 1024 * (own + len(os.sched_getaffinity(0)) * children)
+    return 1024 * (this_process + len(os.sched_getaffinity(0)) * children)
 
 
 if __name__ == "__main__":
-    start(main, begin=begin)
+    start(main, begin=start_run)

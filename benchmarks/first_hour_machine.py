@@ -1,6 +1,6 @@
-"""Parts of the first hour that need no learner: the machine, and the model of the comparisons.
+"""Two parts of the first hour: the machine's description, and the model of the comparisons.
 
-See gpu_first_hour.py. A part gets its job, and yields rows.
+first_hour_work.py runs them without a parallel layout. Each takes its job and yields rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nemo_aligner.tools.doctor import examine
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
-_OTHERS = ("flash_attn", "triton", "liger_kernel", "trl", "vllm")
-_COPIED = 2**30
-_PRODUCTS = "a large product, in bf16 on a GPU and in fp32 on a CPU"
-_FP32 = "torch's own choice, before the package makes it highest"
-_COPIES = "of a GiB from host memory"
-# What the comparisons take where no model is given: for a GPU of 80 GiB, and in miniature.
+_OTHER_PACKAGES = ("flash_attn", "triton", "liger_kernel", "trl", "vllm")
+_COPY_BYTES = 2**30
+_PRODUCTS_NOTE = "a large product, in bf16 on a GPU and in fp32 on a CPU"
+_FP32_NOTE = "torch's own choice, before the package makes it highest"
+_COPIES_NOTE = "of a GiB from host memory"
+# Model and number of pairs of the comparisons without --model and --data, by device.
 _MODELS: dict[str, dict[str, Any]] = {
     "cuda": {
         "shape": {
@@ -41,38 +41,40 @@ _MODELS: dict[str, dict[str, Any]] = {
         },
         "pairs": 256,
     },
-    # vLLM takes heads of 32.
+    # vLLM needs attention heads of at least 32 channels.
     "cpu": {"shape": {"hidden_size": 128, "intermediate_size": 256}, "pairs": 8},
 }
-_PROMPT, _REPLY = (10, 200), (10, 300)  # words
+_PROMPT_WORDS, _REPLY_WORDS = (10, 200), (10, 300)  # words
 
 
 def machine(job: Job) -> Iterator[Row]:
-    """What the machine is and has, and its rates."""
+    """Yield the findings of ``nemo-aligner doctor``, package versions, and measured rates."""
     for finding in examine():
         yield {"what": finding.name, "found": finding.value, "note": finding.advice or ""}
-    yield from ({"what": name, "found": _version(name), "note": ""} for name in _OTHERS)
+    yield from (
+        {"what": name, "found": _read_version(name), "note": ""} for name in _OTHER_PACKAGES
+    )
     rate = f"{matmul_rate() / 1e12:.3g} TFLOP/s"
-    yield {"what": "products", "found": rate, "note": _PRODUCTS}
+    yield {"what": "products", "found": rate, "note": _PRODUCTS_NOTE}
     precision = torch.get_float32_matmul_precision()
-    yield {"what": "fp32 products", "found": precision, "note": _FP32}
+    yield {"what": "fp32 products", "found": precision, "note": _FP32_NOTE}
     if torch.cuda.is_available():
         for name, pinned in (("pageable", False), ("pinned", True)):
-            rate = f"{_copy_rate(pinned) / 1e9:.3g} GB/s"
-            yield {"what": f"copies, {name}", "found": rate, "note": _COPIES}
+            rate = f"{_measure_copy_rate(pinned) / 1e9:.3g} GB/s"
+            yield {"what": f"copies, {name}", "found": rate, "note": _COPIES_NOTE}
 
 
-def _version(name: str) -> str:
+def _read_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
 
 
-def _copy_rate(pinned: bool) -> float:
-    """Bytes a second, the best of three."""
-    host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=pinned).zero_()
-    device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+def _measure_copy_rate(pinned: bool) -> float:
+    """Bytes a second of a copy from host to device; the best of three."""
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned).zero_()
+    device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     best = float("inf")
     for _ in range(3):
         torch.cuda.synchronize()
@@ -80,32 +82,32 @@ def _copy_rate(pinned: bool) -> float:
         device.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
-    return _COPIED / best
+    return _COPY_BYTES / best
 
 
 def model(job: Job) -> Iterator[Row]:
-    """The model and the pairs that the comparisons take, in ``work``.
+    """Write the model and the pairs of the comparisons into the folder ``work``.
 
-    ``hf`` and ``base.nemo`` are the same weights: of the GGUF, ``.nemo`` or Hugging Face folder of
-    the job, or random. ``pairs.jsonl`` is the job's data, or pairs of random words whose lengths
-    are spread as those of chats.
+    ``hf`` and ``base.nemo`` have the same weights: those of the job's GGUF, ``.nemo`` or Hugging
+    Face folder, or random ones. ``pairs.jsonl`` is the job's data, or pairs of random words whose
+    lengths vary as those of chats.
     """
     work, size = Path(job["work"]), _MODELS[job["device"]]
     source = None if job["model"] is None else Path(job["model"])
-    hf = _prepare(source, work, size["shape"])
+    hf = _prepare_model_files(source, work, size["shape"])
     if job["data"] is not None:
         shutil.copy(job["data"], work / "pairs.jsonl")
     else:
         _write_pairs(work / "pairs.jsonl", size["pairs"])
     weights = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
     yield {"what": "model", "found": str(source or "random weights")}
-    yield {"what": "shape", "found": _shape_of(hf)}
+    yield {"what": "shape", "found": _describe_shape(hf)}
     yield {"what": "its weights", "found": f"{weights / 2**30:.3g} GiB"}
     yield {"what": "pairs", "found": str(job["data"] or f"{size['pairs']} of random words")}
 
 
-def _prepare(source: Path | None, work: Path, shape: dict[str, Any]) -> Path:
-    """``work / "hf"`` and ``work / "base.nemo"``; the former is returned."""
+def _prepare_model_files(source: Path | None, work: Path, shape: dict[str, Any]) -> Path:
+    """Write ``work / "hf"`` and ``work / "base.nemo"``; return the path of the former."""
     hf, nemo = work / "hf", work / "base.nemo"
     if source is not None and source.suffix == ".nemo":
         nemo.symlink_to(source.resolve())
@@ -113,32 +115,32 @@ def _prepare(source: Path | None, work: Path, shape: dict[str, Any]) -> Path:
         return export(work / "reward.nemo", hf)
     if source is None:
         source = write_tiny(hf, **shape)
-    found, _ = prepare_model(source, work)
-    if found != hf:
-        hf.symlink_to(found.resolve())
+    converted, _ = prepare_model(source, work)
+    if converted != hf:
+        hf.symlink_to(converted.resolve())
     return hf
 
 
 def _write_pairs(path: Path, count: int) -> None:
-    """Pairs that share their prompt; a reply is as likely short as long."""
+    """Write pairs whose replies share the prompt; the logarithm of a length is uniform."""
     rng = random.Random(0)
     words = WORDS.split()
 
-    def text(least: int, most: int) -> str:
-        length = round(least * (most / least) ** rng.random())
+    def draw_text(shortest: int, longest: int) -> str:
+        length = round(shortest * (longest / shortest) ** rng.random())
         return " ".join(rng.choices(words, k=length))
 
     with path.open("w") as lines:
         for index in range(count):
             pair = {
-                "prompt": f"{text(*_PROMPT)} {index}",
-                "chosen": text(*_REPLY),
-                "rejected": text(*_REPLY),
+                "prompt": f"{draw_text(*_PROMPT_WORDS)} {index}",
+                "chosen": draw_text(*_REPLY_WORDS),
+                "rejected": draw_text(*_REPLY_WORDS),
             }
             lines.write(json.dumps(pair) + "\n")
 
 
-def _shape_of(hf: Path) -> str:
+def _describe_shape(hf: Path) -> str:
     config = json.loads((hf / "config.json").read_text())
     keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
     return ", ".join(f"{key} {config.get(key)}" for key in keys)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import shown
+from common import format_cell
 from first_hour_summary import goals, recommended_settings
 
 
 def render_page(content: Mapping[str, Any]) -> str:
-    """Everything of ``first_hour.json`` that a person reads."""
+    """Render the content of ``first_hour.json`` as Markdown."""
     facts = [f"- {key}: {value}" for key, value in content.items() if key != "parts"]
     states = [
         {
@@ -43,14 +43,14 @@ def _section(part: Mapping[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table; a column without any content is left out."""
+    """Render rows as a Markdown table; columns without any content are dropped."""
     every = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in every if any(row.get(name) not in (None, "") for row in rows)]
     numbers = {
         name for name in names if any(isinstance(row.get(name), int | float) for row in rows)
     }
     rule = ["---:" if name in numbers else "---" for name in names]
-    body = [[shown(row.get(name)) for name in names] for row in rows]
+    body = [[format_cell(row.get(name)) for name in names] for row in rows]
     lines = [
         [cell.replace("|", "\\|").replace("\n", "<br>") for cell in line]
         for line in [names, rule, *body]

@@ -1,6 +1,6 @@
-"""The parts of the first hour on a GPU: what they show, their commands, where their rows are.
+"""The parts of the first hour on a GPU: subject, command and result file of each.
 
-See gpu_first_hour.py, which runs them in this order.
+gpu_first_hour.py runs them in the order of ``PARTS``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from step_settings import fastest_so_far
 
 Row = dict[str, Any]
 _ONE_WIDTH = "without a GPU one width is enough"
-_RANKS = 2  # of the part that reduces gradients: GPUs, or processes of a CPU
-# How much the comparisons do: for a GPU of 80 GiB, and in miniature.
+_RANKS = 2  # of the parts "overlap" and "context": GPUs, or processes on a CPU
+# Options of the comparisons, by device: sized for a GPU of 80 GiB, or tiny for a CPU.
 _OPTIONS = {
     "training": {
         "cuda": "--steps=4 --warm-up=4 --global-batch=32 --turns=1 --trl-batch 8 "
@@ -42,9 +42,13 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Hour:
-    """What all parts have in common; the pythons are those of the other sides.
+    """The settings that all parts share.
 
-    ``precision`` is that of points on random weights, ``tflops`` the peak that predictions assume.
+    Attributes:
+        precision: of the models with random weights.
+        work: the folder for models, row files and logs.
+        tflops: the GPU's peak that predictions assume.
+        trl_python, vllm_python: interpreters of the environments that have TRL and vLLM.
     """
 
     device: str
@@ -58,11 +62,11 @@ class Hour:
     vllm_python: str
 
     def output(self, part: str) -> Path:
-        """What a part has found, as it writes it."""
+        """The file to which a part writes its rows."""
         return self.work / f"{part}.out"
 
     def log(self, part: str) -> Path:
-        """What a part prints."""
+        """The file with a part's output."""
         return self.work / f"{part}.log"
 
 
@@ -71,14 +75,14 @@ Command = Callable[[Hour, float], list[str]]
 
 @dataclass(frozen=True)
 class Part:
-    """One process.
+    """One part, which runs in a process of its own.
 
     Attributes:
         limit: seconds after which it is stopped.
-        command: makes the process's command, for the seconds that it may take this time.
-        read: reads its rows, and remarks on what failed.
-        lacks: says in a line why the part cannot run here; None is that it can.
-        needs: parts that have to be done before.
+        command: builds the command from the settings and the seconds that the part has this time.
+        read: reads the rows from the output file, and remarks on failures.
+        lacks: returns the reason why the part cannot run here, or None if it can.
+        needs: names of parts that must be done before it.
     """
 
     name: str
@@ -91,18 +95,18 @@ class Part:
 
 
 def read_rows(output: Path) -> tuple[list[Row], list[str]]:
-    """Rows, and no remarks."""
+    """The rows of a file, without remarks."""
     return json.loads(output.read_text()), []
 
 
 def read_benchmark(output: Path) -> tuple[list[Row], list[str]]:
-    """The table of training.py or scoring.py, and how the other side failed."""
+    """The rows that training.py or scoring.py wrote, and the failures of the other side."""
     content = json.loads(output.read_text())
     failures = [*content.get("failures", []), content.get("failure")]
     return content["rows"], [failure for failure in failures if failure]
 
 
-def _work(part: str) -> Command:
+def _worker_command(part: str) -> Command:
     """The command of a part of first_hour_work.py."""
 
     def command(hour: Hour, seconds: float) -> list[str]:
@@ -121,43 +125,54 @@ def _work(part: str) -> Command:
     return command
 
 
-def _on_ranks(part: str) -> Command:
+def _ranks_command(part: str) -> Command:
     def command(hour: Hour, seconds: float) -> list[str]:
-        python, *rest = _work(part)(hour, seconds)
+        python, *arguments = _worker_command(part)(hour, seconds)
         ranks = f"--nproc-per-node={_RANKS}"
-        return [python, "-m", "torch.distributed.run", "--standalone", ranks, *rest]
+        return [python, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]
 
     return command
 
 
-def _tests(hour: Hour, seconds: float) -> list[str]:
+def _tests_command(hour: Hour, seconds: float) -> list[str]:
     script, tests = ROOT / "benchmarks/first_hour_tests.py", ROOT / "tests/models/test_gpu.py"
     return [sys.executable, str(script), str(tests), str(hour.output("tests"))]
 
 
-def _comparison(part: str, script: str) -> Command:
-    """The command of a benchmark of its own, on the files of the part ``model``."""
+def _comparison_command(part: str, script: str) -> Command:
+    """The command of another benchmark, on the model and pairs that the part ``model`` wrote."""
 
     def command(hour: Hour, seconds: float) -> list[str]:
         files = [f"--model={hour.work / 'hf'}", f"--data={hour.work / 'pairs.jsonl'}"]
-        where = [f"--work={hour.work}", f"--output={hour.output(part)}", f"--device={hour.device}"]
+        outputs = [
+            f"--work={hour.work}",
+            f"--output={hour.output(part)}",
+            f"--device={hour.device}",
+        ]
         trl, vllm = f"--trl-python={hour.trl_python}", f"--vllm-python={hour.vllm_python}"
         peer = {"training": [trl, *_our_settings(hour)], "vllm": [vllm]}.get(part, [])
-        few = _OPTIONS[part][hour.device].split()
-        return [sys.executable, str(ROOT / "benchmarks" / script), *files, *where, *peer, *few]
+        options = _OPTIONS[part][hour.device].split()
+        return [
+            sys.executable,
+            str(ROOT / "benchmarks" / script),
+            *files,
+            *outputs,
+            *peer,
+            *options,
+        ]
 
     return command
 
 
 def _our_settings(hour: Hour) -> list[str]:
-    """Train by the settings that were fastest at the width of the model that is compared on."""
+    """Settings of our side of the training comparison: the fastest ones of part ``width-2048``."""
     best = fastest_so_far(hour.output("width-2048"))
     if best is None or hour.model is not None:
         return []
     return ["--ours", *(f"model.{name}={json.dumps(v)}" for name, v in vars(best).items())]
 
 
-def _lacks(python: str, *modules: str) -> str | None:
+def _describe_missing(python: str, *modules: str) -> str | None:
     try:
         missing = lacking(*modules, python=python)
     except OSError as error:
@@ -165,93 +180,99 @@ def _lacks(python: str, *modules: str) -> str | None:
     return f"{python} lacks {', '.join(missing)}" if missing else None
 
 
-def _lacks_gpu(hour: Hour) -> str | None:
+def _describe_missing_gpu(hour: Hour) -> str | None:
     if hour.device != "cuda":
-        return "it needs a GPU: every test of it would be skipped"
-    return _lacks(sys.executable, "pytest")
+        return "it needs a GPU: without one every test is skipped"
+    return _describe_missing(sys.executable, "pytest")
 
 
-def _lacks_two(hour: Hour) -> str | None:
-    """NCCL needs two GPUs; on a CPU the same goes over gloo."""
+def _describe_missing_ranks(hour: Hour) -> str | None:
+    """The reason why two ranks cannot run: NCCL needs two GPUs. A CPU uses gloo."""
     if hour.device == "cuda" and hour.gpus < _RANKS:
         return f"NCCL needs two GPUs, and this machine has {hour.gpus}"
     return None
 
 
-def _width(hidden: int, seconds: int) -> Part:
+def _width_part(hidden: int, seconds: int) -> Part:
     return Part(
         f"width-{hidden}",
         f"a step at a width of {hidden:,}, by kernels, graphs and micro-batch",
         seconds,
-        _work(f"width-{hidden}"),
+        _worker_command(f"width-{hidden}"),
         read_rows,
         lambda hour: None if hour.device == "cuda" or hidden == 1024 else _ONE_WIDTH,
     )
 
 
-# The most valuable first, so that running out of time loses the least. Up to "save" the limits sum
-# up to the nine minutes of gpu_first_hour.py.
+# The most valuable parts come first, in case time runs out. The limits up to "save" add up to the
+# nine minutes of gpu_first_hour.py.
 PARTS = (
-    # The first one also compiles for the others.
-    _width(1024, 90),
-    _width(2048, 75),
-    _width(4096, 75),
-    Part("model", "the model and pairs of the comparisons", 60, _work("model"), read_rows),
+    # The first part also fills the kernel caches for the others, hence its larger limit.
+    _width_part(1024, 90),
+    _width_part(2048, 75),
+    _width_part(4096, 75),
+    Part(
+        "model", "the model and pairs of the comparisons", 60, _worker_command("model"), read_rows
+    ),
     Part(
         "scoring",
         "scoring against transformers, by rows of a matmul and CUDA graphs",
         85,
-        _comparison("scoring", "scoring.py"),
+        _comparison_command("scoring", "scoring.py"),
         read_benchmark,
         needs=("model",),
     ),
-    Part("memory", "memory against the planner, in GiB", 30, _work("memory"), read_rows),
+    Part("memory", "memory against the planner, in GiB", 30, _worker_command("memory"), read_rows),
     Part(
         "training",
         "training against TRL's RewardTrainer",
         75,
-        _comparison("training", "training.py"),
+        _comparison_command("training", "training.py"),
         read_benchmark,
-        lambda hour: _lacks(hour.trl_python, "trl", "datasets", "accelerate"),
+        lambda hour: _describe_missing(hour.trl_python, "trl", "datasets", "accelerate"),
         ("model",),
     ),
-    Part("offload", "Adam's moments in host memory", 25, _work("offload"), read_rows),
-    Part("save", "how long a save holds training up", 25, _work("save"), read_rows),
-    Part("profile", "where the time of a step goes", 60, _work("profile"), read_rows),
-    Part("tests", "tests/models/test_gpu.py", 240, _tests, read_rows, _lacks_gpu),
+    Part("offload", "Adam's moments in host memory", 25, _worker_command("offload"), read_rows),
+    Part("save", "how long a save holds training up", 25, _worker_command("save"), read_rows),
+    Part("profile", "where the time of a step goes", 60, _worker_command("profile"), read_rows),
+    Part(
+        "tests", "tests/models/test_gpu.py", 240, _tests_command, read_rows, _describe_missing_gpu
+    ),
     Part(
         "invariance",
-        "rewards in other company: bits that change, and what it costs that none does",
+        "rewards that depend on the batch, and what batch invariance costs",
         60,
-        _comparison("invariance", "invariance.py"),
+        _comparison_command("invariance", "invariance.py"),
         read_benchmark,
         needs=("model",),
     ),
-    Part("machine", "what is here, and its rates", 60, _work("machine"), read_rows),
-    Part("mfu", "a step by sequence length and hidden size", 200, _work("mfu"), read_rows),
+    Part("machine", "what is here, and its rates", 60, _worker_command("machine"), read_rows),
+    Part(
+        "mfu", "a step by sequence length and hidden size", 200, _worker_command("mfu"), read_rows
+    ),
     Part(
         "vllm",
         "scoring against vLLM",
         180,
-        _comparison("vllm", "scoring.py"),
+        _comparison_command("vllm", "scoring.py"),
         read_benchmark,
-        lambda hour: _lacks(hour.vllm_python, "vllm"),
+        lambda hour: _describe_missing(hour.vllm_python, "vllm"),
         ("model",),
     ),
     Part(
         "overlap",
         "gradients reduced while others are computed",
         90,
-        _on_ranks("overlap"),
+        _ranks_command("overlap"),
         read_rows,
-        _lacks_two,
+        _describe_missing_ranks,
     ),
     Part(
         "context",
-        "texts that ranks share, and experts",
+        "context parallelism on long texts, and expert parallelism",
         90,
-        _on_ranks("context"),
+        _ranks_command("context"),
         read_rows,
-        _lacks_two,
+        _describe_missing_ranks,
     ),
 )

@@ -1,7 +1,7 @@
-"""What the first hour on a GPU was to show: figures next to their goals, and the fastest settings.
+"""Summary of the first hour on a GPU: measured figures next to their goals, and best settings.
 
-Goals are those for one H100 with bf16 weights. Rows are read by the names of their columns, and
-whatever a part did not come to is ``not measured``.
+The goals are for one H100 with bf16 weights. Rows are read by their columns' names; a figure that
+no part measured is ``not measured``.
 """
 
 from __future__ import annotations
@@ -16,74 +16,74 @@ Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
 """The rows of each part, by its name."""
 
-# Width: model FLOPs utilization and tokens/s of a step.
+# Goals of a step by hidden size: model FLOPs utilization and tokens/s.
 _WIDTHS = {1024: (0.40, 215_000), 2048: (0.50, 110_000), 4096: (0.55, 64_000)}
-_LONG, _LONG_MFU = "8,192 tokens", 0.45
-_TRL = {"TRL, batch 8": 10.0, "TRL, tuned": 2.5}
-_SCORING = {"scoring": 3.0, "vllm": 1.3}
-_INVARIANCE = 0.10
-_BESIDE_ALLOCATOR = 1.0
-_AS_THEY_COME = "rows as they come"
+_LONG_TEXTS, _LONG_MFU = "8,192 tokens", 0.45
+_TRL_RATIOS = {"TRL, batch 8": 10.0, "TRL, tuned": 2.5}
+_SCORING_RATIOS = {"scoring": 3.0, "vllm": 1.3}
+_INVARIANCE_LIMIT = 0.10
+_OUTSIDE_ALLOCATOR_GIB = 1.0
+_NOT_INVARIANT = "rows as they come"
 
 
 def goals(rows: Rows) -> list[dict[str, Any]]:
-    """A row for each goal: what was measured, and what was wanted."""
+    """A row for each goal: the measured figure, the goal, and whether it is reached."""
     return [
         {
             "goal": name,
             "measured": measured,
-            "wanted": f"at {'most' if is_cost else 'least'} {wanted:,}",
-            "reached": _verdict(measured, wanted, is_cost),
+            "wanted": f"at {'most' if is_cost else 'least'} {goal:,}",
+            "reached": _verdict(measured, goal, is_cost),
         }
-        for name, measured, wanted, is_cost in _figures(rows)
+        for name, measured, goal, is_cost in _collect_figures(rows)
     ]
 
 
-def _verdict(measured: float | None, wanted: float, is_cost: bool) -> str:
+def _verdict(measured: float | None, goal: float, is_cost: bool) -> str:
     if measured is None:
         return "not measured"
-    return "yes" if (measured <= wanted if is_cost else measured >= wanted) else "no"
+    return "yes" if (measured <= goal if is_cost else measured >= goal) else "no"
 
 
-def _figures(rows: Rows) -> Iterator[tuple[str, float | None, float, bool]]:
-    """Name, measured and wanted figure of each goal, and whether less is better."""
+def _collect_figures(rows: Rows) -> Iterator[tuple[str, float | None, float, bool]]:
+    """Yield each goal's name, measured figure, goal, and whether less is better."""
     for width, (mfu, speed) in _WIDTHS.items():
         part = [row for row in rows.get(f"width-{width}", ()) if row.get("tokens/s")]
         spread = [row for row in part if row["texts"].startswith(UP_TO)]
-        yield f"width {width:,}: MFU", _most(spread, "MFU"), mfu, False
-        yield f"width {width:,}: tokens/s", _most(spread, "tokens/s"), speed, False
+        yield f"width {width:,}: MFU", _largest(spread, "MFU"), mfu, False
+        yield f"width {width:,}: tokens/s", _largest(spread, "tokens/s"), speed, False
         if width == 2048:
-            long = [row for row in part if row["texts"] == _LONG]
-            yield f"width {width:,}, {_LONG}: MFU", _most(long, "MFU"), _LONG_MFU, False
-    for trainer, ratio in _TRL.items():
+            long = [row for row in part if row["texts"] == _LONG_TEXTS]
+            yield f"width {width:,}, {_LONG_TEXTS}: MFU", _largest(long, "MFU"), _LONG_MFU, False
+    for trainer, ratio in _TRL_RATIOS.items():
         compared = [r for r in rows.get("training", ()) if r["trainer"].startswith(trainer)]
         name = f"training is faster than {trainer}, by"
-        yield name, _most(compared, "ours is faster by"), ratio, False
-    for part_name, ratio in _SCORING.items():
+        yield name, _largest(compared, "ours is faster by"), ratio, False
+    for part_name, ratio in _SCORING_RATIOS.items():
         peer = "vLLM" if part_name == "vllm" else "transformers"
         pairs = [
             row
             for row in rows.get(part_name, ())
             if row["scorer"] == "nemo_aligner"
             and row["work"].startswith("pairs")
-            and row["settings"] != _AS_THEY_COME
+            and row["settings"] != _NOT_INVARIANT
         ]
-        yield f"pairs are scored faster than {peer}, by", _most(pairs, _FASTER), ratio, False
-    yield "batch invariance costs, of scoring", _invariance_cost(rows), _INVARIANCE, True
+        yield f"pairs are scored faster than {peer}, by", _largest(pairs, _FASTER), ratio, False
+    yield "batch invariance costs, of scoring", _invariance_cost(rows), _INVARIANCE_LIMIT, True
     outside = [row for row in rows.get("memory", ()) if row.get("beside the allocator")]
     least = min((row["beside the allocator"] for row in outside), default=None)
-    yield "GiB of the process next to the allocator", least, _BESIDE_ALLOCATOR, True
+    yield "GiB of the process next to the allocator", least, _OUTSIDE_ALLOCATOR_GIB, True
 
 
 _FASTER = "ours is faster by"
 
 
-def _most(rows: Sequence[Row], column: str) -> float | None:
+def _largest(rows: Sequence[Row], column: str) -> float | None:
     return max((row[column] for row in rows if row.get(column)), default=None)
 
 
-def _speeds(rows: Rows) -> dict[str, dict[str, float]]:
-    """Rewards/s of our scorers by their settings, each by the kind of work."""
+def _collect_speeds(rows: Rows) -> dict[str, dict[str, float]]:
+    """Rewards/s of our scorers: by settings, then by the kind of work."""
     speeds: dict[str, dict[str, float]] = {}
     for row in rows.get("scoring", ()):
         if row["scorer"] == "nemo_aligner" and row.get("rewards/s"):
@@ -92,10 +92,10 @@ def _speeds(rows: Rows) -> dict[str, dict[str, float]]:
 
 
 def _invariance_cost(rows: Rows) -> float | None:
-    """The largest share of time, over the kinds of work, that the fastest invariant way adds."""
-    speeds = _speeds(rows)
-    usual = speeds.pop(_AS_THEY_COME, {})
-    # CUDA graphs are another matter: they would pay for what invariance costs.
+    """The share of time that batch invariance adds, at its fastest; the largest over the works."""
+    speeds = _collect_speeds(rows)
+    usual = speeds.pop(_NOT_INVARIANT, {})
+    # Settings with CUDA graphs are not compared: their speed-up would hide the cost.
     ways = [speed for name, speed in speeds.items() if "graphs" not in name]
     costs = [
         min(speed / way[work] for way in ways if work in way) - 1
@@ -106,8 +106,8 @@ def _invariance_cost(rows: Rows) -> float | None:
 
 
 def recommended_settings(rows: Rows) -> list[dict[str, Any]]:
-    """The fastest settings that were measured, and by how much they are faster."""
-    found = []
+    """The fastest measured settings for training and for scoring, with the figures compared."""
+    recommendations = []
     for width in _WIDTHS:
         part = rows.get(f"width-{width}", ())
         best = fastest(part)
@@ -115,17 +115,21 @@ def recommended_settings(rows: Rows) -> list[dict[str, Any]]:
             continue
         speeds = [row["tokens/s"] for row in part if row.get("tokens/s")]
         settings = ", ".join(f"model.{name}={value}" for name, value in vars(best).items())
-        why = f"{max(speeds):,.0f} tokens/s; the slowest of {len(speeds)}: {min(speeds):,.0f}"
-        found.append({"for": f"training, width {width:,}", "settings": settings, "because": why})
-    scored = _speeds(rows)
+        reason = f"{max(speeds):,.0f} tokens/s; the slowest of {len(speeds)}: {min(speeds):,.0f}"
+        recommendations.append(
+            {"for": f"training, width {width:,}", "settings": settings, "because": reason}
+        )
+    scored = _collect_speeds(rows)
     means = {
         name: geometric_mean(speed.values())
         for name, speed in scored.items()
-        if name != _AS_THEY_COME and len(speed) == max(map(len, scored.values()))
+        if name != _NOT_INVARIANT and len(speed) == max(map(len, scored.values()))
     }
     if means:
         best_name = max(means, key=lambda name: means[name])
-        others = ", ".join(f"{name or 'defaults'}: {mean:,.0f}" for name, mean in means.items())
-        why = f"rewards/s, geometric mean over the kinds of work: {others}"
-        found.append({"for": "scoring", "settings": best_name or "defaults", "because": why})
-    return found
+        listed = ", ".join(f"{name or 'defaults'}: {mean:,.0f}" for name, mean in means.items())
+        reason = f"rewards/s, geometric mean over the kinds of work: {listed}"
+        recommendations.append(
+            {"for": "scoring", "settings": best_name or "defaults", "because": reason}
+        )
+    return recommendations

@@ -1,7 +1,7 @@
-"""Run the tests of a file, and write a row for each as soon as it ends: ``FILE OUTPUT``.
+"""Run the tests of FILE and write a row to OUTPUT as soon as each ends: ``FILE OUTPUT``.
 
-The part ``tests`` of the first hour, see gpu_first_hour.py. pytest's own reports come at the end,
-which a part that runs out of time does not reach.
+This is the part ``tests`` of the first hour, see gpu_first_hour.py. pytest's own reports come only
+at the end, which a part that runs out of time does not reach.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MESSAGE_LENGTH = 600
 
 
 class RowWriter:
-    """A plugin of pytest; ``output`` gets the rows of all tests that have ended."""
+    """A pytest plugin that rewrites ``output`` with the rows of all tests finished so far."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
         self._rows: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # A test's setup and teardown are of interest only where they fail, or skip the test.
+        # Setup and teardown get a row only where they fail, or skip the test.
         if report.when != "call" and report.passed:
             return
         self._rows.append(
@@ -40,7 +40,7 @@ class RowWriter:
 
 
 def _message(report: pytest.TestReport) -> str:
-    """Why a test failed or was skipped, in a line."""
+    """One line that says why a test failed or was skipped."""
     if isinstance(report.longrepr, tuple):  # of a skipped test: file, line and reason
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,10 +1,11 @@
-"""Worker of gpu_first_hour.py: a part that needs nothing but this package; its rows go to OUTPUT.
+"""Worker of gpu_first_hour.py: the parts that need no other trainer or scorer than this package.
 
     python benchmarks/first_hour_work.py PART JOB OUTPUT
 
-JOB is JSON: device, precision, the peak that is assumed, the seconds that the part may take, the
-folder ``work``, and the model and pairs that were given. OUTPUT gets the rows that are there so
-far, after each: a part that is stopped leaves them.
+JOB is JSON: device, precision, the assumed peak in TFLOP/s, the seconds that the part may take, the
+folder ``work``, and the model and pairs of the command line. OUTPUT is rewritten after every row,
+so a part that is stopped leaves the rows that it has. synthetic.py builds the models and measures
+them; the functions here choose the points and name the columns.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,18 +27,22 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from common import gpu_memory_used, matmul_rate, now, peak_gib, write_whole
+from common import gpu_memory_used, matmul_rate, peak_gib, write_whole
 from first_hour_machine import machine, model
 from step_profile import StepTrace, trace
 from step_settings import fastest_so_far
 from step_variants import Experiment, time_variant
 from synthetic import (
     build_synthetic_learner,
+    compare_memory,
+    divide,
     make_point,
     measure_memory,
-    plan_of,
+    shape_and_plan,
     synthetic_model,
+    time_checkpoint,
     time_parts,
+    time_steps,
     without_overlap,
 )
 
@@ -59,35 +64,37 @@ Measure = Callable[[RewardLearner], dict[str, Any]]
 _SEED = 1234
 _USUAL, _CALL = "a step, nothing being written", "the call of save"
 _DURING, _WRITTEN = "a step while it is written", "from the call until it is on disk"
-# Layers and width of the Llamas that a step is measured on.
+# Layers and hidden size of the synthetic Llamas.
 WIDTHS = ((24, 1024), (16, 2048), (8, 4096))
-_TRACEBACK = 1500  # characters of it in a row
-_MARGIN = 3.0  # seconds before a part would be stopped, in which it begins nothing
+_TRACEBACK = 1500  # characters of a traceback that a row shows
+_MARGIN = 3.0  # seconds: nothing is started this shortly before the part's limit
 
 
 def main() -> None:
     name, job, output = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     job["end"] = psutil.Process().create_time() + job["seconds"] - _MARGIN
     job["GiB before"] = gpu_memory_used() if name == "memory" else None
-    if name in ALONE:
-        _write(ALONE[name](job), output)
+    if name in PARTS_WITHOUT_LAYOUT:
+        _write_rows(PARTS_WITHOUT_LAYOUT[name](job), output)
         return
     with launch() as world:
         layout = initialize_layout(seed=_SEED)
-        points = points_of(job["device"], job["precision"], _given_shape(job["model"]))[name]
-        _write(PARTS[name]({**job, "points": points}, layout), output if world.is_main else None)
+        points = points_of(job["device"], job["precision"], _read_config(job["model"]))[name]
+        _write_rows(
+            PARTS[name]({**job, "points": points}, layout), output if world.is_main else None
+        )
 
 
-def _write(rows: Iterator[Row], output: Path | None) -> None:
-    found: list[Row] = []
+def _write_rows(rows: Iterator[Row], output: Path | None) -> None:
+    written: list[Row] = []
     for row in rows:
-        found.append(row)
+        written.append(row)
         if output is not None:
-            write_whole(output, json.dumps(found))
+            write_whole(output, json.dumps(written))
 
 
-def _given_shape(model: str | None) -> dict[str, Any] | None:
-    """The model_config of a ``.nemo``; other checkpoints leave the synthetic points as they are."""
+def _read_config(model: str | None) -> dict[str, Any] | None:
+    """The model_config of a ``.nemo``; None for other checkpoints, whose shape is not used."""
     if model is None or not model.endswith(".nemo"):
         return None
     with open_nemo(Path(model), with_weights=False) as folder:
@@ -95,11 +102,11 @@ def _given_shape(model: str | None) -> dict[str, Any] | None:
 
 
 def points_of(
-    device: str, precision: str, given: dict[str, Any] | None = None
+    device: str, precision: str, config: dict[str, Any] | None = None
 ) -> dict[str, list[Point]]:
-    """The points of each part on random weights, for a GPU of 80 GiB or in miniature.
+    """The points that each part measures: for a GPU of 80 GiB, or tiny ones for a CPU.
 
-    ``given`` is a model_config to take instead of a synthetic one.
+    ``config`` is a model_config that replaces the synthetic one; weights are random in any case.
     """
     if device == "cuda":
         model, size = synthetic_model(16, 2048), (1024, 32, 8192, 5)
@@ -108,8 +115,9 @@ def points_of(
     sizes = dict(
         zip(("sequence_length", "pairs", "micro_batch_tokens", "steps"), size, strict=True)
     )
-    base = make_point(given or model, precision, **sizes)
-    # Eight experts a layer, of which a token has two; always synthetic, whatever is given.
+    base = make_point(config or model, precision, **sizes)
+    # A mixture-of-experts model with eight experts a layer, two for each token. Its shape is
+    # synthetic even where ``config`` is given.
     experts = {"num_moe_experts": 8, "moe_router_topk": 2}
     width = {"moe_ffn_hidden_size": model["hidden_size"]}
     mixture = {**base, "model": {**model, **experts, **width}}
@@ -133,7 +141,7 @@ def _mfu_points(base: Point) -> Iterator[Point]:
     longest = base["model"].get("max_position_embeddings", 8192)
     for length in (512, 1024, 2048, 4096, 8192):
         if length <= longest:
-            # A pack holds a pair at least.
+            # A pack must hold at least one pair.
             pack = max(8192, 2 * length)
             sizes = {"sequence_length": length, "pairs": 2**15 // length}
             yield {**base, **sizes, "micro_batch_tokens": pack}
@@ -142,7 +150,7 @@ def _mfu_points(base: Point) -> Iterator[Point]:
 
 
 def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]:
-    """The part of each width, and what its ``step_variants.Experiment`` begins with."""
+    """The name of each width's part, and the point that its ``Experiment`` starts from."""
     if device != "cuda":
         point = {**base, "spread": True, "sizes": (256, 512), "fixed": ((32, 4),), "steps": 1}
         yield f"width-{WIDTHS[0][1]}", [point]
@@ -150,14 +158,14 @@ def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]
     for layers, hidden in WIDTHS:
         fixed = [(1024, 32)] + [(8192, 4)] * (hidden == 2048)
         model = synthetic_model(layers, hidden)
-        # 40 pairs of 860 tokens on average, as many as 32 pairs of 1,024 have.
+        # 40 pairs with 860 tokens a sequence on average: as many tokens as 32 pairs of 1,024.
         texts = {"spread": True, "sequence_length": 2048, "pairs": 40}
         sizes = {"sizes": (16384, 32768, 8192), "fixed": fixed, "micro_batch_tokens": 16384}
         yield f"width-{hidden}", [{**base, "model": model, **texts, **sizes, "steps": 4}]
 
 
 def _profile_points(base: Point, device: str) -> Iterator[Point]:
-    """Two micro-batches at each width: more would make the trace long, and show the same."""
+    """Two micro-batches at each width; more would only make the trace longer."""
     if device != "cuda":
         yield base
         return
@@ -178,42 +186,43 @@ def _memory_points(base: Point) -> Iterator[Point]:
 
 
 def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """A step's speed at each point, beside the plan's; recomputation is not counted as work.
+    """The measured and the planned speed of a step at each point.
 
-    ``MFU`` is of the peak that is assumed, ``of a product`` of a large matrix product's rate here.
+    ``MFU`` is relative to the assumed peak, ``of a product`` to the rate of a large matmul measured
+    here. Neither counts recomputation as work.
     """
-    machine, product = _machine(job), matmul_rate()
-    for point in _in_time(job):
-        shape, plan = _shape_and_plan(point)
+    machine, product = _assumed_machine(job), matmul_rate()
+    for point in _points_in_time(job):
+        shape, plan = shape_and_plan(point)
         measure = partial(time_variant, steps=point["steps"], peak_flops=machine.flops)
-        found = _measured(point, layout, measure)
-        seconds, planned = found.get("s/step"), step_time(shape, plan, machine).total
-        rate = _per(step_flops(shape, plan), seconds)
+        measured = _measure_new_model(point, layout, measure)
+        seconds, planned = measured.get("s/step"), step_time(shape, plan, machine).total
+        rate = divide(step_flops(shape, plan), seconds)
         yield {
             "sequence": point["sequence_length"],
             "hidden": shape.hidden_size,
             "layers": shape.num_layers,
             "10^9 parameters": shape.num_parameters() / 1e9,
-            "tokens/s": found.get("tokens/s"),
+            "tokens/s": measured.get("tokens/s"),
             "s/step": seconds,
             "planned s/step": planned,
-            "measured/planned": _per(seconds, planned),
-            "TFLOP/s": _per(rate, 1e12),
-            "MFU": found.get("MFU"),
-            "of a product": _per(rate, product),
-            "note": _note(seconds),
+            "measured/planned": divide(seconds, planned),
+            "TFLOP/s": divide(rate, 1e12),
+            "MFU": measured.get("MFU"),
+            "of a product": divide(rate, product),
+            "note": _memory_note(seconds),
         }
 
 
 def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """Speed of a step at one width by pointwise kernels, CUDA graphs and micro-batch size."""
     (base,) = job["points"]
-    peak = _machine(job).flops
+    peak = _assumed_machine(job).flops
     measure = partial(time_variant, steps=base["steps"], peak_flops=peak)
 
     def run(point: Point) -> Row:
         try:
-            return _measured(point, layout, measure) or {"note": "out of memory"}
+            return _measure_new_model(point, layout, measure) or {"note": "out of memory"}
         except Exception:
             traceback.print_exc()
             return {"note": traceback.format_exc()[-_TRACEBACK:]}
@@ -223,13 +232,15 @@ def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Where the time of a step goes at each width; a width that fails has its traceback."""
-    for base in _in_time(job):
-        shape, plan = _shape_and_plan(base)
+    """Where the time of a step goes at each width; a width that fails shows its traceback."""
+    for base in _points_in_time(job):
+        shape, plan = shape_and_plan(base)
         about = {"width": shape.hidden_size}
         point = {**base, **_fastest_kernels(job, shape.hidden_size)}
         try:
-            rows = _measured(point, layout, partial(_profile, plan=plan, steps=point["steps"]))
+            rows = _measure_new_model(
+                point, layout, partial(_profile, plan=plan, steps=point["steps"])
+            )
             settings = {name: point.get(name) for name in ("pointwise_kernels", "cuda_graphs")}
             yield {**about, "what": "settings", "note": json.dumps(settings)}
             yield from ({**about, **row} for row in rows.get("rows", []))
@@ -241,7 +252,7 @@ def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
-    """The kernels of the fastest variant in a part before; the defaults if there is none."""
+    """The kernels of the fastest variant that part ``width-N`` measured, else no settings."""
     best = fastest_so_far(Path(job["work"]) / f"width-{width}.out")
     if best is None:
         return {}
@@ -255,93 +266,85 @@ def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:
     events = trace(lambda: learner.train_step(steps + 2))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows += StepTrace(events, device, layers, plan.packs.count).rows(usual)
-    # Last, because this wraps the learner's methods, which then wait for the device.
+    # This must be last: it wraps the learner's methods so that each waits for the device.
     parts = time_parts(learner, steps)
-    whole = parts.pop("step")
+    step_seconds = parts.pop("step")
     for name, seconds in parts.items():
-        share, note = seconds / whole, "the device is waited for after each part"
+        share, note = seconds / step_seconds, "with a device synchronization after each part"
         rows.append({"what": name, "ms": 1e3 * seconds, "share of a step": share, "note": note})
     columns = dict.fromkeys(name for row in rows for name in row)
     return {"rows": [{name: row.get(name) for name in columns} for row in rows]}
 
 
 def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """GiB at the fullest moment of a step, beside the plan's, and what the allocator holds."""
-    measure = partial(_memory_of, before=job["GiB before"])
-    for point in _in_time(job):
-        shape, plan = _shape_and_plan(point)
+    """Measured and planned peak memory of a step in GiB, and what the allocator reserves."""
+    measure = partial(_memory_of, gib_before=job["GiB before"])
+    for point in _points_in_time(job):
+        shape, plan = shape_and_plan(point)
         planned = fullest_stage(shape, plan)
-        found = _measured(point, layout, measure)
-        row: Row = {"setting": point["label"]}
-        for part in ("weights", "gradients", "optimizer"):
-            row[part] = _per(found.get(part), GIB)
-            row[f"planned {part}"] = getattr(planned, part) / GIB
+        measured = _measure_new_model(point, layout, measure)
         yield {
-            **row,
-            "kept": _per(found.get("saved"), GIB),
-            "planned kept": planned.activations / GIB,
-            "in all": _per(found.get("total"), GIB),
-            "planned": planned.total / GIB,
-            "measured/planned": _per(found.get("total"), planned.total),
-            "reserved": _per(found.get("reserved"), GIB),
-            "beside the allocator": found.get("outside"),
-            "note": _note(found.get("total")),
+            "setting": point["label"],
+            **compare_memory(measured, planned, GIB),
+            "reserved": divide(measured.get("reserved"), GIB),
+            "beside the allocator": measured.get("outside"),
+            "note": _memory_note(measured.get("total")),
         }
 
 
 def offload(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """The same steps with Adam's moments on the device, then in host memory."""
     (base,) = job["points"]
-    machine = _machine(job)
+    machine = _assumed_machine(job)
     losses: list[list[float]] = []
     for is_offloaded in (False, True):
         point = {**base, "cpu_offload": is_offloaded}
-        shape, plan = _shape_and_plan(point)
-        found = _measured(point, layout, partial(_train, steps=base["steps"]))
-        if found:
-            losses.append(found["losses"])
+        shape, plan = shape_and_plan(point)
+        measured = _measure_new_model(point, layout, partial(_train, steps=base["steps"]))
+        if measured:
+            losses.append(measured["losses"])
         yield {
             "moments": "host memory" if is_offloaded else "the device",
-            "first loss": found["losses"][0] if found else None,
-            "last loss": found["losses"][-1] if found else None,
+            "first loss": measured["losses"][0] if measured else None,
+            "last loss": measured["losses"][-1] if measured else None,
             "largest |difference|": _largest_difference(*losses) if len(losses) == 2 else None,
-            "s/step": found.get("seconds"),
+            "s/step": measured.get("seconds"),
             "planned s for copies": step_time(shape, plan, machine).host,
-            "peak GiB": found.get("peak"),
+            "peak GiB": measured.get("peak"),
             "planned GiB": fullest_stage(shape, plan).total / GIB,
-            "note": _note(found.get("seconds")),
+            "note": _memory_note(measured.get("seconds")),
         }
 
 
 def save(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Steps without a save, the call that begins one, and steps while it is written."""
+    """Seconds of a step without a save, of the call that starts a save, and of steps meanwhile."""
     (point,) = job["points"]
-    shape, plan = _shape_and_plan(point)
+    shape, plan = shape_and_plan(point)
     measure = partial(_train_and_save, steps=point["steps"], folder=job["work"])
-    found = _measured(point, layout, measure)
-    # Weights, and in the optimizer fp32 weights where they are not, and two moments.
+    measured = _measure_new_model(point, layout, measure)
+    # A save copies the weights, fp32 weights where the model's are in 16 bits, and two moments.
     size = ELEMENT_BYTES[plan.precision]
     copied = (size + FP32_BYTES * (2 + (size < FP32_BYTES))) * shape.num_parameters()
     for name in (_USUAL, _CALL, _DURING, _WRITTEN):
         yield {
             "what": name,
-            "seconds": found.get(name),
-            "planned": copied / _machine(job).host if name == _CALL else None,
+            "seconds": measured.get(name),
+            "planned": copied / _assumed_machine(job).host if name == _CALL else None,
             "GiB copied": copied / GIB if name == _CALL else None,
-            "note": _note(found.get(_USUAL)),
+            "note": _memory_note(measured.get(_USUAL)),
         }
 
 
 def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """A data parallel step, its gradients reduced during the backward pass, and after it."""
+    """A data parallel step that reduces gradients during the backward pass, then after it."""
     (point,) = job["points"]
-    machine = _machine(job)
-    shape, plan = _shape_and_plan({**point, "dp": layout.dp})
+    machine = _assumed_machine(job)
+    shape, plan = shape_and_plan({**point, "dp": layout.dp})
     planned = step_time(shape, plan, machine)
     sent = traffic(shape, plan, 0).data
     for is_overlapped in (True, False):
         measure = partial(_time, steps=point["steps"], overlaps=is_overlapped)
-        seconds = _measured(point, layout, measure).get("seconds")
+        seconds = _measure_new_model(point, layout, measure).get("seconds")
         sending = planned.data if is_overlapped else sent / machine.intra_node
         yield {
             "gradients reduced": "during the backward" if is_overlapped else "after the backward",
@@ -351,14 +354,14 @@ def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             "planned s/step": planned.compute + sending,
             "planned s of computing": planned.compute,
             "GB sent by a rank": sent / 1e9,
-            "note": _note(seconds),
+            "note": _memory_note(seconds),
         }
 
 
 def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """A step on long texts, each on one rank, then each on all of them, and in a ring.
+    """A step on long sequences without context parallelism, with it, and with ring attention.
 
-    Then one of a mixture, its experts on each rank, and shared out.
+    Then a step of a mixture-of-experts model, without and with expert parallelism.
     """
     texts, mixture = job["points"]
     ranks = layout.num_ranks
@@ -370,20 +373,22 @@ def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
         destroy_layout()
         layout = initialize_layout(seed=_SEED, **sizes)
         point = {**base, **sizes, "dp": layout.dp}
-        shape, plan = _shape_and_plan(point)
+        shape, plan = shape_and_plan(point)
         planned = fullest_stage(shape, plan).total
-        found = _measured(point, layout, _memory_of).get("total")
-        seconds = _measured(point, layout, partial(_time, steps=point["steps"])).get("seconds")
+        total_bytes = _measure_new_model(point, layout, _memory_of).get("total")
+        seconds = _measure_new_model(point, layout, partial(_time, steps=point["steps"])).get(
+            "seconds"
+        )
         yield {
             "layout": str(layout),
             "experts": shape.experts.count if shape.experts else 0,
             "tokens of a text": point["sequence_length"],
             "s/step": seconds,
-            "planned s/step": step_time(shape, plan, _machine(job)).total,
-            "in all": _per(found, GIB),
+            "planned s/step": step_time(shape, plan, _assumed_machine(job)).total,
+            "in all": divide(total_bytes, GIB),
             "planned": planned / GIB,
-            "measured/planned": _per(found, planned),
-            "note": _note(seconds),
+            "measured/planned": divide(total_bytes, planned),
+            "note": _memory_note(seconds),
         }
 
 
@@ -397,34 +402,28 @@ PARTS: dict[str, Callable[[Job, ParallelLayout], Iterator[Row]]] = {
     "overlap": overlap,
     "context": context,
 }
-ALONE: dict[str, Callable[[Job], Iterator[Row]]] = {"machine": machine, "model": model}
+PARTS_WITHOUT_LAYOUT: dict[str, Callable[[Job], Iterator[Row]]] = {
+    "machine": machine,
+    "model": model,
+}
 
 
-def _machine(job: Job) -> Machine:
-    """What ``nemo-aligner plan`` assumes, but for the peak, which is the job's."""
+def _assumed_machine(job: Job) -> Machine:
+    """The machine that ``nemo-aligner plan`` assumes, with the job's peak FLOP/s."""
     assumed = PlanRequest(tflops=job["tflops"]).machine()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return replace(assumed, memory=peak_bandwidth(name) or assumed.memory)
 
 
-def _shape_and_plan(point: Job) -> tuple[ModelShape, Plan]:
-    return ModelShape.from_config(point["model"]), plan_of(point)
-
-
-def _per(number: float | None, divisor: float | None) -> float | None:
-    """Their quotient; None where there is no such number."""
-    return None if number is None or divisor is None else number / divisor
-
-
-def _measured(point: Job, layout: ParallelLayout, measure: Measure) -> dict[str, Any]:
-    """What ``measure`` finds on a new model; nothing where the device's memory is too small."""
+def _measure_new_model(point: Job, layout: ParallelLayout, measure: Measure) -> dict[str, Any]:
+    """The result of ``measure`` on a new model; {} where the device's memory is too small."""
     shape = ModelShape.from_config(point["model"])
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         with suppress(torch.OutOfMemoryError):
             learner = build_synthetic_learner(shape, layout, dict(point))
             try:
-                found = measure(learner)
+                result = measure(learner)
             finally:
                 learner.release()
                 del learner
@@ -433,62 +432,58 @@ def _measured(point: Job, layout: ParallelLayout, measure: Measure) -> dict[str,
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    return found
+    return result
 
 
 def _seconds_left(job: Job) -> float:
     return job["end"] - time.time()
 
 
-def _in_time(job: Job) -> Iterator[Point]:
-    """The points of a job, as long as another one is likely to end in time."""
+def _points_in_time(job: Job) -> Iterator[Point]:
+    """Yield the job's points until the next one is unlikely to finish in time."""
     longest = 0.0
     for index, point in enumerate(job["points"]):
         if _seconds_left(job) < longest:
-            print(f"no time was left for {len(job['points']) - index} more points", flush=True)
+            print(f"no time is left for {len(job['points']) - index} more points", flush=True)
             return
         start = time.perf_counter()
         yield point
         longest = max(longest, time.perf_counter() - start)
 
 
-def _note(found: object) -> str:
-    return "out of memory" if found is None else ""
+def _memory_note(figure: object) -> str:
+    return "out of memory" if figure is None else ""
 
 
-def _memory_of(learner: RewardLearner, before: float | None = None) -> dict[str, Any]:
-    """What ``measure_memory`` finds, and on a GPU also what the process holds.
+def _memory_of(learner: RewardLearner, gib_before: float | None = None) -> dict[str, Any]:
+    """The result of ``measure_memory``; on a GPU with two more figures.
 
-    ``before`` is how many GiB of the GPU were held before this process used it.
+    "reserved" is the allocator's memory in bytes, "outside" the GiB that the process holds besides.
+    ``gib_before`` is the GPU memory that was in use before this process used the GPU.
     """
-    found: dict[str, Any] = measure_memory(learner, 0)
+    measured: dict[str, Any] = measure_memory(learner, 0)
     if not torch.cuda.is_available():
-        return found
-    found["reserved"] = torch.cuda.max_memory_reserved()
-    after = gpu_memory_used()
-    if before is not None and after is not None:
-        found["outside"] = after - before - torch.cuda.memory_reserved() / GIB
-    return found
+        return measured
+    measured["reserved"] = torch.cuda.max_memory_reserved()
+    gib_after = gpu_memory_used()
+    if gib_before is not None and gib_after is not None:
+        measured["outside"] = gib_after - gib_before - torch.cuda.memory_reserved() / GIB
+    return measured
 
 
 def _time(learner: RewardLearner, steps: int, overlaps: bool = True) -> dict[str, Any]:
-    """Mean seconds of a step, after two that are not timed."""
+    """Mean seconds of a step, after two steps that are not timed."""
     with nullcontext() if overlaps else without_overlap(learner._ddp.ddp_config):
-        for step in range(2):
-            learner.train_step(step)
-        start = now()
-        for step in range(2, steps + 2):
-            learner.train_step(step)
-        return {"seconds": (now() - start) / steps}
+        time_steps(learner, 0, 2)
+        return {"seconds": time_steps(learner, 2, steps)[1]}
 
 
 def _train(learner: RewardLearner, steps: int) -> dict[str, Any]:
-    """Losses, mean seconds of a step after the first, and the most bytes that were in use."""
-    losses = [learner.train_step(0)["loss"]]
-    start = now()
-    losses += [learner.train_step(step)["loss"] for step in range(1, steps + 1)]
-    found = {"losses": losses, "seconds": (now() - start) / steps}
-    return {**found, "peak": peak_gib()} if torch.cuda.is_available() else found
+    """Losses, mean seconds of a step after the first, and on a GPU the peak memory in GiB."""
+    metrics, _ = time_steps(learner, 0, 1)
+    timed, seconds = time_steps(learner, 1, steps)
+    result = {"losses": [step["loss"] for step in (*metrics, *timed)], "seconds": seconds}
+    return {**result, "peak": peak_gib()} if torch.cuda.is_available() else result
 
 
 def _largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -496,29 +491,22 @@ def _largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float
 
 
 def _train_and_save(learner: RewardLearner, steps: int, folder: str) -> dict[str, Any]:
-    from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
+    """Seconds of a step before a save and while it is written, of the call, and of the save."""
+    numbers = count(1)
 
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        checkpoints = RunCheckpoints(Path(own))
-        checkpoints.reserve(learner.model, learner.optimizer)
-        learner.train_step(0)
-        usual = [_step_seconds(learner, step) for step in range(1, steps + 1)]
-        start = now()
-        checkpoints.save(RunState(1, 1), learner.model, learner.optimizer)
-        held = now() - start
-        during: list[float] = []
-        while not checkpoints.is_written:
-            during.append(_step_seconds(learner, steps + 1 + len(during)))
-        checkpoints.publish()
-        written = time.perf_counter() - start
-    shown = median(during) if during else None
-    return {_USUAL: median(usual), _CALL: held, _DURING: shown, _WRITTEN: written}
+    def step_seconds() -> float:
+        return time_steps(learner, next(numbers), 1)[1]
 
-
-def _step_seconds(learner: RewardLearner, step: int) -> float:
-    start = now()
-    learner.train_step(step)
-    return now() - start
+    learner.train_step(0)
+    usual = [step_seconds() for _ in range(steps)]
+    during: list[float] = []
+    saved = time_checkpoint(learner, folder, lambda: during.append(step_seconds()))
+    return {
+        _USUAL: median(usual),
+        _CALL: saved["save"],
+        _DURING: median(during) if during else None,
+        _WRITTEN: saved["written"],
+    }
 
 
 if __name__ == "__main__":

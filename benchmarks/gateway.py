@@ -1,11 +1,11 @@
-"""What the gateway adds to a request: a tiny model's server, asked directly and through it.
+"""Latency that the gateway adds to a request, measured on the server of a tiny model.
 
     python benchmarks/gateway.py --requests 300 --turns 5
 
-Both are asked for the same token ids, one text a request, in turns: the server by KServe, the
-gateway by ``/v1/rewards`` and by vLLM's ``/classify``. At one client the medians of the turns are
-compared, each with that of the server's in the same turn; ``--clients`` of them show how many
-requests a second come through. At one client every reward must be the same bits.
+The same token ids, one sequence a request, are sent in turns to the server by KServe, and to the
+gateway by ``/v1/rewards`` and by vLLM's ``/classify``. With one client, the median latency of each
+turn is compared with the server's in the same turn, and every reward must be bit-identical. With
+``--clients`` clients the throughput in requests a second is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from serving_servers import Clients, Load, Recipe, percentile, start_gateway
 LENGTH = 32
 LIMIT_S = 300.0
 _WARM_UP = 50
-_ATOL = 2e-5  # in another batch
+_ATOL = 2e-5  # of a reward that was computed in another batch
 DIRECT = "server, KServe"
 
 Request = dict[str, str]
@@ -37,12 +37,12 @@ Ask = Callable[[list[int]], Request]
 
 
 def rewards_request(token_ids: Sequence[int]) -> Request:
-    """This package's own protocol."""
+    """A request in this package's protocol for the reward of one token sequence."""
     return {"path": "/v1/rewards", "body": json.dumps({"tokens": [token_ids]})}
 
 
 def classify_request(token_ids: Sequence[int]) -> Request:
-    """vLLM's."""
+    """A request in vLLM's protocol for the reward of one token sequence."""
     body = {"model": "reward", "input": token_ids, "use_activation": False}
     return {"path": "/classify", "body": json.dumps(body)}
 
@@ -50,7 +50,7 @@ def classify_request(token_ids: Sequence[int]) -> Request:
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the servers, too
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -61,12 +61,12 @@ def main() -> None:
     try:
         gateway, gateway_url = start_gateway(url, work)
         try:
-            ways = {
+            routes = {
                 DIRECT: (url, recipe.request),
                 "gateway, /v1/rewards": (gateway_url, rewards_request),
                 "gateway, /classify": (gateway_url, classify_request),
             }
-            rows = _measure(ways, arguments)
+            rows = _measure(routes, arguments)
         finally:
             gateway.stop()
     finally:
@@ -77,68 +77,77 @@ def main() -> None:
 
 
 def _measure(
-    ways: dict[str, tuple[str, Any]], arguments: argparse.Namespace
+    routes: dict[str, tuple[str, Any]], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     rng = random.Random(0)
     clients = Clients()
-    alone: dict[str, list[Load]] = {name: [] for name in ways}
-    busy: dict[str, list[Load]] = {name: [] for name in ways}
+    one_client: dict[str, list[Load]] = {name: [] for name in routes}
+    many_clients: dict[str, list[Load]] = {name: [] for name in routes}
 
     def put(name: str, token_lists: Sequence[list[int]], at_once: int) -> Load:
-        url, ask = ways[name]
+        url, ask = routes[name]
         requests = [ask(token_ids) for token_ids in token_lists]
         return clients.put(url, requests, at_once, LIMIT_S, len(requests))
 
     try:
-        for name in ways:
-            put(name, _texts(rng, _WARM_UP), 1)
+        for name in routes:
+            put(name, _draw_texts(rng, _WARM_UP), 1)
         for _ in range(arguments.turns):
-            # Once beforehand: a text's first request is the only one that its cache does not help.
-            texts = _texts(rng, arguments.requests)
+            # Send all texts once before timing: the first request of a text cannot use the cache.
+            texts = _draw_texts(rng, arguments.requests)
             put(DIRECT, texts, arguments.clients)
-            for loads, at_once, atol in ((alone, 1, 0.0), (busy, arguments.clients, _ATOL)):
-                for name in ways:
+            for loads, at_once, atol in (
+                (one_client, 1, 0.0),
+                (many_clients, arguments.clients, _ATOL),
+            ):
+                for name in routes:
                     loads[name].append(put(name, texts, at_once))
-                _check([loads[name][-1] for name in ways], atol)
+                _check_rewards([loads[name][-1] for name in routes], atol)
     finally:
         clients.close()
-    return [_row(name, alone, busy, arguments.clients) for name in ways]
+    return [_summarize_route(name, one_client, many_clients, arguments.clients) for name in routes]
 
 
-def _texts(rng: random.Random, count: int) -> list[list[int]]:
+def _draw_texts(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(100, 250) for _ in range(LENGTH)] for _ in range(count)]
 
 
-def _check(loads: Sequence[Load], atol: float) -> None:
-    """Raises WorkerFailed: a request has no reward, or another one than the server's."""
-    first = _rewards(loads[0])
+def _check_rewards(loads: Sequence[Load], atol: float) -> None:
+    """Compare the rewards of all routes with the server's.
+
+    Raises:
+        WorkerFailed: a request has no reward, or one that differs by more than ``atol``.
+    """
+    first = _read_rewards(loads[0])
     for load in loads:
-        apart = float(np.abs(_rewards(load) - first).max())
+        apart = float(np.abs(_read_rewards(load) - first).max())
         if apart > atol:
-            raise WorkerFailed(f"a reward is {apart} from that of the server, wanted {atol}")
+            raise WorkerFailed(
+                f"a reward differs by {apart} from the server's; at most {atol} is allowed"
+            )
 
 
-def _rewards(load: Load) -> np.ndarray:
-    if load.refused:
-        raise WorkerFailed(f"{load.refused} requests have no reward: {load.said[:1]}")
+def _read_rewards(load: Load) -> np.ndarray:
+    if load.rejected:
+        raise WorkerFailed(f"{load.rejected} requests have no reward: {load.messages[:1]}")
     return np.array(load.rewards, dtype=np.float32)
 
 
-def _row(
-    name: str, alone: dict[str, list[Load]], busy: dict[str, list[Load]], at_once: int
+def _summarize_route(
+    name: str, one_client: dict[str, list[Load]], many_clients: dict[str, list[Load]], at_once: int
 ) -> dict[str, Any]:
     added = [
-        percentile([mine], 50) - percentile([direct], 50)
-        for mine, direct in zip(alone[name], alone[DIRECT], strict=True)
+        percentile([load], 50) - percentile([direct], 50)
+        for load, direct in zip(one_client[name], one_client[DIRECT], strict=True)
     ]
     return {
-        "asked": name,
-        "p50 ms": percentile(alone[name], 50) * 1000,
-        "p99 ms": percentile(alone[name], 99) * 1000,
+        "route": name,
+        "p50 ms": percentile(one_client[name], 50) * 1000,
+        "p99 ms": percentile(one_client[name], 99) * 1000,
         "added ms": median(added) * 1000,
         "most added ms": max(added) * 1000,
         f"requests/s, {at_once} clients": median(
-            len(load.waited) / load.seconds for load in busy[name]
+            len(load.latencies) / load.seconds for load in many_clients[name]
         ),
     }
 
@@ -149,9 +158,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--requests", type=int, default=300, help="of a turn")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=32, help="at once, for requests/s")
+    parser.add_argument("--clients", type=int, default=32, help="concurrent, for requests/s")
     parser.add_argument("--work", help="folder for the model and logs (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="write what was measured there, too")
+    parser.add_argument("--json", type=Path, help="also write the measurements here")
     return parser.parse_args()
 
 

@@ -1,17 +1,17 @@
-"""Everything that only a GPU can show, one part after the other, within half an hour.
+"""Run all measurements that need a GPU, one part after the other, within half an hour.
 
     bash scripts/gpu_first_hour.sh                          # one GPU; two show more
-    bash scripts/gpu_first_hour.sh --device cpu             # rehearsed in miniature
+    bash scripts/gpu_first_hour.sh --device cpu             # a tiny rehearsal on the CPU
 
-Each part is a process of its own with a time limit: one that fails, or takes too long, leaves the
-results of the others, and what it has found itself. ``--output`` gets ``first_hour.json`` and
-``first_hour.md``, both anew after every part, a table per part, with what planning/cost.py
-predicts next to what was measured, and ``first_hour.log``, which has all that the parts printed. A
-part that cannot run here says why. Weights are random, or those of ``--model``; nothing is
-downloaded. Exit status: 1 if a part failed, 130 if stopped.
+Each part is a separate process with a time limit. A part that fails or takes too long does not
+affect the others, and the rows that it has written so far count. The folder ``--output`` gets three
+files: ``first_hour.json`` and ``first_hour.md``, rewritten after every part, with a table per part
+and the predictions of planning/ next to the measurements; and ``first_hour.log``, the output of all
+parts. A part that cannot run on this machine reports the reason. Weights are random, or those of
+``--model``; nothing is downloaded. Exit status: 1 if a part failed, 130 if stopped.
 
-A prediction rests on the peak of ``--tflops`` (989 by default: H100 and H200, dense bf16), of which
-40% are reached, as ``nemo-aligner plan`` assumes; on a CPU it means nothing.
+Predictions assume that 40% of the peak ``--tflops`` is reached (default 989: H100 and H200, dense
+bf16), as ``nemo-aligner plan`` does. On a CPU they mean nothing.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from first_hour_page import render_page
 from first_hour_parts import PARTS, Hour, Part
 
 ASSUMED_TFLOPS = {"cuda": 989.0, "cpu": 0.1}
-_SAID = 2000  # characters of what a failed part printed last
+_SHOWN_CHARACTERS = 2000  # of the end of a failed part's output
 _POLL_S = 0.2
-_LEAST = 1.0  # second: in less no part does anything
-# In this time all parts up to "save" may take as long as their limits allow. In less time all
-# limits shrink alike, unless the parts are chosen; in more, the other parts follow.
+_MIN_SECONDS = 1.0  # a part with less time is not started
+# The limits of all parts up to "save" add up to this. With less time in all, every limit shrinks by
+# the same factor, unless --parts names the parts; with more, the remaining parts run, too.
 _MINUTES = 9.0
-# Times the limits: other programs may use the few cores that a rehearsal runs on.
+# Factor of all limits. A rehearsal on a CPU may share its cores with other programs.
 _PATIENCE = {"cuda": 1.0, "cpu": 4.0}
-# Asked by a signal, and looked for only where nothing is left behind.
+# Set by SIGINT and SIGTERM. It is checked only where a part can be ended and its results kept.
 _STOP = threading.Event()
 Result = dict[str, Any]
 
 
 def main() -> int:
     arguments = _parse()
-    hour = _hour(arguments)
+    hour = _build_hour(arguments)
     chosen = _with_needs(arguments.parts or [part.name for part in PARTS])
-    report = _Report(arguments.output, _about(hour, arguments), chosen)
+    report = _Report(arguments.output, _describe_machine(hour, arguments), chosen)
     end = time.monotonic() + 60 * arguments.minutes
     share = 1.0 if arguments.parts else min(1.0, arguments.minutes / _MINUTES)
     share *= _PATIENCE[hour.device]
@@ -72,9 +72,9 @@ def main() -> int:
     return int(any(result["state"] in ("failed", "out of time") for result in report.results))
 
 
-def _hour(arguments: argparse.Namespace) -> Hour:
+def _build_hour(arguments: argparse.Namespace) -> Hour:
     device = arguments.device
-    gpus, precision = _gpus() if device == "cuda" else (0, "fp32")
+    gpus, precision = _count_gpus() if device == "cuda" else (0, "fp32")
     arguments.output.mkdir(parents=True, exist_ok=True)
     work = Path(arguments.work or tempfile.mkdtemp(prefix="first_hour_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -91,8 +91,8 @@ def _hour(arguments: argparse.Namespace) -> Hour:
     )
 
 
-def _gpus() -> tuple[int, str]:
-    """How many there are, and the 16 bits that they train in."""
+def _count_gpus() -> tuple[int, str]:
+    """The number of GPUs, and the 16-bit precision that they train in."""
     choose_device("cuda")
     import torch
 
@@ -102,12 +102,12 @@ def _gpus() -> tuple[int, str]:
 
 
 def _with_needs(names: Sequence[str]) -> list[Part]:
-    """The parts of these names and those that they need, in their order."""
+    """The parts with these names and the parts that they need, in the order of ``PARTS``."""
     needed = {need for part in PARTS if part.name in names for need in part.needs}
     return [part for part in PARTS if part.name in {*names, *needed}]
 
 
-def _about(hour: Hour, arguments: argparse.Namespace) -> dict[str, Any]:
+def _describe_machine(hour: Hour, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "machine": machine() if hour.gpus else processor(),
         "device": hour.device,
@@ -120,7 +120,7 @@ def _about(hour: Hour, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Report:
-    """What was found so far, written anew after every part; parts to come are ``not run``."""
+    """The report's files, rewritten after every part; parts still to come are ``not run``."""
 
     def __init__(self, folder: Path, about: dict[str, Any], parts: Sequence[Part]) -> None:
         self._folder, self._about, self._parts = folder, about, parts
@@ -128,87 +128,95 @@ class _Report:
         self.results: list[Result] = []
 
     def add(self, result: Result, log: Path) -> None:
-        """Add what became of a part, and what it printed, which all parts write to one file."""
+        """Add the result of a part, and append its output to ``first_hour.log``."""
         self.results.append(result)
         self.write()
         with suppress(OSError), (self._folder / "first_hour.log").open("a") as logs:
             logs.write(f"\n==== {result['part']}\n\n{log.read_text(errors='replace')}")
 
     def write(self) -> None:
-        """Both files; each is whole at any time."""
+        """Write both files, each by a rename, so that a reader never sees half a file."""
         begun = len(self.results)
-        to_come = [_result(part, "not run", "it was not come to") for part in self._parts[begun:]]
+        to_come = [
+            _build_result(part, "not run", "not started yet") for part in self._parts[begun:]
+        ]
         content = {**self._about, "parts": [*self.results, *to_come]}
         write_whole(self._folder / "first_hour.json", json.dumps(content, indent=2) + "\n")
         write_whole(self.page, render_page(content))
 
 
-def _run(part: Part, hour: Hour, before: Sequence[Result], limit: float, threads: int) -> Result:
-    """What became of a part, which gets ``limit`` seconds; an interruption ends it."""
-    why = _why_not(part, hour, before, limit)
-    if why is not None:
-        print(f"{part.name}: not run: {why}", flush=True)
-        return _result(part, "not run", why)
+def _run(part: Part, hour: Hour, results: Sequence[Result], limit: float, threads: int) -> Result:
+    """Run a part for at most ``limit`` seconds and return its result.
+
+    A part is also ended by a signal to this process.
+    """
+    reason = _reason_not_to_run(part, hour, results, limit)
+    if reason is not None:
+        print(f"{part.name}: not run: {reason}", flush=True)
+        return _build_result(part, "not run", reason)
     print(f"{part.name}: {part.about}, at most {limit:.0f} s", flush=True)
     start = time.monotonic()
     log = hour.log(part.name)
     hour.output(part.name).unlink(missing_ok=True)
-    state, why = _wait(part.command(hour, limit), log, limit, hour.device, threads)
+    state, reason = _run_command(part.command(hour, limit), log, limit, hour.device, threads)
     seconds = time.monotonic() - start
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
-    with suppress(OSError, ValueError, SyntaxError):  # of a part that has written nothing, or half
+    # A part that was stopped may have written no rows, or a part of them.
+    with suppress(OSError, ValueError, SyntaxError):
         rows, remarks = part.read(hour.output(part.name))
     if state == "done" and not rows:
-        state, why = "failed", "it ended without a result"
+        state, reason = "failed", "it ended without a result"
     elif state == "done" and remarks:
-        state, why = "failed", "the other side failed"
+        state, reason = "failed", "the other side failed"
     elif state != "done":
-        remarks = [*remarks, *_last_said(log)]
-    reason = f": {why}" if why else ""
-    print(f"{part.name}: {state} in {seconds:.0f} s{reason}", flush=True)
-    return _result(part, state, why, seconds=seconds, rows=rows, remarks=remarks)
+        remarks = [*remarks, *_last_output(log)]
+    reason_suffix = f": {reason}" if reason else ""
+    print(f"{part.name}: {state} in {seconds:.0f} s{reason_suffix}", flush=True)
+    return _build_result(part, state, reason, seconds=seconds, rows=rows, remarks=remarks)
 
 
-def _why_not(part: Part, hour: Hour, before: Sequence[Result], limit: float) -> str | None:
-    states = {result["part"]: result["state"] for result in before}
+def _reason_not_to_run(
+    part: Part, hour: Hour, results: Sequence[Result], limit: float
+) -> str | None:
+    states = {result["part"]: result["state"] for result in results}
     for need in part.needs:
         if states.get(need) != "done":
             return f"it needs the part {need}, which is {states.get(need)}"
-    if limit <= _LEAST:
+    if limit <= _MIN_SECONDS:
         return "no time is left"
     return part.lacks(hour)
 
 
-def _result(part: Part, state: str, why: str, **found: Any) -> Result:
+def _build_result(part: Part, state: str, reason: str, **content: Any) -> Result:
     empty = {"seconds": 0.0, "rows": [], "remarks": []}
     about = {"part": part.name, "about": part.about, "limit": part.limit}
-    return {**about, "state": state, "why": why, **empty, **found}
+    return {**about, "state": state, "why": reason, **empty, **content}
 
 
-def _wait(
+def _run_command(
     command: Sequence[str], log: Path, limit: float, device: str, threads: int
 ) -> tuple[str, str]:
-    """Run a command to its end or to the limit: the state, and why."""
+    """Run a command until it ends or reaches the limit; return its state and the reason."""
     offline = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             env={**environment(threads), **offline, **hidden},
         )
-        found = _follow(process, limit)
-        # What a part that ended has left behind would be in the way of the next, too.
-        _end(process)
-    return found
+        outcome = _wait_for_end(process, limit)
+        # Processes that a finished part left behind would disturb the next part.
+        _end_process_tree(process)
+    return outcome
 
 
-def _follow(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
-    """Wait for the process's end, the time's, or a stop that is asked for: the state, and why."""
+def _wait_for_end(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
+    """Wait until the process ends, its time is up or a signal came; return state and reason."""
     end = time.monotonic() + limit
     while time.monotonic() < end:
         if _STOP.is_set():
@@ -219,22 +227,22 @@ def _follow(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
     return "out of time", f"it was stopped after {limit:.0f} s"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process with all that it started: torchrun's ranks have sessions of their own."""
+def _end_process_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all its descendants; torchrun gives each rank a session of its own."""
     family: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for each in family:
+    for process in family:
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            process.kill()
     process.wait()
 
 
-def _last_said(log: Path) -> list[str]:
+def _last_output(log: Path) -> list[str]:
     text = log.read_text(errors="replace").strip()
-    return [text[-_SAID:]] if text else []
+    return [text[-_SHOWN_CHARACTERS:]] if text else []
 
 
 def _parse() -> argparse.Namespace:

@@ -1,12 +1,12 @@
-"""What batch invariance costs, and what it brings: rewards/s, and rewards of other bits.
+"""What batch invariance costs in speed, and how many rewards it makes bit-identical.
 
     python benchmarks/invariance.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
 
-The three kinds of work of scoring.py, in fp32 and bf16 (in bf16 alone on a GPU), with products as
-they come, and of fixed numbers of rows; turn by turn. ``other bits`` counts the rewards that are
-not bit for bit those of the text alone. On a CPU other numbers of rows are taken, too, where they
-give the same bits; with ``--fixed`` they are not. A GPU has the numbers that its trial took as one
-setting, ``tried``, and products of one number of rows as others; what the trial found is printed.
+It runs the three kinds of work of scoring.py in turns, in fp32 and bf16 (on a GPU only bf16): with
+matmuls as they come, and with matmuls of a fixed number of rows. ``other bits`` counts rewards that
+are not bit-identical with those in a batch of one. On a CPU a matmul may use other numbers of rows
+where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the setting ``tried``
+uses the numbers of rows that a trial found bit-identical; the trial's result is printed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from common import choose_device, machine, prepare_model, render, write_json
-from scoring_work import Ours, Work, add_work_options, our_scorer, works_of
+from scoring_work import OurScorer, Work, add_work_options, make_works, our_scorer
 
 ROWS: dict[str, tuple[int | str | None, ...]] = {
     "cpu": (None, 64, 128, 256, 512),
@@ -48,14 +48,16 @@ def main() -> None:
         layout = initialize_layout()
         for precision in (Precision.fp32, Precision.bf16)[device == "cuda" :]:
             ours = our_scorer(nemo, precision, layout)
-            for each in works_of(arguments.data, arguments.pairs, ours):
-                rows += _compare(each, ours, precision.value, ROWS[device], arguments.turns)
+            for scoring_work in make_works(arguments.data, arguments.pairs, ours):
+                rows += _compare_settings(
+                    scoring_work, ours, precision.value, ROWS[device], arguments.turns
+                )
                 print(f"\n{render(rows)}", flush=True)
     about = {
         "machine": machine(),
         "model": str(arguments.model),
         "fixed": arguments.fixed,
-        "trial": _tried_sizes() if device == "cuda" else None,
+        "trial": _describe_tried_sizes() if device == "cuda" else None,
     }
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
     write_json(arguments.output, {**about, "rows": rows})
@@ -67,8 +69,8 @@ def _take_no_other_rows() -> None:
     products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
-# Of each setting what a GPU's trials found.
-_TRIED: dict[Setting, dict[Any, tuple[int, ...]]] = {}
+# What the trials on a GPU found, by setting. gpu_products keeps only one such table.
+_TRIED_SIZES: dict[Setting, dict[Any, tuple[int, ...]]] = {}
 
 
 def _set_rows(model: Any, setting: Setting) -> None:
@@ -76,7 +78,7 @@ def _set_rows(model: Any, setting: Setting) -> None:
     from nemo_aligner.distributed import gpu_products
     from nemo_aligner.models.batch_invariance import make_batch_invariant
 
-    gpu_products._TRIED = _TRIED.setdefault(setting, {})
+    gpu_products._TRIED = _TRIED_SIZES.setdefault(setting, {})
     if setting == "tried":
         make_batch_invariant(model, ROWS_BY_DEVICE)
         return
@@ -86,16 +88,16 @@ def _set_rows(model: Any, setting: Setting) -> None:
     gpu_products._SIZES = sizes
 
 
-def _tried_sizes() -> dict[str, str]:
-    """By the shape of a weight, in which numbers of rows it is multiplied."""
+def _describe_tried_sizes() -> dict[str, str]:
+    """The numbers of rows that a matmul may have, by the shape of its weight."""
     return {
         f"{outputs} x {inputs}": f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)} rows"
-        for (outputs, inputs, *_), sizes in _TRIED["tried"].items()
+        for (outputs, inputs, *_), sizes in _TRIED_SIZES["tried"].items()
     }
 
 
-def _compare(
-    work: Work, ours: Ours, precision: str, settings: Sequence[Setting], turns: int
+def _compare_settings(
+    work: Work, ours: OurScorer, precision: str, settings: Sequence[Setting], turns: int
 ) -> Iterator[dict[str, Any]]:
     from nemo_aligner.tools.invariance import count_changed, score_alone
 
@@ -106,7 +108,7 @@ def _compare(
             _set_rows(ours.model, rows)
             start = time.perf_counter()
             together = ours.score(work.token_lists)
-            if turn:  # the first one makes kernels, and tries them
+            if turn:  # turn 0 compiles kernels and runs the trials
                 seconds[rows].append(time.perf_counter() - start)
                 continue
             changed[rows] = count_changed(together, score_alone(ours.score, work.token_lists))

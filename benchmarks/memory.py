@@ -1,12 +1,12 @@
-"""What a training run's process holds: resident, in use, and lost to gaps, over many steps.
+"""Memory of a training process over many steps: resident, in use, and lost to gaps.
 
     python benchmarks/memory.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl --steps 300
 
-On the CPU, one process, all weights in fp32, a save every 100 steps as by default. "In use" is what
-malloc has handed out: at most, as seen ten times a second since the line before, and between steps.
-Resident is what the system counts; what it has beyond the most that was in use, and beyond what
-libraries take, is gaps. With ``--skip-products`` matrix products give constants, and a step takes a
-fourth of the time: what is held is the same, but for buffers of the library that computes them.
+One process on the CPU trains all weights in fp32 and saves every 100 steps. "In use" is what malloc
+has handed out: the peak since the previous line, sampled ten times a second, and the value between
+steps. "Resident" is what the system counts. "Gaps" is the resident memory beyond the peak in use
+and beyond libraries. With ``--skip-products`` matmuls return constants, which makes a step four
+times as fast: memory is the same but for buffers inside the matmul library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from common import machine, prepare_model, render, run_worker, start, write_json
 
 _SAMPLES_A_SECOND = 10
-_COUNTS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+_MALLINFO_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 _SHOWN_STEPS = (1, 3, 10, 30)
 
 
@@ -34,17 +34,17 @@ def main() -> None:
     _, nemo = prepare_model(arguments.model, work)
     with tempfile.TemporaryDirectory(dir=work) as folder:
         job = {
-            "settings": _settings(arguments, nemo, Path(folder)),
+            "settings": _make_settings(arguments, nemo, Path(folder)),
             "skip_products": arguments.skip_products,
         }
-        found: Any = run_worker("memory.py", "run", job, threads=1)
-    print(render(table(found, arguments.save_interval)))
+        rows: Any = run_worker("memory.py", "run", job, threads=1)
+    print(render(table(rows, arguments.save_interval)))
     about = {"machine": machine(), "model": str(arguments.model)}
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
-    write_json(arguments.output, {**about, "rows": found})
+    write_json(arguments.output, {**about, "rows": rows})
 
 
-def _settings(arguments: argparse.Namespace, nemo: Path, folder: Path) -> list[str]:
+def _make_settings(arguments: argparse.Namespace, nemo: Path, folder: Path) -> list[str]:
     return [
         f"pretrained_checkpoint.restore_from_path={nemo}",
         f"model.data.data_prefix.train=[{arguments.data}]",
@@ -55,36 +55,37 @@ def _settings(arguments: argparse.Namespace, nemo: Path, folder: Path) -> list[s
         f"trainer.rm.max_steps={arguments.steps}",
         f"trainer.rm.save_interval={arguments.save_interval}",
         "trainer.rm.val_check_interval=null",
-        # Constants instead of products are not to end the run.
+        # With --skip-products gradients are meaningless, and a larger rate could end the run.
         "model.optim.lr=1e-7",
         "trainer.precision=fp32",
     ]
 
 
 def table(rows: Sequence[dict[str, Any]], save_interval: int) -> list[dict[str, Any]]:
-    """Some lines of the run, in GiB, with what was in use at most up to each since the one before.
+    """The rows to show, in GiB; ``rows`` are the measured ones, in MiB.
 
-    Gaps are what is resident beyond the most that was in use at once so far, libraries apart.
+    "in use at most" is the peak since the row shown before. "gaps" is the resident memory beyond
+    libraries and the highest peak so far.
     """
-    # Code and data of the libraries, which malloc knows nothing of.
+    # Code and data of libraries, which malloc does not count.
     libraries = rows[0]["resident"] - rows[0]["in use"]
-    shown, most, highest = [], 0.0, 0.0
+    shown, peak_in_use, highest = [], 0.0, 0.0
     for index, row in enumerate(rows):
-        most, highest = max(most, row["at most"]), max(highest, row["at most"])
+        peak_in_use, highest = max(peak_in_use, row["at most"]), max(highest, row["at most"])
         if not _is_shown(row["when"], save_interval, last=index == len(rows) - 1):
             continue
         gaps = max(0.0, row["resident"] - libraries - highest)
         columns = {
             "resident": row["resident"],
             "peak": row["peak"],
-            "in use at most": most,
+            "in use at most": peak_in_use,
             "in use then": row["in use"],
             "gaps": gaps,
         }
         shown.append(
             {"GiB": row["when"], **{key: f"{mib / 2**10:.2f}" for key, mib in columns.items()}}
         )
-        most = 0.0
+        peak_in_use = 0.0
     return shown
 
 
@@ -92,7 +93,7 @@ def _is_shown(when: str, save_interval: int, last: bool) -> bool:
     if last or not when.startswith("step "):
         return True
     step = int(when.removeprefix("step "))
-    # The third step after a save began has it written, or nearly so.
+    # Three steps after a save began it is written, or nearly so.
     return step in _SHOWN_STEPS or (step > save_interval and step % save_interval in (0, 3))
 
 
@@ -113,11 +114,11 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# A training run that says what its process holds, in a process of its own.
+# The worker: a training run that reports its process's memory.
 
 
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train as the job says; rows of what the process held, step by step."""
+    """Train by the job's settings; return a row of memory figures for each step."""
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.training import TrainConfig
     from nemo_aligner.distributed.launch import launch
@@ -142,7 +143,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         memory.note("the save's copy")
         if job["skip_products"]:
             for name in ("train_step", "validate"):
-                setattr(learner, name, _without_products(getattr(learner, name)))
+                setattr(learner, name, _replace_products(getattr(learner, name)))
         trainer = SupervisedTrainer(
             learner, config, total_steps, state, checkpoints, memory, SignalHandler(), world.device
         )
@@ -151,11 +152,11 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Memory:
-    """A logger of the run that looks at the process instead; figures in MiB."""
+    """A logger of the run that records the process's memory in MiB instead of metrics."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._count = _counter()
+        self._count = _make_malloc_counter()
         self._most = 0.0
         threading.Thread(target=self._sample, daemon=True).start()
 
@@ -165,7 +166,7 @@ class Memory:
             self.note(f"step {step}", seconds=seconds)
 
     def note(self, when: str, **more: Any) -> None:
-        """Add a row: what is resident, and what malloc handed out, now and at most."""
+        """Add a row: resident memory, and what malloc has handed out, now and at its peak."""
         from nemo_aligner.cpu.products import resident_bytes
 
         in_use, resident = self._count(), resident_bytes() / 2**20
@@ -174,7 +175,7 @@ class Memory:
             "resident": resident,
             "in use": in_use,
             "at most": max(in_use, self._most),
-            # The system's two counts differ by some pages.
+            # The system's two counters can differ by some pages.
             "peak": max(resident, highest),
         }
         self._most = 0.0
@@ -188,11 +189,11 @@ class Memory:
             self._most = max(self._most, self._count())
 
 
-def _counter() -> Callable[[], float]:
-    """What tells how many MiB glibc's malloc has handed out, in all of its arenas."""
+def _make_malloc_counter() -> Callable[[], float]:
+    """Return a function that reads how many MiB glibc's malloc has handed out, in all arenas."""
 
     class Counts(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_size_t) for name in _COUNTS.split()]
+        _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_FIELDS.split()]
 
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Counts
@@ -204,8 +205,8 @@ def _counter() -> Callable[[], float]:
     return count
 
 
-def _without_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Matrix products give a constant, in as much memory as the product would take."""
+def _replace_products(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``function`` so that matmuls return constants in tensors of the right size."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

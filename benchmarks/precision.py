@@ -1,16 +1,16 @@
-"""How far bf16 moves rewards from fp32's, by what is rounded, and what it costs not to.
+"""How far bf16 moves rewards from fp32, by the part that is rounded, and the cost of fp32 parts.
 
     python benchmarks/precision.py --model megatron_gpt.nemo --data pairs.jsonl
 
-The same reward model scores both replies of ``--pairs`` in fp32, and in bf16 as it is scored
-everywhere; then with one more or one less of its parts in fp32. "mean, same weights" is
-against fp32 with the weights that bf16 has: what computing alone brings.
+The same reward model scores both replies of ``--pairs`` pairs in fp32, and in bf16 as servers do;
+then with one more or one fewer of its parts in fp32. "mean, same weights" compares with fp32
+computed on the bf16 weights, so it shows only the error of computing.
 
-How roundings fall is chance, and the same for all texts where they begin alike. So each of
-``--draws`` multiplies what is added to the residual stream by a factor that the norms take out
-again: all numbers are rounded anew, and exact rewards are the same. Figures are means over the
-draws; times are taken in turns, one of each a draw, and the ratio is the median. They are seconds
-of one core's work, so that what else a machine does disturbs them little.
+Roundings are random, but the same for all replies that share a prefix. Each of ``--draws``
+therefore multiplies whatever is added to the residual stream by a factor that the norms cancel: all
+values are rounded anew, and exact rewards stay the same. Figures are means over the draws. Times
+are measured in turns, one of each variant a draw, and the ratio is the median; they are seconds of
+one core's work, which other programs disturb little.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from common import choose_device, machine, median_of_ratios, render, write_json
 from scoring_work import encode_pairs
 
 Part = Callable[[Any], AbstractContextManager[Any]]
-_ADDED = ("word_embeddings.weight", "linear_proj.weight", "linear_fc2.weight")
+_ADDED_TO_STREAM = ("word_embeddings.weight", "linear_proj.weight", "linear_fc2.weight")
 
 
 def main() -> None:
@@ -46,27 +46,28 @@ def main() -> None:
     with launch():
         layout = initialize_layout()
         exact, rounded = (
-            _scorer(arguments.model, layout, each) for each in (Precision.fp32, Precision.bf16)
+            _load_scorer(arguments.model, layout, precision)
+            for precision in (Precision.fp32, Precision.bf16)
         )
-        if arguments.draws > 1 and any("post_" in name for name in _weights(exact)):
+        if arguments.draws > 1 and any("post_" in name for name in _named_weights(exact)):
             sys.exit("--draws: got more than 1, wanted 1: this model norms what its layers add")
         token_lists = encode_pairs(
             arguments.data, arguments.pairs, lambda text: exact.encode(text).token_ids
         )
-        wanted = exact.score_token_lists(token_lists)[:, 0]
-        rows = _measure(exact, rounded, token_lists, wanted, arguments.draws)
+        exact_rewards = exact.score_token_lists(token_lists)[:, 0]
+        rows = _measure_variants(exact, rounded, token_lists, exact_rewards, arguments.draws)
     about = {
         "machine": machine(),
         "tokens": sum(map(len, token_lists)),
-        "rewards": f"{wanted.min():.2f} to {wanted.max():.2f}, standard deviation "
-        f"{wanted.std():.3f}",
+        "rewards": f"{exact_rewards.min():.2f} to {exact_rewards.max():.2f}, standard deviation "
+        f"{exact_rewards.std():.3f}",
     }
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
     write_json(arguments.output, {**about, "rows": rows})
 
 
-def _scorer(path: Path, layout: Any, precision: Any) -> Any:
-    """As a server's, but with weights that can be overwritten."""
+def _load_scorer(path: Path, layout: Any, precision: Any) -> Any:
+    """Load a scorer as a server does, but with weights that can be overwritten."""
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
     from nemo_aligner.config.model import ROWS_BY_DEVICE
     from nemo_aligner.models.batch_invariance import make_batch_invariant
@@ -78,72 +79,76 @@ def _scorer(path: Path, layout: Any, precision: Any) -> Any:
     return RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, tokens)
 
 
-def _measure(
-    exact: Any, rounded: Any, token_lists: list[list[int]], wanted: np.ndarray, draws: int
+def _measure_variants(
+    exact: Any, rounded: Any, token_lists: list[list[int]], exact_rewards: np.ndarray, draws: int
 ) -> list[dict[str, Any]]:
-    """A row for each of ``_parts``, after one of the weights alone."""
-    weights = {name: each.detach().clone() for name, each in _weights(exact).items()}
-    ways: dict[str, tuple[Any, Part]] = {
+    """Measure "weights alone" (fp32 with the weights of bf16), then each of ``_make_variants``."""
+    weights = {name: weight.detach().clone() for name, weight in _named_weights(exact).items()}
+    variants: dict[str, tuple[Any, Part]] = {
         "weights alone": (exact, lambda model: nullcontext()),
-        **{name: (rounded, part) for name, part in _parts().items()},
+        **{name: (rounded, part) for name, part in _make_variants().items()},
     }
-    found: dict[str, list[np.ndarray]] = {name: [] for name in ways}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    rewards: dict[str, list[np.ndarray]] = {name: [] for name in variants}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     rows: list[dict[str, Any]] = []
     for draw in range(draws):
-        _round_anew(weights, (exact, rounded), 1 + draw / draws)
-        for name, (scorer, part) in ways.items():
+        _redraw_roundings(weights, (exact, rounded), 1 + draw / draws)
+        for name, (scorer, part) in variants.items():
             with part(scorer.model):
                 start = time.process_time()
-                found[name].append(scorer.score_token_lists(token_lists)[:, 0])
+                rewards[name].append(scorer.score_token_lists(token_lists)[:, 0])
                 seconds[name].append(time.process_time() - start)
-        rows = [_row(name, found, seconds, wanted) for name in ways]
+        rows = [_summarize_variant(name, rewards, seconds, exact_rewards) for name in variants]
         print(f"\nafter {draw + 1} of {draws} draws\n{render(rows)}", flush=True)
     return rows
 
 
-def _weights(scorer: Any) -> dict[str, Any]:
+def _named_weights(scorer: Any) -> dict[str, Any]:
     return dict(scorer.model.named_parameters())
 
 
-def _round_anew(weights: Mapping[str, Any], scorers: tuple[Any, Any], factor: float) -> None:
-    """Give both scorers the same numbers of bf16, what is added to the stream times ``factor``."""
+def _redraw_roundings(weights: Mapping[str, Any], scorers: tuple[Any, Any], factor: float) -> None:
+    """Give both scorers the same bf16 weights; those added to the stream times ``factor``."""
     import torch
 
-    exact, rounded = map(_weights, scorers)
+    exact, rounded = map(_named_weights, scorers)
     with torch.no_grad():
         for name, weight in weights.items():
-            scaled = weight * factor if name.endswith(_ADDED) else weight
+            scaled = weight * factor if name.endswith(_ADDED_TO_STREAM) else weight
             rounded[name].copy_(scaled)
             exact[name].copy_(rounded[name])
 
 
-def _row(
+def _summarize_variant(
     name: str,
-    found: Mapping[str, list[np.ndarray]],
+    rewards_by_variant: Mapping[str, list[np.ndarray]],
     seconds: Mapping[str, list[float]],
-    wanted: np.ndarray,
+    exact_rewards: np.ndarray,
 ) -> dict[str, Any]:
-    differences = [np.abs(rewards - wanted) for rewards in found[name]]
+    differences = [np.abs(rewards - exact_rewards) for rewards in rewards_by_variant[name]]
     computed = [
         np.abs(rewards - same)
-        for rewards, same in zip(found[name], found["weights alone"], strict=True)
+        for rewards, same in zip(
+            rewards_by_variant[name], rewards_by_variant["weights alone"], strict=True
+        )
     ]
-    right = wanted[::2] > wanted[1::2]
-    turned = [np.sum((each[::2] > each[1::2]) != right) for each in found[name]]
+    right = exact_rewards[::2] > exact_rewards[1::2]
+    flipped = [
+        np.sum((rewards[::2] > rewards[1::2]) != right) for rewards in rewards_by_variant[name]
+    ]
     return {
         "in fp32": name,
-        "largest |difference|": float(np.mean([each.max() for each in differences])),
+        "largest |difference|": float(np.mean([difference.max() for difference in differences])),
         "mean": float(np.mean(differences)),
         "mean, same weights": float(np.mean(computed)),
-        "pairs turned": float(np.mean(turned)),
-        "rewards/s": len(wanted) / median(seconds[name]),
+        "pairs flipped": float(np.mean(flipped)),
+        "rewards/s": len(exact_rewards) / median(seconds[name]),
         "time": median_of_ratios(seconds["as it is"], seconds[name]),
     }
 
 
-def _parts() -> dict[str, Part]:
-    """What is computed in fp32, or no more, while a context of the model lasts."""
+def _make_variants() -> dict[str, Part]:
+    """Context managers by name; within one, the model computes more or fewer parts in fp32."""
     import torch
 
     from nemo_aligner.cpu import kernels

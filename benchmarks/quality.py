@@ -1,11 +1,11 @@
-"""Table of reward models on the same held-out pairs: accuracy, and what length has to do with it.
+"""Table of reward models on the same held-out pairs: accuracy, calibration and length bias.
 
     python benchmarks/quality.py --data heldout.jsonl results/plain results/heads=ensemble
 
-Each is a run's folder or a ``.nemo`` file, with ``=NAME`` for its row. Columns are those of
-docs/metrics.md: accuracy with its 95% interval, on pairs whose longer and whose shorter reply was
-chosen, Pearson's r of reward and length, and the calibration error. The first row is the verdict of
-length alone.
+A model is a run's folder or a ``.nemo`` file; ``=NAME`` names its row. Columns are metrics of
+docs/metrics.md: accuracy with its 95% interval, accuracy on pairs whose longer and whose shorter
+reply was chosen, Pearson's r of reward and length, and the expected calibration error. The first
+row always prefers the longer reply.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ COLUMNS = {
 }
 
 
-def measure(given: str, data: Path) -> dict[str, Any]:
-    """Row of one model: its name, ``interval`` and the metrics."""
-    path, _, name = given.partition("=")
+def measure_model(argument: str, data: Path) -> dict[str, Any]:
+    """Evaluate the model of one argument; return its row: name, ``interval`` and metrics."""
+    path, _, name = argument.partition("=")
     archive = Path(path)
     if (archive / CHECKPOINTS_NAME / MODEL_NAME).exists():
         archive = archive / CHECKPOINTS_NAME / MODEL_NAME
     with na.RewardModel.from_pretrained(archive) as model:
-        found = model.evaluate(data)
-    return {"model": name or path, "interval": found.interval, **found.metrics}
+        evaluation = model.evaluate(data)
+    return {"model": name or path, "interval": evaluation.interval, **evaluation.metrics}
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown table of the rows, and of always taking the longer reply."""
+    """Render the rows as a Markdown table, below a row that always prefers the longer reply."""
     longer = rows[0]["longer_reply_accuracy"]
     lines = [
         f"| model | {' | '.join(COLUMNS.values())} |",
@@ -49,10 +49,13 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     for row in rows:
         low, high = row["interval"]
-        first, *others = (row[name] for name in COLUMNS)
-        shares = [f"{first:.1%} ({low:.1%} to {high:.1%})", *(f"{each:.1%}" for each in others[:2])]
-        numbers = [f"{each:.3f}" for each in others[2:]]
-        lines.append(f"| {' | '.join([str(row['model']), *shares, *numbers])} |")
+        first, *figures = (row[name] for name in COLUMNS)
+        percentages = [
+            f"{first:.1%} ({low:.1%} to {high:.1%})",
+            *(f"{share:.1%}" for share in figures[:2]),
+        ]
+        numbers = [f"{figure:.3f}" for figure in figures[2:]]
+        lines.append(f"| {' | '.join([str(row['model']), *percentages, *numbers])} |")
     return "\n".join(lines)
 
 
@@ -64,7 +67,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="held-out pairs")
     parser.add_argument("--output", type=Path, help="JSON file to write the rows to")
     options = parser.parse_args()
-    rows = [measure(given, options.data) for given in options.models]
+    rows = [measure_model(argument, options.data) for argument in options.models]
     print(render(rows))
     if options.output is not None:
         options.output.write_text(json.dumps(rows, indent=2) + "\n")

@@ -1,16 +1,18 @@
-"""What a training step costs, against sequence length, layers, pairs and ranks.
+"""Cost of a training step against sequence length, layers, pairs and ranks.
 
     python benchmarks/scaling.py                          # a small model; minutes on two CPU cores
     python benchmarks/scaling.py --config base.nemo --tables ranks --micro-batch-tokens 1024
 
-Every point is a synthetic model with random weights, on pairs of random tokens, in processes of its
-own: torchrun starts several. Seconds are means over ``--steps`` after one that is not timed, of the
-slowest rank, by part: ``data`` waits for packs, ``reduce`` sums gradients over ranks, ``other``
-gathers rewards and waits for the adjacent pipeline stages. A checkpoint holds training up for
-``save`` and is ``written`` that long after it began. Memory is that of the fullest rank beside what
-nemo_aligner/planning/cost.py says: all tensors that live at once on the CPU, what the allocator
-handed out on a GPU; ``resident`` is by how much the CPU's process grew, libraries that it loads
-meanwhile included.
+Every point is a synthetic model with random weights, trained on pairs of random tokens in processes
+of its own (torchrun starts several). Seconds are means over ``--steps`` steps after an untimed one,
+on the slowest rank, split into parts: ``data`` waits for packs, ``reduce`` sums gradients over
+ranks, ``other`` is the rest: gathering rewards and waiting for adjacent pipeline stages. A
+checkpoint interrupts training for ``save`` seconds and is on disk ``written`` seconds after it
+began.
+
+Memory is that of the rank that holds most, next to the plan of nemo_aligner/planning: on a CPU all
+tensors that live at once, on a GPU what the allocator handed out. ``resident`` is the growth of the
+process on a CPU, which includes libraries loaded meanwhile.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from common import (
     write_json,
 )
 
-# torch and the package are imported where they are used: --help does not wait for them, and they
-# look for a GPU, which ``choose_device`` may hide.
+# torch and the package are imported inside functions: --help does not wait for them, and
+# ``choose_device`` must be able to hide the GPU before torch looks for one.
 
 MIB = 2**20
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
-# The point that all tables have in common, by device.
+# The point that all tables vary, by device.
 SIZES = {
     "layers": {"cpu": 4, "cuda": 16},
     "hidden": {"cpu": 256, "cuda": 2048},
@@ -50,19 +52,19 @@ def main() -> None:
     arguments = _parse()
     device = choose_device(arguments.device)
     base = _base_job(arguments, device)
-    most = arguments.ranks or _default_ranks(device)
+    max_ranks = arguments.ranks or _default_ranks(device)
     tables = {
-        "sequence length": lambda: _lengths(base),
-        "layers": lambda: _layers(base),
-        "pairs": lambda: _pairs(base),
-        "ranks": lambda: _layouts(base, most),
+        "sequence length": lambda: _length_jobs(base),
+        "layers": lambda: _layer_jobs(base),
+        "pairs": lambda: _pair_jobs(base),
+        "ranks": lambda: _layout_jobs(base, max_ranks),
     }
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, jobs in tables.items():
         if arguments.tables and name.split()[0] not in arguments.tables:
             continue
-        rows[name] = _measure(name, jobs, arguments.threads)
-        for columns in (_times, _memories):
+        rows[name] = _measure_jobs(name, jobs, arguments.threads)
+        for columns in (_time_columns, _memory_columns):
             table = [{name: row[name], **columns(row)} for row in rows[name]]
             print(f"\n{render(table)}", flush=True)
     about = {
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 def _default_ranks(device: str) -> int:
-    """As many as there are GPUs; on a CPU two."""
+    """The number of GPUs; 2 on a CPU."""
     import torch
 
     return torch.cuda.device_count() if device == "cuda" else 2
@@ -85,8 +87,8 @@ def _default_ranks(device: str) -> int:
 Jobs = Iterator[tuple[str, dict[str, Any]]]
 
 
-def _lengths(base: dict[str, Any]) -> Jobs:
-    """The same tokens in a step, in fewer and longer sequences."""
+def _length_jobs(base: dict[str, Any]) -> Jobs:
+    """Jobs with the same tokens in a step, in fewer and longer sequences."""
     tokens = base["pairs"] * 2 * base["sequence_length"]
     for factor in (0.5, 1, 2, 4):
         length = int(base["sequence_length"] * factor)
@@ -95,26 +97,26 @@ def _lengths(base: dict[str, Any]) -> Jobs:
             yield str(length), {**base, "sequence_length": length, "pairs": pairs}
 
 
-def _layers(base: dict[str, Any]) -> Jobs:
+def _layer_jobs(base: dict[str, Any]) -> Jobs:
     layers = base["model"]["num_layers"]
     for count in filter(None, (layers // 2, layers, 2 * layers)):
         yield str(count), {**base, "model": {**base["model"], "num_layers": count}}
 
 
-def _pairs(base: dict[str, Any]) -> Jobs:
+def _pair_jobs(base: dict[str, Any]) -> Jobs:
     for pairs in filter(None, (base["pairs"] // 2, 2 * base["pairs"], 4 * base["pairs"])):
         yield str(pairs), {**base, "pairs": pairs}
 
 
-def _layouts(base: dict[str, Any], most: int) -> Jobs:
-    """One rank, then every layout of twice as many, up to ``most``, that splits one way only."""
+def _layout_jobs(base: dict[str, Any], max_ranks: int) -> Jobs:
+    """Jobs at one rank, then at 2, 4, ... ``max_ranks`` ranks with one kind of parallelism each."""
     from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.utils.errors import ConfigError
 
     shape = ModelShape.from_config(base["model"])
     yield "one rank", base
     ranks = 2
-    while ranks <= most:
+    while ranks <= max_ranks:
         for name, changes in (
             (f"DP={ranks}", {"dp": ranks}),
             (f"TP={ranks}", {"tp": ranks}),
@@ -127,40 +129,40 @@ def _layouts(base: dict[str, Any], most: int) -> Jobs:
             try:
                 shape.check_fits(job["tp"], job["pp"])
             except ConfigError as error:
-                print(f"{name}: left out: {error}", file=sys.stderr)
+                print(f"{name}: skipped: {error}", file=sys.stderr)
                 continue
             yield name, job
         ranks *= 2
 
 
-def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str, Any]]:
-    from synthetic import plan_of
+def _measure_jobs(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str, Any]]:
+    from synthetic import compare_memory, shape_and_plan
 
-    from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.planning.cost import step_flops
     from nemo_aligner.planning.memory import fullest_stage
 
     rows = []
     for label, job in jobs():
         print(f"{name}: {label}", file=sys.stderr, flush=True)
-        plan, shape = plan_of(job), ModelShape.from_config(job["model"])
-        found = run_worker("synthetic.py", "point", job, threads, ranks=plan.num_ranks)
+        shape, plan = shape_and_plan(job)
+        measured = run_worker("synthetic.py", "point", job, threads, ranks=plan.num_ranks)
         expected = fullest_stage(shape, plan)
         rows.append(
             {
                 name: label,
-                "tokens": found["tokens"],
+                "tokens": measured["tokens"],
                 "flops": step_flops(shape, plan),
                 "processes": plan.num_ranks,
-                "seconds": found["seconds"],
-                "measured": found["memory"],
+                "seconds": measured["seconds"],
+                "measured": measured["memory"],
                 "expected": {**vars(expected), "total": expected.total},
+                "memory": compare_memory(measured["memory"], expected, MIB),
             }
         )
     return rows
 
 
-def _times(row: Mapping[str, Any]) -> dict[str, Any]:
+def _time_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds of a step and of its parts."""
     seconds = row["seconds"]
     return {
@@ -171,17 +173,11 @@ def _times(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memories(row: Mapping[str, Any]) -> dict[str, Any]:
-    """MiB of the fullest rank, as measured and as expected."""
-    measured, expected = row["measured"], row["expected"]["total"]
-    parts = ("weights", "gradients", "optimizer", "step")
-    return {
-        **{part: measured[part] / MIB for part in parts},
-        "MiB in all": measured["total"] / MIB,
-        "expected": expected / MIB,
-        "expected/measured": expected / measured["total"],
-        "resident": measured["resident"] / MIB,
-    }
+def _memory_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """MiB of the rank that holds most: measured, planned, and what a step and the process add."""
+    measured = row["measured"]
+    step, resident = measured["step"] / MIB, measured["resident"] / MIB
+    return {**row["memory"], "step": step, "resident": resident}
 
 
 def _base_job(arguments: argparse.Namespace, device: str) -> dict[str, Any]:

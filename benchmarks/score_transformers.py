@@ -1,6 +1,6 @@
-"""Worker of scoring.py: rewards by AutoModelForSequenceClassification, in padded batches, timed.
+"""Worker of scoring.py: rewards by AutoModelForSequenceClassification in padded batches, timed.
 
-The first line on stdin is the job; each further one asks for the rewards of token lists.
+The first line on stdin is the job; each further line is a request for the rewards of token lists.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ import torch
 
 
 def main() -> None:
-    # What libraries print must not be taken for an answer.
+    # Answers go to the real stdout; whatever libraries print goes to stderr.
     answers, sys.stdout = sys.stdout, sys.stderr
     job = json.loads(sys.stdin.readline())
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    model = _load(job["hf"], job["head"])
+    model = _load_model(job["hf"], job["head"])
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         start = time.perf_counter()
-        rewards = _score(model, asked["token_lists"], asked["batch"], asked["is_sorted"])
+        rewards = _score_in_batches(
+            model, request["token_lists"], request["batch"], request["is_sorted"]
+        )
         seconds = time.perf_counter() - start
         print(json.dumps({"seconds": seconds, "rewards": rewards}), file=answers, flush=True)
 
 
-def _load(hf: str, head: str) -> Any:
+def _load_model(hf: str, head: str) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     gpu = torch.cuda.is_available()
@@ -43,28 +45,28 @@ def _load(hf: str, head: str) -> Any:
     return model
 
 
-def _score(
+def _score_in_batches(
     model: Any, token_lists: Sequence[list[int]], batch: int, is_sorted: bool
 ) -> list[float]:
     order = list(range(len(token_lists)))
     if is_sorted:
         order.sort(key=lambda index: len(token_lists[index]))
-    found = [0.0] * len(order)
+    rewards = [0.0] * len(order)
     for start in range(0, len(order), batch):
         part = order[start : start + batch]
         for index, reward in zip(
-            part, _rewards(model, [token_lists[index] for index in part]), strict=True
+            part, _score_batch(model, [token_lists[index] for index in part]), strict=True
         ):
-            found[index] = reward
-    return found
+            rewards[index] = reward
+    return rewards
 
 
 @torch.no_grad()
-def _rewards(model: Any, token_lists: Sequence[list[int]]) -> list[float]:
+def _score_batch(model: Any, token_lists: Sequence[list[int]]) -> list[float]:
     longest = max(map(len, token_lists))
     ids = torch.zeros(len(token_lists), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    # On the left, so that the last column is every text's last token.
+    # Padding on the left, so that the last column is the last token of every sequence.
     for row, tokens in enumerate(token_lists):
         ids[row, longest - len(tokens) :] = torch.tensor(tokens)
         mask[row, longest - len(tokens) :] = 1

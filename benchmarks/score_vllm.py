@@ -1,8 +1,8 @@
-"""Worker of scoring.py, in an environment with vLLM: rewards by its classification, timed.
+"""Worker of scoring.py in an environment with vLLM: rewards by its classification API, timed.
 
-The first line on stdin is the job; each further one asks for the rewards of token lists. vLLM reads
-a folder: transformers writes it, with the head of the job. Its prefix cache is emptied before every
-question, so that a turn finds nothing of the one before.
+The first line on stdin is the job; each further line is a request for the rewards of token lists.
+transformers writes the folder that vLLM loads, with the head of the job. The prefix cache is
+emptied before every request, so that no turn profits from the previous one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 MAX_LENGTH = 2048
-GPU_SHARE = 0.4  # of its memory: the other side is on the same GPU
+GPU_SHARE = 0.4  # of the GPU's memory: our scorer is on the same GPU
 
 
 def main() -> None:
-    # What libraries print must not be taken for an answer, nor what their processes print.
+    # Answers go to the real stdout. File descriptor 1 becomes stderr, also for child processes.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = json.loads(sys.stdin.readline())
@@ -33,12 +33,12 @@ def main() -> None:
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     with tempfile.TemporaryDirectory() as folder:
         _write_classifier(job["hf"], job["head"], Path(folder))
-        model = _load(folder)
+        model = _load_model(folder)
         for line in sys.stdin:
-            asked = json.loads(line)
+            request = json.loads(line)
             model.reset_prefix_cache()
             start = time.perf_counter()
-            rewards = _score(model, asked["token_lists"])
+            rewards = _score_by_vllm(model, request["token_lists"])
             seconds = time.perf_counter() - start
             print(json.dumps({"seconds": seconds, "rewards": rewards}), file=answers, flush=True)
 
@@ -59,7 +59,7 @@ def _write_classifier(hf: str, head: str, folder: Path) -> None:
         shutil.copy(Path(hf) / name, folder)
 
 
-def _load(folder: str) -> Any:
+def _load_model(folder: str) -> Any:
     from vllm import LLM
 
     return LLM(
@@ -74,13 +74,13 @@ def _load(folder: str) -> Any:
     )
 
 
-def _score(model: Any, token_lists: Sequence[list[int]]) -> list[float]:
+def _score_by_vllm(model: Any, token_lists: Sequence[list[int]]) -> list[float]:
     from vllm import PoolingParams
 
     prompts = [{"prompt_token_ids": tokens} for tokens in token_lists]
     raw = PoolingParams(use_activation=False)
-    found = model.classify(prompts, pooling_params=raw, use_tqdm=False)
-    return [float(each.outputs.probs[0]) for each in found]
+    outputs = model.classify(prompts, pooling_params=raw, use_tqdm=False)
+    return [float(output.outputs.probs[0]) for output in outputs]
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
     python benchmarks/scoring.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
     python benchmarks/scoring.py --vllm-python vllm/bin/python --model ... --data ...
 
-Three kinds of work: both replies of pairs from ``--data``; single replies in the order in which
-they come; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO asks for
-it. transformers gets padded batches of ``--batch`` texts, sorted by length or as they come. Both
-run in fp32 on the CPU, in bf16 on a GPU. Real tokens are those of the texts, each time they are
-asked for; ``ours is faster by`` is the median ratio of the times in a turn. ``products alone`` is
-the speed of nothing but the matrix products of the tokens that we compute (what texts begin with in
-common is computed once). transformers has a process of its own: where it dies, as on a machine
-whose memory is too small for its batch, a dash stands instead of its figures. ``--rows`` and
-``--cuda-graphs`` add scorers with other settings, each with weights of its own.
+There are three kinds of work: both replies of pairs from ``--data``; single replies in the order of
+the file; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO sends them.
+transformers gets padded batches of ``--batch`` sequences, sorted by length or in the order of the
+file. Both sides run in fp32 on the CPU, in bf16 on a GPU. "real tokens" are those of the sequences,
+without padding, and count as often as they are sent; ``ours is faster by`` is the median over the
+turns of the ratio of times. ``products alone`` is the speed of only the matmuls for the tokens that
+we compute (a shared prefix is computed once). transformers runs in a process of its own: where it
+dies, for example for lack of memory, a dash replaces its figures. ``--rows`` and ``--cuda-graphs``
+add scorers with other settings, each with its own copy of the weights.
 
-With ``--vllm-python`` the other side is vLLM in that environment, called without a server, and
-every turn finds its prefix cache empty.
+With ``--vllm-python`` the other side is vLLM in that environment, called without a server, with an
+empty prefix cache in every turn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from common import (
     require,
     write_json,
 )
-from scoring_work import Ours, Products, Work, add_work_options, our_scorer, works_of
+from scoring_work import OurScorer, Products, Work, add_work_options, make_works, our_scorer
 
 _DIFFERENCE, _FASTER = "largest |difference|", "ours is faster by"
 
@@ -70,7 +70,7 @@ def main() -> None:
     with launch():
         layout = initialize_layout()
         scorers = _Scorers()
-        for name, settings in _settings(arguments).items():
+        for name, settings in _named_settings(arguments).items():
             load = partial(our_scorer, nemo, precision, layout, freeze=True, settings=settings)
             scorers.add(name, load)
         ours = scorers.usual
@@ -81,20 +81,22 @@ def main() -> None:
         peer = _Peer(peer_python, script, job, arguments.threads)
         rows: list[dict[str, Any]] = []
         about = {"machine": machine(), "model": str(arguments.model), "precision": precision.value}
-        for each in works_of(arguments.data, arguments.pairs, ours):
-            rows += _compare(each, scorers, products, peer, arguments.batch, arguments.turns)
+        for scoring_work in make_works(arguments.data, arguments.pairs, ours):
+            rows += _compare_work(
+                scoring_work, scorers, products, peer, arguments.batch, arguments.turns
+            )
             print(f"\n{render(rows)}", flush=True)
             if peer.failure is not None:
                 print(f"\n{peer.name}: {peer.failure}", flush=True)
-            # Whoever stops this benchmark has what is measured so far.
+            # Written after each kind of work, so that stopping this program loses little.
             failures = {"failure": peer.failure, "failures": scorers.failures}
             write_json(arguments.output, {**about, "rows": rows, **failures})
         peer.close()
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The settings of each of our scorers, by a name; the defaults come first."""
+def _named_settings(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The settings of each of our scorers by its name in the table; the defaults come first."""
     named: dict[str, dict[str, Any]] = {"": {}}
     if arguments.rows:
         named = {"rows by default": {}}
@@ -109,27 +111,27 @@ def _settings(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 class _Scorers:
-    """Our scorers by the names of their settings; one that fails is dropped, and others go on."""
+    """Our scorers by the names of their settings; a scorer that fails is dropped."""
 
     def __init__(self) -> None:
-        self.named: dict[str, Ours] = {}
+        self.named: dict[str, OurScorer] = {}
         self.failures: list[str] = []
 
     @property
-    def usual(self) -> Ours:
-        """The first one, without which there is nothing to compare."""
+    def usual(self) -> OurScorer:
+        """The first scorer. If it fails, the benchmark ends."""
         return next(iter(self.named.values()))
 
-    def add(self, name: str, load: Callable[[], Ours]) -> None:
+    def add(self, name: str, load: Callable[[], OurScorer]) -> None:
         with self._dropping(name):
             self.named[name] = load()
 
     def warm_up(self, work: Work) -> None:
-        """Let each wait for memory and kernels, and capture its graphs; a single one need not."""
+        """Score twice with each scorer, untimed, if there are several: for kernels and graphs."""
         if len(self.named) > 1:
             for name, ours in list(self.named.items()):
                 with self._dropping(name):
-                    # A graph is captured where a size comes a second time.
+                    # A graph is captured when a size occurs for the second time.
                     ours.score(work.token_lists)
                     ours.score(work.token_lists)
 
@@ -146,7 +148,7 @@ class _Scorers:
 
 
 class _Peer:
-    """The other side in a process of its own, until that fails; ``failure`` says how it did."""
+    """The other side, in a process of its own; ``failure`` describes how it ended, if it did."""
 
     def __init__(self, python: str, script: str, job: Mapping[str, Any], threads: int) -> None:
         self.name = "vLLM" if script == "score_vllm.py" else "transformers"
@@ -155,34 +157,37 @@ class _Peer:
         self.failure: str | None = None
 
     def score(self, work: Work, batch: int) -> tuple[float, np.ndarray] | None:
-        """Seconds and rewards, in batches of this size if it has any; None after a failure."""
+        """Seconds and rewards ``[N]`` of one run; None once the process has failed.
+
+        ``batch`` is the batch size of transformers; vLLM ignores it.
+        """
         if self.failure is not None:
             return None
-        asked = {"token_lists": work.token_lists, "is_sorted": work.is_sorted, "batch": batch}
+        request = {"token_lists": work.token_lists, "is_sorted": work.is_sorted, "batch": batch}
         try:
-            found = self._worker.ask(asked)
+            answer = self._worker.ask(request)
         except WorkerFailed as error:
             self.failure = str(error)
             return None
-        return found["seconds"], np.array(found["rewards"], dtype=np.float32)
+        return answer["seconds"], np.array(answer["rewards"], dtype=np.float32)
 
     def fastest_batch(self, work: Work, sizes: Sequence[int]) -> int:
-        """The size of a batch that takes least time; nothing is run for a single one."""
+        """The fastest of the batch sizes; a single size is returned without a run."""
         if len(sizes) == 1:
             return sizes[0]
         seconds: dict[int, float] = {}
-        # Twice, because the first run waits for memory and kernels.
+        # Each size twice, because the first run allocates memory and compiles kernels.
         for size in (*sizes, *sizes):
-            found = self.score(work, size)
-            if found is not None:
-                seconds[size] = found[0]
+            scored = self.score(work, size)
+            if scored is not None:
+                seconds[size] = scored[0]
         return min(seconds, key=lambda size: seconds[size]) if seconds else sizes[0]
 
     def close(self) -> None:
         self._worker.close()
 
 
-def _compare(
+def _compare_work(
     work: Work,
     scorers: _Scorers,
     products: Products | None,
@@ -195,34 +200,37 @@ def _compare(
     our_seconds: dict[str, list[float]] = {name: [] for name in scorers.named}
     their_seconds: list[float] = []
     difference = 0.0
-    before = scorers.usual.computed()
+    computed_before = scorers.usual.computed()
     named = list(scorers.named.items())
     for turn in range(turns):
         rewards = {}
-        # Another one is first in each turn, right after the other side has used the GPU.
+        # The first scorer runs right after the other side has used the GPU: rotate the order.
         first = turn % len(named)
         for name, ours in named[first:] + named[:first]:
             start = time.perf_counter()
             rewards[name] = ours.score(work.token_lists)
             our_seconds[name].append(time.perf_counter() - start)
-        found = peer.score(work, batch)
-        if found is not None:
-            their_seconds.append(found[0])
-            largest = max(float(np.abs(each - found[1]).max()) for each in rewards.values())
+        peer_scored = peer.score(work, batch)
+        if peer_scored is not None:
+            their_seconds.append(peer_scored[0])
+            largest = max(
+                float(np.abs(our_rewards - peer_scored[1]).max())
+                for our_rewards in rewards.values()
+            )
             difference = max(difference, largest)
     is_whole = len(their_seconds) == turns
-    alone = None
+    products_speed = None
     if products is not None:
-        alone = len(work.token_lists) / products.seconds(
-            (scorers.usual.computed() - before) // turns
+        products_speed = len(work.token_lists) / products.seconds(
+            (scorers.usual.computed() - computed_before) // turns
         )
     rows = []
     for name, seconds in our_seconds.items():
         ratio = median_of_ratios(seconds, their_seconds) if is_whole else None
-        speed = _speed(work, "nemo_aligner", name, seconds)
-        rows.append({**speed, "products alone": alone, _DIFFERENCE: "", _FASTER: ratio})
+        speed = _speed_columns(work, "nemo_aligner", name, seconds)
+        rows.append({**speed, "products alone": products_speed, _DIFFERENCE: "", _FASTER: ratio})
     batched = f"batch {batch}" if peer.has_batches else ""
-    theirs = _speed(work, peer.name, batched, their_seconds if is_whole else [])
+    theirs = _speed_columns(work, peer.name, batched, their_seconds if is_whole else [])
     largest_difference = difference if is_whole else None
     return [
         *rows,
@@ -230,7 +238,7 @@ def _compare(
     ]
 
 
-def _speed(work: Work, scorer: str, settings: str, seconds: list[float]) -> dict[str, Any]:
+def _speed_columns(work: Work, scorer: str, settings: str, seconds: list[float]) -> dict[str, Any]:
     tokens = sum(map(len, work.token_lists))
     return {
         "work": work.name,

@@ -1,4 +1,4 @@
-"""What scoring.py and invariance.py score, our scorer of it, and its products alone."""
+"""For scoring.py and invariance.py: the sequences to score, our scorer, and the time of matmuls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Score = Callable[[list[list[int]]], np.ndarray]
 SMALLEST_BUDGET = 8192
-_ROWS = 16  # of products are a multiple of it
+_ROWS = 16  # the number of rows of a matmul is rounded up to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -30,44 +30,46 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Ours:
-    """A base model with a new head, batch invariant as scoring is by default."""
+class OurScorer:
+    """A base model with a new head, batch invariant unless the settings say otherwise."""
 
     model: GPTRewardModel
     score: Score
     encode: Callable[[Any], list[int]]
     vocabulary: int
     computed: Callable[[], int]
-    """Tokens that went through the model, in all calls."""
+    """Returns the number of tokens that went through the model so far."""
 
     @property
     def head(self) -> np.ndarray:
-        """``[1, hidden]``."""
+        """The head's weights ``[1, hidden]``."""
         return self.model.rm_head.weight.detach().cpu().numpy()
 
 
 class Products:
-    """Times of a model's matrix products alone, in the layout and with the threads of scoring."""
+    """Times only the matmuls of a model, with the weight layout and the threads of scoring."""
 
     def __init__(self, model: Any, dtype: Any = None) -> None:
-        """By default in fp32."""
+        """Draw random weights with the shapes of ``model`` in ``dtype`` (default fp32)."""
         import torch
 
         from nemo_aligner.cpu.products import linear_in_chunks, reordered_for_products
         from nemo_aligner.models.layers import ColumnLinear, RowLinear
 
         linear = (ColumnLinear, RowLinear)
-        shapes = [tuple(each.weight.shape) for each in model.modules() if isinstance(each, linear)]
-        # As many as the model has: a weight that is used again lies in the processor's caches.
+        shapes = [
+            tuple(weight.weight.shape) for weight in model.modules() if isinstance(weight, linear)
+        ]
+        # One for each weight of the model: a weight that is used twice would be in the caches.
         self._dtype = dtype or torch.float32
         drawn = (torch.randn(shape, dtype=self._dtype) for shape in shapes)
-        self._weights = [reordered_for_products(each) for each in drawn]
+        self._weights = [reordered_for_products(weight) for weight in drawn]
         self._widths = {width for _, width in shapes}
         self._multiply = linear_in_chunks
         self._seconds: dict[int, float] = {}
 
     def seconds(self, tokens: int) -> float:
-        """Best of five, for so many tokens in one call."""
+        """Seconds of all matmuls for ``tokens`` tokens in one call; the best of five."""
         rows = tokens + -tokens % _ROWS
         if rows not in self._seconds:
             self._seconds[rows] = min(self._measure(rows) for _ in range(5))
@@ -89,11 +91,11 @@ def our_scorer(
     layout: Any,
     freeze: bool = False,
     settings: Mapping[str, Any] | None = None,
-) -> Ours:
-    """Load a scorer of texts, which are cut to 2,048 tokens.
+) -> OurScorer:
+    """Load a scorer that truncates samples to 2,048 tokens.
 
-    With ``freeze`` it is as fast as a server's. ``settings`` are those of ``model.*`` that differ
-    from their defaults.
+    ``freeze`` prepares the weights as a server does. ``settings`` are values of ``model.*`` that
+    differ from the defaults.
     """
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.config.common import Overlong
@@ -126,11 +128,11 @@ def our_scorer(
     def encode(text: Any) -> list[int]:
         return scorer.encode(text).token_ids
 
-    return Ours(model, score, encode, tokenizer.vocab_size, lambda: scorer.counts.computed)
+    return OurScorer(model, score, encode, tokenizer.vocab_size, lambda: scorer.counts.computed)
 
 
 def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> list[list[int]]:
-    """Both replies of the first ``pairs`` of a file."""
+    """Token ids of both replies of the first ``pairs`` pairs in a file."""
     from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.readers import ReaderConfig, read_records
 
@@ -139,7 +141,7 @@ def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> 
 
 
 def add_work_options(parser: argparse.ArgumentParser) -> None:
-    """The model, what it scores, and how often."""
+    """Add the options for the model, the data and the number of turns."""
     parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
     parser.add_argument("--data", type=Path, required=True, help="pairs")
     parser.add_argument("--pairs", type=int, default=24, help="how many (default 24)")
@@ -150,7 +152,7 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="JSON")
 
 
-def works_of(data: Path, pairs: int, ours: Ours) -> list[Work]:
+def make_works(data: Path, pairs: int, ours: OurScorer) -> list[Work]:
     """Three kinds of work, as scoring.py describes them."""
     texts = encode_pairs(data, pairs, ours.encode)
     rng = np.random.RandomState(0)

@@ -4,19 +4,22 @@
         --vllm-python vllm/bin/python
     python benchmarks/serving.py --tiny
 
-Both score one text a request, in fp32 (or by ``--precision bf16``) on the CPU, with a random head;
-vLLM serves the folder that ``nemo-aligner export`` writes. First, all servers' rewards are compared
-with those of our model in this process in fp32. Of each number of ``--clients``, every client sends
-its next request once it has its answer. ``uniform`` and ``lognormal`` are lengths of texts that
-have nothing in common (224 tokens in the mean); ``pairs`` has both sides of pairs from ``--data``
-one after the other; ``shared`` is replies of 100 tokens, one by one, to a prompt of 512 that was
-seen before. No turn asks for texts of another. ``products alone`` is the speed of nothing but the
-matrix products of the tokens that no text before had, one text at a time, with as many threads.
-``itself ms`` is how much longer a request at one client takes than the model computes for it.
-vLLM runs without its prefix cache, with it in ``shared``, and both ways in ``pairs``. A vLLM that
-is not given, does not start or fails leaves dashes, and what it said last stands below the table.
+Both score one sequence a request with a random head on the CPU, in fp32 or by ``--precision bf16``;
+vLLM serves the folder that ``nemo-aligner export`` writes. First, the rewards of all servers are
+compared with those of our model in this process in fp32. Then, for each number of ``--clients``,
+every client sends its next request once it has its answer. Kinds of work:
 
-With ``--tiny`` a tiny model shows what the server itself costs (see serving_tiny.py).
+- ``uniform`` and ``lognormal``: distributions of lengths, 224 tokens in the mean, no shared prefix
+- ``pairs``: both replies of pairs from ``--data``, one after the other
+- ``shared``: replies of 100 tokens, one by one, to a prompt of 512 that the server has seen before
+
+No turn repeats a sequence of an earlier turn. ``products alone`` is the speed of only the matmuls
+for the tokens that no earlier sequence shares as a prefix, one sequence at a time, with as many
+threads. ``itself ms`` is the latency at one client minus the time of the forward pass. vLLM runs
+without its prefix cache, in ``shared`` with it, and in ``pairs`` both ways. If vLLM is not given,
+does not start or fails, dashes replace its figures and its last output is printed below the table.
+
+With ``--tiny`` a tiny model shows the cost of the server itself (see serving_tiny.py).
 """
 
 from __future__ import annotations
@@ -44,10 +47,18 @@ from common import (
 )
 from scoring_work import SMALLEST_BUDGET, Products
 from serving_model import export, prepare_reward_model
-from serving_servers import SEQ_LENGTH, Clients, Contestants, Load, Recipe, percentile, waited
+from serving_servers import (
+    SEQ_LENGTH,
+    Clients,
+    Contestants,
+    Load,
+    Recipe,
+    percentile,
+    waiting_seconds,
+)
 
-OURS, UNCACHED = OWN = ("nemo_aligner", "nemo_aligner without cache")
-COLD, WARM = "vLLM", "vLLM with prefix cache"
+OURS, UNCACHED = OUR_SERVERS = ("nemo_aligner", "nemo_aligner without cache")
+VLLM_COLD, VLLM_WARM = "vLLM", "vLLM with prefix cache"
 KINDS = ("uniform", "lognormal", "pairs", "shared")
 CHECKED = 8
 PROMPT, REPLY = 512, 100
@@ -55,13 +66,13 @@ _MEAN = 224
 _SPREAD = 0.8  # of the logarithm of a length
 _LOWEST_ID = 100  # below are special tokens
 _VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_ALLOWED = {"fp32": 1e-2, "bf16": 0.1}  # difference from fp32, over the largest reward
+_MAX_DIFFERENCE = {"fp32": 1e-2, "bf16": 0.1}  # difference from fp32, over the largest reward
 
 
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the servers, too
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -79,22 +90,24 @@ def main() -> None:
 
 def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     reward_model = prepare_reward_model(arguments.model, work)
-    pairs, vocabulary = _texts(arguments.data, reward_model)
+    pairs, vocabulary = _open_pairs(arguments.data, reward_model)
     checked = pairs.take(CHECKED)
-    rewards, products = _in_process(reward_model, arguments, checked)
+    rewards, products = _score_in_process(reward_model, arguments, checked)
     clients = Clients()
-    recipes = _recipes(arguments, reward_model, work)
+    recipes = _make_recipes(arguments, reward_model, work)
     contestants = Contestants(recipes, work, clients, arguments.rest)
     if arguments.vllm_python is None:
-        left_out = "left out, as --vllm-python is not given"
-        contestants.failures.update({COLD: left_out, WARM: left_out})
+        left_out = "skipped: no --vllm-python"
+        contestants.failures.update({VLLM_COLD: left_out, VLLM_WARM: left_out})
     rows: list[dict[str, Any]] = []
     try:
-        works = _works(arguments, pairs, Draw(vocabulary))
-        names = list(dict.fromkeys(name for each in works for name in each.servers))
-        differences = _differences(contestants, names, checked, rewards, arguments)
-        for each in works:
-            rows += _compare(each, contestants, products, arguments.turns, arguments.limit)
+        works = _make_works(arguments, pairs, Draw(vocabulary))
+        names = list(dict.fromkeys(name for work_kind in works for name in work_kind.servers))
+        differences = _measure_differences(contestants, names, checked, rewards, arguments)
+        for work_kind in works:
+            rows += _compare_work(
+                work_kind, contestants, products, arguments.turns, arguments.limit
+            )
             print(f"\n{render(rows)}", flush=True)
     finally:
         contestants.close()
@@ -104,7 +117,7 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
     return {"rows": rows, "differences": differences, "failures": contestants.failures}
 
 
-def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
+def _open_pairs(data: Path, reward_model: Path) -> tuple[Pairs, int]:
     from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
     from nemo_aligner.distributed.launch import single_process
 
@@ -115,10 +128,10 @@ def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
     return Pairs(data, lambda text: rule.encode(tokenizer, text).token_ids), tokenizer.vocab_size
 
 
-def _in_process(
+def _score_in_process(
     reward_model: Path, arguments: argparse.Namespace, token_lists: list[list[int]]
 ) -> tuple[np.ndarray, Products]:
-    """Rewards of ``token_lists`` in fp32, and the model's products in the servers' precision."""
+    """Rewards ``[N]`` of ``token_lists`` in fp32, and the matmuls in the servers' precision."""
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
@@ -140,12 +153,12 @@ def _in_process(
     return rewards, products
 
 
-def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> list[Recipe]:
-    own = (f"precision={arguments.precision}", *arguments.server)
-    ours = [Recipe(OURS, reward_model, arguments.threads, own)]
+def _make_recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> list[Recipe]:
+    settings = (f"precision={arguments.precision}", *arguments.server)
+    ours = [Recipe(OURS, reward_model, arguments.threads, settings)]
     if arguments.compare_cache:
-        settings = (*own, "server.prefix_cache_tokens=0")
-        ours.append(Recipe(UNCACHED, reward_model, arguments.threads, settings))
+        uncached_settings = (*settings, "server.prefix_cache_tokens=0")
+        ours.append(Recipe(UNCACHED, reward_model, arguments.threads, uncached_settings))
     if arguments.vllm_python is None:
         return ours
     folder = export(reward_model, work / "export")
@@ -155,83 +168,87 @@ def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> l
     warm = (*dtype, "--enable-prefix-caching", "--enable-chunked-prefill")
     return [
         *ours,
-        Recipe(COLD, folder, threads, cold, python),
-        Recipe(WARM, folder, threads, warm, python),
+        Recipe(VLLM_COLD, folder, threads, cold, python),
+        Recipe(VLLM_WARM, folder, threads, warm, python),
     ]
 
 
-def _works(arguments: argparse.Namespace, pairs: Pairs, draw: Draw) -> list[Work]:
+def _make_works(arguments: argparse.Namespace, pairs: Pairs, draw: Draw) -> list[Work]:
     works = []
     for kind in arguments.kinds:
         for clients in [1] if kind == "shared" else arguments.clients:
             count = max(arguments.requests, 2 * clients)
-            works.append(_work(kind, clients, count, pairs, draw, arguments.compare_cache))
+            works.append(_make_work(kind, clients, count, pairs, draw, arguments.compare_cache))
     return works
 
 
-def _work(
+def _make_work(
     kind: str, clients: int, count: int, pairs: Pairs, draw: Draw, compare_cache: bool
 ) -> Work:
     if kind == "pairs":
-        both = (OURS, COLD, WARM)
+        both = (OURS, VLLM_COLD, VLLM_WARM)
         return Work(kind, clients, lambda turn: Requests(pairs.take(count), []), both)
     if kind == "shared":
         ours = (OURS, UNCACHED) if compare_cache else (OURS,)
-        return Work(kind, 1, lambda turn: draw.shared(count, 1, turn), (*ours, WARM))
+        return Work(kind, 1, lambda turn: draw.shared(count, 1, turn), (*ours, VLLM_WARM))
     random = {"uniform": draw.uniform, "lognormal": draw.lognormal}[kind]
-    return Work(kind, clients, lambda turn: random(count, clients, turn), (OURS, COLD))
+    return Work(kind, clients, lambda turn: random(count, clients, turn), (OURS, VLLM_COLD))
 
 
-def _differences(
+def _measure_differences(
     contestants: Contestants,
     names: Sequence[str],
     token_lists: list[list[int]],
     rewards: np.ndarray,
     arguments: argparse.Namespace,
 ) -> dict[str, float]:
-    """Each server's largest difference from ``rewards``; every server is warm after it."""
-    found = {}
+    """The largest difference of each server from ``rewards``; this also warms the servers up."""
+    differences = {}
     for name in names:
         for clients in (1, len(token_lists)):
             load = contestants.ask(name, token_lists, clients, arguments.limit)
             if load is not None:
-                found[name] = float(np.abs(np.array(load.rewards)[:, 0] - rewards).max())
+                differences[name] = float(np.abs(np.array(load.rewards)[:, 0] - rewards).max())
     largest = float(np.abs(rewards).max())
-    each = ", ".join(f"{name} {difference:.1e}" for name, difference in found.items())
-    print(f"the largest difference of a reward (of up to {largest:.2f}) from fp32: {each}")
-    if max(found.values()) > _ALLOWED[arguments.precision] * largest:
-        sys.exit("the rewards differ: these are not the same computations")
-    return found
+    listed = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
+    print(f"the largest difference of a reward (of up to {largest:.2f}) from fp32: {listed}")
+    if max(differences.values()) > _MAX_DIFFERENCE[arguments.precision] * largest:
+        sys.exit("the rewards differ, so the servers do not compute the same thing")
+    return differences
 
 
-def _compare(
+def _compare_work(
     work: Work, contestants: Contestants, products: Products, turns: int, limit: float
 ) -> list[dict[str, Any]]:
     loads: dict[str, list[Load]] = {name: [] for name in work.servers}
-    asked = []
+    drawn = []
     for turn in range(turns):
         requests = work.draw(turn)
-        asked.append(requests)
+        drawn.append(requests)
         for name in work.servers:
             if requests.seen:
                 contestants.ask(name, requests.seen, 1, limit)
             load = contestants.ask(name, requests.token_lists, work.clients, limit)
             if load is not None:
                 loads[name].append(load)
-    alone = median(
-        len(each.token_lists) / sum(map(products.seconds, each.new_tokens)) for each in asked
+    products_speed = median(
+        len(requests.token_lists) / sum(map(products.seconds, requests.new_tokens))
+        for requests in drawn
     )
-    return rows_of(work, asked, loads, alone)
+    return make_rows(work, drawn, loads, products_speed)
 
 
-def rows_of(
-    work: Work, asked: Sequence[Requests], loads: Mapping[str, Sequence[Load]], alone: float
+def make_rows(
+    work: Work,
+    drawn: Sequence[Requests],
+    loads: Mapping[str, Sequence[Load]],
+    products_speed: float,
 ) -> list[dict[str, Any]]:
-    """A row for each server; one that has not answered every turn has dashes."""
+    """A row for each server, with dashes if it did not answer in every turn."""
     ours = [load.seconds for load in loads[OURS]]
     rows = []
     for name in work.servers:
-        answered = loads[name] if len(loads[name]) == len(asked) else []
+        answered = loads[name] if len(loads[name]) == len(drawn) else []
         seconds = [load.seconds for load in answered]
         ratio = median_of_ratios(ours, seconds) if seconds else None
         rows.append(
@@ -239,31 +256,33 @@ def rows_of(
                 "work": work.name,
                 "clients": work.clients,
                 "server": name,
-                **_speed(asked, answered),
-                "itself ms": _itself(answered) if work.clients == 1 and name in OWN else "",
-                "products alone": alone if name == OURS else "",
+                **_speed_columns(drawn, answered),
+                "itself ms": _own_milliseconds(answered)
+                if work.clients == 1 and name in OUR_SERVERS
+                else "",
+                "products alone": products_speed if name == OURS else "",
                 "ours is faster by": "" if name == OURS else ratio,
             }
         )
     return rows
 
 
-def _itself(loads: Sequence[Load]) -> float | None:
-    """Milliseconds that a request takes in the mean, less those that the model computes."""
+def _own_milliseconds(loads: Sequence[Load]) -> float | None:
+    """Mean milliseconds of a request minus those of the forward pass."""
     if not loads:
         return None
-    seconds = waited(loads)
+    seconds = waiting_seconds(loads)
     computed = sum(load.computed or 0.0 for load in loads)
     return 1000 * (sum(seconds) - computed) / len(seconds)
 
 
-def _speed(asked: Sequence[Requests], loads: Sequence[Load]) -> dict[str, Any]:
+def _speed_columns(drawn: Sequence[Requests], loads: Sequence[Load]) -> dict[str, Any]:
     if not loads:
         return dict.fromkeys(("rewards/s", "tokens/s", "p50 s", "p99 s"))
-    both = list(zip(asked, loads, strict=True))
+    both = list(zip(drawn, loads, strict=True))
     return {
-        "rewards/s": median(len(each.token_lists) / load.seconds for each, load in both),
-        "tokens/s": round(median(each.tokens / load.seconds for each, load in both)),
+        "rewards/s": median(len(requests.token_lists) / load.seconds for requests, load in both),
+        "tokens/s": round(median(requests.tokens / load.seconds for requests, load in both)),
         "p50 s": percentile(loads, 50),
         "p99 s": percentile(loads, 99),
     }
@@ -275,7 +294,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="a .gguf, or a folder")
     parser.add_argument("--data", type=Path, help="pairs")
-    parser.add_argument("--vllm-python", help="with vLLM; default: vLLM is left out")
+    parser.add_argument("--vllm-python", help="with vLLM; default: skip vLLM")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
@@ -303,16 +322,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="JSON")
     arguments = parser.parse_args()
     if not arguments.tiny and (arguments.model is None or arguments.data is None):
-        parser.error("wanted --model and --data, or --tiny")
+        parser.error("pass --model and --data, or --tiny")
     return arguments
 
 
-# What is asked for: token ids that no turn has asked for before.
+# The requests: token ids that no earlier turn has sent.
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Token ids to ask for, in this order, after those of ``seen``, which are not timed."""
+    """Token ids to send in this order, after the untimed requests ``seen``."""
 
     token_lists: list[list[int]]
     seen: list[list[int]]
@@ -323,23 +342,23 @@ class Requests:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Of each text, those behind the longest beginning that a text before it has, too."""
+        """For each sequence, its tokens after the longest prefix shared with an earlier one."""
         counts = []
         for number, text in enumerate(self.token_lists):
-            before = [*self.seen, *self.token_lists[:number]]
-            known = max((_in_common(text, each) for each in before), default=0)
-            counts.append(max(1, len(text) - known))
+            earlier = [*self.seen, *self.token_lists[:number]]
+            shared = max((_common_prefix_length(text, other) for other in earlier), default=0)
+            counts.append(max(1, len(text) - shared))
         return counts
 
 
-def _in_common(text: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix_length(text: Sequence[int], other: Sequence[int]) -> int:
     pairs = enumerate(zip(text, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of requests; ``draw`` makes those of a turn, and ``peers`` are asked beside ours."""
+    """One kind of work: ``draw`` makes the requests of a turn for the ``servers``."""
 
     name: str
     clients: int
@@ -348,24 +367,24 @@ class Work:
 
 
 class Pairs:
-    """Both sides of pairs as token ids, each pair given out once."""
+    """Hands out both replies of pairs as token ids, each pair once."""
 
     def __init__(self, data: Path, encode: Callable[[Any], list[int]]) -> None:
         self._data = data
         self._encode = encode
-        self._records = self._read()
+        self._records = self._read_pairs()
 
     def take(self, count: int) -> list[list[int]]:
-        """``count`` texts, the two sides of a pair one after the other."""
-        found: list[list[int]] = []
-        while len(found) < count:
+        """The next ``count`` sequences; the two replies of a pair follow each other."""
+        token_lists: list[list[int]] = []
+        while len(token_lists) < count:
             record = next(self._records, None)
             if record is None:
-                raise SystemExit(f"{self._data}: too few pairs for so many requests and turns")
-            found += [self._encode(text) for text in record.texts]
-        return found[:count]
+                raise SystemExit(f"{self._data}: too few pairs; lower --requests or --turns")
+            token_lists += [self._encode(text) for text in record.texts]
+        return token_lists[:count]
 
-    def _read(self) -> Iterator[Any]:
+    def _read_pairs(self) -> Iterator[Any]:
         from nemo_aligner.config.common import RecordKind
         from nemo_aligner.data.readers import ReaderConfig, read_records
 
@@ -373,27 +392,27 @@ class Pairs:
 
 
 class Draw:
-    """Random token ids, others for every kind of work, number of clients and turn."""
+    """Random token ids; they differ by kind of work, number of clients and turn."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
     def uniform(self, count: int, clients: int, turn: int) -> Requests:
-        """Lengths that are equally likely between 64 and 384 tokens."""
-        rng = _random("uniform", clients, turn)
+        """Sequences whose lengths are uniform between 64 and 384 tokens."""
+        rng = _make_random("uniform", clients, turn)
         lengths = rng.randint(64, 2 * _MEAN - 64 + 1, count).tolist()
         return Requests(self._ids(rng, lengths), [])
 
     def lognormal(self, count: int, clients: int, turn: int) -> Requests:
-        """Lengths of the same mean, most of them below it, and some far above."""
-        rng = _random("lognormal", clients, turn)
+        """Sequences with log-normal lengths of the same mean: a few are much longer than most."""
+        rng = _make_random("lognormal", clients, turn)
         median = np.log(_MEAN) - _SPREAD**2 / 2
         lengths = np.exp(rng.normal(median, _SPREAD, count)).clip(8, SEQ_LENGTH)
         return Requests(self._ids(rng, lengths.astype(int).tolist()), [])
 
     def shared(self, count: int, clients: int, turn: int) -> Requests:
-        """Replies to one prompt, to which another reply has been scored before."""
-        rng = _random("shared", clients, turn)
+        """Replies to one prompt that the untimed request, another reply, has put into the cache."""
+        rng = _make_random("shared", clients, turn)
         (prompt,) = self._ids(rng, [PROMPT])
         texts = [[*prompt, *reply] for reply in self._ids(rng, [REPLY] * (count + 1))]
         return Requests(texts[1:], texts[:1])
@@ -403,7 +422,7 @@ class Draw:
         return [rng.randint(lowest, self._vocabulary, length).tolist() for length in lengths]
 
 
-def _random(kind: str, clients: int, turn: int) -> np.random.RandomState:
+def _make_random(kind: str, clients: int, turn: int) -> np.random.RandomState:
     return np.random.RandomState(zlib.crc32(f"{kind} {clients} {turn}".encode()))
 
 

@@ -1,4 +1,4 @@
-"""The reward models of serving.py: of a base model with a random head, or tiny and all random."""
+"""Reward models for serving.py: a base model with a random head, or a tiny random model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHATML = (
 
 
 def prepare_reward_model(source: Path, work: Path, reads: str = "last_token") -> Path:
-    """A reward model's ``.nemo`` in ``work``: the base model ``source`` with a random head."""
+    """Write ``work / "reward.nemo"``, the base model ``source`` with a random head, if missing."""
     _, base = prepare_model(source, work)
     reward_model = work / "reward.nemo"
     if not reward_model.is_file():
@@ -27,7 +27,7 @@ def prepare_reward_model(source: Path, work: Path, reads: str = "last_token") ->
 
 
 def export(reward_model: Path, folder: Path) -> Path:
-    """The same model as a Hugging Face folder, by ``nemo-aligner export``."""
+    """Export the reward model into a Hugging Face folder by ``nemo-aligner export``, if missing."""
     if not folder.is_dir():
         command = [sys.executable, "-m", "nemo_aligner", "export"]
         paths = ["--input", str(reward_model), "--output", str(folder)]
@@ -36,7 +36,10 @@ def export(reward_model: Path, folder: Path) -> Path:
 
 
 def write_tiny(folder: Path, dtype: str = "float32", **changes: Any) -> Path:
-    """A Hugging Face folder with 4 random layers, 64 wide, but for ``changes`` of its config."""
+    """Write a Hugging Face folder with a random Llama: 4 layers, hidden size 64.
+
+    ``changes`` are fields of its LlamaConfig that differ.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,7 +82,7 @@ def _write_tokenizer(folder: Path, size: int) -> None:
 
 
 def write_reward_model(base: Path, output: Path, reads: str = "last_token") -> None:
-    """``base`` with a random head, as a reward model's ``.nemo``."""
+    """Write a reward model's ``.nemo``: the weights of ``base`` and a random head."""
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model

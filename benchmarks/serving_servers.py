@@ -1,4 +1,4 @@
-"""The servers that serving.py measures, each started by its own command, and asked over HTTP."""
+"""The servers that serving.py measures: how each is started, queried over HTTP and stopped."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MODEL = "reward"
 
 
 class Server:
-    """A server in processes of its own, waited for until it answers.
+    """A server in processes of its own.
 
     Raises:
-        WorkerFailed: it ends before it answers, or takes too long; the message says how, and ends
-            with the last line that it printed.
+        WorkerFailed: while waiting for it, the server ended or took too long; the message has its
+            exit and the last line of its log.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
@@ -50,13 +50,13 @@ class Server:
             )
 
     def wait_for_file(self, ready: Path) -> str:
-        """The URL that the server writes into a file once it answers."""
+        """Wait for the file into which a ready server writes its URL; return the URL."""
         while not ready.is_file():
             self._wait_on()
         return ready.read_text().strip()
 
     def wait_for_health(self, url: str) -> str:
-        """``url``, once it answers."""
+        """Wait until ``url`` answers a health check; return it."""
         while True:
             self._wait_on()
             with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
@@ -68,16 +68,16 @@ class Server:
         if code is None and time.monotonic() < self._start + START_S:
             return
         self.stop()
-        how = f"it did not answer within {START_S} s" if code is None else how_it_ended(code)
-        raise WorkerFailed(f"it did not start: {how}\n{self.last_line()}")
+        reason = f"it did not answer within {START_S} s" if code is None else how_it_ended(code)
+        raise WorkerFailed(f"it did not start: {reason}\n{self.last_line()}")
 
     def last_line(self) -> str:
-        """The last that the server has printed."""
+        """The last line of the server's log that is not empty."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "it said nothing")
+        return next((line for line in reversed(lines) if line), "its log is empty")
 
     def resident_mib(self) -> float:
-        """Resident memory of all of the server's processes, each counted whole."""
+        """Sum of the resident memory of the server's processes; shared pages count repeatedly."""
         total = 0
         for process in self._family():
             with suppress(psutil.NoSuchProcess):
@@ -85,7 +85,7 @@ class Server:
         return total / _MIB
 
     def stop(self) -> None:
-        """End all of the server's processes."""
+        """Terminate the server, then kill what is left of its processes."""
         family = self._family()
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -93,48 +93,55 @@ class Server:
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        # What a server that died has left behind.
+        # Children of a server that died by itself are still in its process group.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _family(self) -> list[psutil.Process]:
         try:
-            own = psutil.Process(self._process.pid)
-            return [own, *own.children(recursive=True)]
+            process = psutil.Process(self._process.pid)
+            return [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a server was asked, how long each request waited, and the model of ours computed."""
+    """The result of a load: per request status, seconds and rewards.
+
+    Attributes:
+        seconds: of the whole load.
+        latencies: seconds until each answer; None where it did not come in time.
+        messages: errors of up to ten requests.
+        computed: seconds of forward passes meanwhile, of our servers only.
+    """
 
     seconds: float
     statuses: list[int | None]
-    waited: list[float | None]
+    latencies: list[float | None]
     rewards: list[list[float] | None]
-    said: list[str]
+    messages: list[str]
     computed: float | None = None
 
     @property
-    def refused(self) -> int:
-        """How many requests have no reward."""
+    def rejected(self) -> int:
+        """Number of requests without a reward."""
         return sum(status != 200 for status in self.statuses)
 
 
-def waited(loads: Sequence[Load]) -> list[float]:
-    """The seconds that requests waited, where they were answered."""
-    return [each for load in loads for each in load.waited if each is not None]
+def waiting_seconds(loads: Sequence[Load]) -> list[float]:
+    """Seconds of all requests that were answered."""
+    return [seconds for load in loads for seconds in load.latencies if seconds is not None]
 
 
 def percentile(loads: Sequence[Load], percent: float) -> float:
-    """Of the seconds that requests waited, where they were answered."""
-    return float(np.percentile(waited(loads), percent))
+    """A percentile of the seconds of all requests that were answered."""
+    return float(np.percentile(waiting_seconds(loads), percent))
 
 
 class Clients:
-    """The process that asks every server."""
+    """The process that sends the requests to all servers."""
 
     def __init__(self) -> None:
         self._worker = Worker(sys.executable, "serving_load.py", {}, threads=1)
@@ -142,9 +149,9 @@ class Clients:
     def put(
         self, url: str, requests: Sequence[dict[str, str]], clients: int, limit_s: float, count: int
     ) -> Load:
-        """Ask ``count`` of the requests, from so many clients at once."""
-        asked = {"url": url, "requests": requests, "clients": clients, "limit_s": limit_s}
-        return Load(**self._worker.ask({**asked, "count": count}))
+        """Send ``count`` requests from ``clients`` clients at once, repeating ``requests``."""
+        load = {"url": url, "requests": requests, "clients": clients, "limit_s": limit_s}
+        return Load(**self._worker.ask({**load, "count": count}))
 
     def close(self) -> None:
         self._worker.close()
@@ -152,7 +159,7 @@ class Clients:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a server is started, and how it is asked; ``python`` is that of vLLM."""
+    """How to start and query a server: ours, or vLLM if ``python`` is its interpreter."""
 
     name: str
     model: Path
@@ -165,7 +172,7 @@ class Recipe:
         return self.python is None
 
     def start(self, log: Path) -> tuple[Server, str]:
-        """The server and its URL.
+        """Start the server; return it and its URL.
 
         Raises:
             WorkerFailed: it does not start.
@@ -183,7 +190,7 @@ class Recipe:
         return server, server.wait_for_health(f"http://127.0.0.1:{port}")
 
     def request(self, token_ids: Sequence[int]) -> dict[str, str]:
-        """A request for the reward of these ids."""
+        """A request for the reward of a token sequence."""
         if self.is_ours:
             return kserve_request(
                 [
@@ -195,8 +202,8 @@ class Recipe:
         return {"path": "/classify", "body": json.dumps(body)}
 
     def _our_command(self, ready: Path) -> list[str]:
-        own = [f"rm_model_file={self.model}", "server.port=0", f"server.ready_file={ready}"]
-        return [sys.executable, "-m", "nemo_aligner", "serve", *own, *self.settings]
+        arguments = [f"rm_model_file={self.model}", "server.port=0", f"server.ready_file={ready}"]
+        return [sys.executable, "-m", "nemo_aligner", "serve", *arguments, *self.settings]
 
     def _their_command(self, port: int) -> list[str]:
         assert self.python is not None
@@ -219,7 +226,7 @@ class Recipe:
         }
 
     def _their_environment(self) -> dict[str, str]:
-        """As many cores as ours; what vLLM is told by the environment stays."""
+        """As many cores as ours; vLLM's variables in this environment take precedence."""
         cores = sorted(os.sched_getaffinity(0))[: self.threads]
         chosen = {
             "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -233,9 +240,9 @@ class Recipe:
 
 
 class Contestants:
-    """The servers by name, each started when it is first asked; a peer that fails is not again.
+    """The servers by name. Each is started at its first load; a failed vLLM is not tried again.
 
-    ``rest_s`` passes before each load: a server may compute on after its last answer.
+    ``rest_s`` seconds pass before each load: a server may still compute after its last answer.
     """
 
     def __init__(
@@ -251,10 +258,10 @@ class Contestants:
     def ask(
         self, name: str, token_lists: Sequence[list[int]], clients: int, limit_s: float
     ) -> Load | None:
-        """What the server answered; None where it is left out, or has failed.
+        """Send a load to the server ``name``; None if it has no recipe or has failed.
 
         Raises:
-            WorkerFailed: ours has failed.
+            WorkerFailed: one of our servers has failed.
         """
         if name in self.failures or name not in self._recipes:
             return None
@@ -267,13 +274,13 @@ class Contestants:
             requests = [recipe.request(token_ids) for token_ids in token_lists]
             url = self._running[name][1]
             time.sleep(self._rest_s)
-            before = computed_seconds(url) if recipe.is_ours else 0.0
+            seconds_before = computed_seconds(url) if recipe.is_ours else 0.0
             load = self._clients.put(url, requests, clients, limit_s, len(requests))
             if recipe.is_ours:
-                load = replace(load, computed=computed_seconds(url) - before)
-            if load.refused:
-                said = load.said[0] if load.said else f"no answer within {limit_s:g} s"
-                raise WorkerFailed(f"{load.refused} requests have no reward: {said}")
+                load = replace(load, computed=computed_seconds(url) - seconds_before)
+            if load.rejected:
+                message = load.messages[0] if load.messages else f"no answer within {limit_s:g} s"
+                raise WorkerFailed(f"{load.rejected} requests have no reward: {message}")
         except WorkerFailed as error:
             if recipe.is_ours:
                 raise WorkerFailed(f"{error}\nits log: {log}") from None
@@ -283,7 +290,7 @@ class Contestants:
         return load
 
     def close(self) -> None:
-        """End all servers."""
+        """Stop all servers."""
         for name in list(self._running):
             self._stop(name)
 
@@ -293,7 +300,7 @@ class Contestants:
 
 
 def computed_seconds(url: str) -> float:
-    """The seconds that the model of a server of ours has computed since its start."""
+    """Seconds of forward passes of one of our servers since its start."""
     from nemo_aligner.serving.client import RewardClient
 
     with closing(RewardClient(url)) as client:
@@ -303,7 +310,7 @@ def computed_seconds(url: str) -> float:
 
 
 def start_gateway(backend: str, work: Path) -> tuple[Server, str]:
-    """The gateway in front of a server of ours, and its URL."""
+    """Start the gateway in front of one of our servers; return it and its URL."""
     ready = work / "gateway.ready"
     ready.unlink(missing_ok=True)
     settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
@@ -314,13 +321,13 @@ def start_gateway(backend: str, work: Path) -> tuple[Server, str]:
 
 
 def kserve_request(inputs: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """A request of KServe v2 for rewards alone, as JSON."""
+    """A JSON request in KServe v2 whose only output is the rewards."""
     body = {"inputs": inputs, "outputs": [{"name": "rewards"}]}
     return {"path": "/v2/models/reward_model/infer", "body": json.dumps(body)}
 
 
 def tensor(name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """An input of KServe v2, from rows of one length."""
+    """An input tensor of KServe v2, from rows of equal length."""
     flat = [value for row in rows for value in row]
     return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}
 

@@ -1,9 +1,9 @@
 """Where the time of a training step goes on a GPU: kernels by class, and the gaps between them.
 
-A part of the first hour, see gpu_first_hour.py. The rows of one step come from the trace that
-torch's profiler exports, whose categories (``kernel``, ``gpu_memcpy``, ``cuda_runtime``) are the
-same in all versions of torch. Without a GPU the operators of the CPU stand in for kernels, which
-only shows that the code works.
+This is a part of the first hour, see gpu_first_hour.py. The rows come from the trace of one step
+that torch's profiler exports; its categories (``kernel``, ``gpu_memcpy``, ``cuda_runtime``) are the
+same in all versions of torch. Without a GPU, operators of the CPU take the place of kernels, which
+only tests this code.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 Row = dict[str, Any]
 Event = Mapping[str, Any]
 
-# A kernel belongs to the first class that has one of these in its name, in lower case.
+# A kernel belongs to the first class one of whose strings occurs in its lower-case name.
 CLASSES: dict[str, tuple[str, ...]] = {
-    # Before the others: torch.compile names its kernels after all operators that it fuses. The
-    # others are Liger's and models/pointwise/triton_kernels.py's.
+    # This class must come first: torch.compile names a kernel after all operators that it fuses.
+    # The remaining names are those of Liger and of models/pointwise/triton_kernels.py.
     "fused pointwise": (
         *("triton", "_norm_forward", "_norm_backward", "rms_norm_", "_silu_forward"),
         *("_silu_backward", "swiglu_", "_rope", "_rotate"),
@@ -40,8 +40,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
         *("aten::mul", "aten::add", "aten::mean", "aten::rsqrt"),
     ),
 }
-_ON_DEVICE = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
-_TOP = 15
+_DEVICE_CATEGORIES = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
+_SHOWN_KERNELS = 15
 _NAME_LENGTH = 90
 
 
@@ -55,50 +55,50 @@ class StepTrace:
     micro_batches: int
 
     def rows(self, usual_ms: float) -> Iterator[Row]:
-        """Rows of where the time goes; ``usual_ms`` is the step's time without the profiler."""
-        categories = _ON_DEVICE[self.device]
+        """Yield the rows of the table; ``usual_ms`` is the step's time without the profiler."""
+        categories = _DEVICE_CATEGORIES[self.device]
         work = [event for event in self.events if event.get("cat") in categories]
         if not work:
-            yield _row("the trace", note="it has no kernels: CUPTI may not be permitted here")
+            yield _make_row("the trace", note="it has no kernels: CUPTI may not be permitted here")
             return
         begin = min(event["ts"] for event in work)
         span = max(event["ts"] + event["dur"] for event in work) - begin
         busy = busy_time((event["ts"], event["ts"] + event["dur"]) for event in work)
-        yield _row("the step, profiled", span / 1e3, note="from its first kernel to its last")
+        yield _make_row("the step, profiled", span / 1e3, note="from its first kernel to its last")
         yield self._share("kernels", work, busy, usual_ms)
         idle = max(0.0, usual_ms - busy / 1e3)
         gap = f"{1e3 * idle / len(work):.2f} us a kernel, of the step without the profiler"
-        yield _row("no kernel runs", idle, share=idle / usual_ms, note=gap)
+        yield _make_row("no kernel runs", idle, share=idle / usual_ms, note=gap)
         yield from self._host_rows()
         classes: dict[str, list[Event]] = {name: [] for name in (*CLASSES, "others")}
         for event in work:
             classes[kernel_class(event["name"])].append(event)
         for name, events in classes.items():
-            yield self._share(name, events, _duration(events), usual_ms)
+            yield self._share(name, events, _total_duration(events), usual_ms)
         names: dict[str, list[Event]] = defaultdict(list)
         for event in work:
             names[event["name"]].append(event)
-        longest = sorted(names.items(), key=lambda item: -_duration(item[1]))[:_TOP]
+        longest = sorted(names.items(), key=lambda item: -_total_duration(item[1]))[:_SHOWN_KERNELS]
         for name, events in longest:
-            row = self._share(_short(name), events, _duration(events), usual_ms)
+            row = self._share(_shorten_name(name), events, _total_duration(events), usual_ms)
             yield {**row, "note": kernel_class(name)}
 
     def _host_rows(self) -> Iterator[Row]:
-        """What the host spends on launches, and how often it waits for the device."""
+        """Rows of the host's time for kernel launches and for waiting on the device."""
         host = [e for e in self.events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
         launches = [event for event in host if "launch" in event["name"].lower()]
         waits = [event for event in host if "synchronize" in event["name"].lower()]
         for what, events in (("host: launches", launches), ("host: waits", waits)):
             if events:
-                mean = f"{len(events)} calls of {_duration(events) / len(events):.1f} us"
-                yield _row(what, _duration(events) / 1e3, note=mean)
+                mean = f"{len(events)} calls of {_total_duration(events) / len(events):.1f} us"
+                yield _make_row(what, _total_duration(events) / 1e3, note=mean)
 
     def _share(self, what: str, events: Sequence[Event], time_us: float, usual_ms: float) -> Row:
         per_layer = len(events) / (self.layers * self.micro_batches)
-        return _row(what, time_us / 1e3, per_layer=per_layer, share=time_us / 1e3 / usual_ms)
+        return _make_row(what, time_us / 1e3, per_layer=per_layer, share=time_us / 1e3 / usual_ms)
 
 
-def _row(
+def _make_row(
     what: str,
     milliseconds: float | None = None,
     *,
@@ -125,7 +125,7 @@ def kernel_class(name: str) -> str:
 
 
 def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
-    """The time in which at least one interval ``(begin, end)`` lasts."""
+    """Length of the union of the intervals ``(begin, end)``."""
     total, latest = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, latest))
@@ -133,22 +133,22 @@ def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _duration(events: Sequence[Event]) -> float:
+def _total_duration(events: Sequence[Event]) -> float:
     return float(sum(event["dur"] for event in events))
 
 
-def _short(name: str) -> str:
-    """A kernel's name without the namespaces and types that all have in common."""
+def _shorten_name(name: str) -> str:
+    """A kernel's name without common namespaces, shortened to ``_NAME_LENGTH``."""
     for part in ("void ", "at::native::", "(anonymous namespace)::", "unrolled_", "c10::"):
         name = name.replace(part, "")
     return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 3]}..."
 
 
 def trace(step: Callable[[], object]) -> list[Event]:
-    """The events of ``step``: kernels and launches of a GPU, or operators of a CPU.
+    """Profile ``step``; return its events: kernels and launches of a GPU, or CPU operators.
 
-    On a GPU operators are not recorded, because that slows the host down several times, and a step
-    that waits for the host would look different.
+    On a GPU operators are not recorded: that makes the host several times slower, so that a step
+    would wait for the host where it usually does not.
     """
     gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity

@@ -1,4 +1,4 @@
-"""The settings that step_variants.py compares, and the fastest of its rows; needs no torch."""
+"""The settings that step_variants.py compares, and the choice of the fastest; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 UP_TO = "up to"
-"""How a row calls texts of different lengths."""
+"""The column "texts" of a row begins with this where lengths vary."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Values of the settings ``model.*`` of these names."""
+    """Values of the settings under ``model.`` that have these names."""
 
     pointwise_kernels: str = "eager"
     cuda_graphs: bool = False
@@ -22,7 +22,7 @@ class Variant:
 
 
 def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
-    """The variant of most tokens/s on texts of different lengths; None if none was measured."""
+    """The variant with the most tokens/s on texts of varying lengths; None without such rows."""
     measured = [row for row in rows if row.get("tokens/s") and row["texts"].startswith(UP_TO)]
     if not measured:
         return None
@@ -31,7 +31,7 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
 
 
 def fastest_so_far(output: Path) -> Variant | None:
-    """The fastest variant of the rows that a part has written; None without such a file."""
+    """The fastest variant in a part's output file; None if the file does not exist yet."""
     try:
         return fastest(json.loads(output.read_text()))
     except (OSError, ValueError):

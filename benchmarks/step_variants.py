@@ -1,9 +1,9 @@
-"""A training step at one width, by the settings that decide its speed: one after the other.
+"""Speed of a training step at one hidden size, by pointwise kernels, graphs and micro-batch.
 
-A part of the first hour, see gpu_first_hour.py. All variants run in one process, each on a learner
-of its own, with the same random weights and the same pairs, whose lengths differ as those of chats
-do. The settings are not crossed: pointwise kernels are compared first, and the fastest are then run
-with CUDA graphs and with other sizes of a micro-batch.
+This is a part of the first hour, see gpu_first_hour.py. All variants run in one process, each on a
+new learner with the same random weights and the same pairs, whose lengths vary as those of chats.
+Not all combinations are run: pointwise kernels are compared first, then CUDA graphs and micro-batch
+sizes with the fastest kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from common import now, peak_gib
 from step_settings import UP_TO, Variant, fastest
+from synthetic import time_steps
 
 from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.training.learner import RewardLearner
@@ -22,8 +23,8 @@ from nemo_aligner.training.learner import RewardLearner
 Row = dict[str, Any]
 Point = dict[str, Any]
 _WARM_UP = 2
-_GRAPHS_WARM_UP = 5  # a graph is captured where a size comes a second time
-# These compile for up to half a minute at their first use, so the others come before.
+_GRAPHS_WARM_UP = 5  # a graph is captured when a size of a pack occurs for the second time
+# These compile for up to half a minute at their first use, so they are measured last.
 _SLOW_TO_START = ("compile", "liger")
 
 
@@ -46,7 +47,7 @@ class Experiment:
     seconds_left: Callable[[], float]
 
     def rows(self) -> Iterator[Row]:
-        """A row for each variant, as it is measured; the most telling come first."""
+        """Yield a row for each variant once it is measured; the most informative come first."""
         rows: list[Row] = []
         usual = Variant(micro_batch_tokens=self.sizes[0])
         choices = [choice.value for choice in available_kernels()]
@@ -60,12 +61,12 @@ class Experiment:
         for size in larger:
             yield from self._add(rows, replace(fastest(rows) or usual, micro_batch_tokens=size))
         for length, pairs in self.fixed:
-            # A pair has to fit.
+            # A micro-batch must hold at least one pair.
             size = max(self.sizes[-1], 2 * length)
             variant = replace(fastest(rows) or usual, micro_batch_tokens=size)
             texts = {"sequence_length": length, "pairs": pairs, "spread": False}
             yield from self._add(rows, variant, **texts)
-        # A compiler of C++ takes longer than the rest of a rehearsal.
+        # On a CPU these would invoke a C++ compiler, which takes longer than all other variants.
         for choice in slow if torch.cuda.is_available() else ():
             yield from self._add(rows, replace(usual, pointwise_kernels=choice))
         for size in smaller:
@@ -90,24 +91,24 @@ class Experiment:
 
 
 def time_variant(learner: RewardLearner, steps: int, peak_flops: float) -> Row:
-    """Speed of ``steps`` steps after some that are not timed, by the tokens that they have."""
+    """Measure the speed of ``steps`` training steps after untimed warm-up steps."""
     warm_up = _WARM_UP if learner.model.graphs is None else _GRAPHS_WARM_UP
-    started = now()
-    first = learner.train_step(0)
-    first_seconds = now() - started
-    for step in range(1, warm_up):
-        learner.train_step(step)
+    (first,), first_seconds = time_steps(learner, 0, 1)
+    time_steps(learner, 1, warm_up - 1)
     graphs = learner.model.graphs
-    before = graphs and (graphs.replayed, graphs.eager)
-    started = now()
-    metrics = [learner.train_step(warm_up + step) for step in range(steps)]
-    seconds = now() - started
-    by_graphs = graphs and f"{graphs.replayed - before[0]}, {graphs.eager - before[1]} without"
-    tokens, flops = (sum(each[name] for each in metrics) for name in ("tokens", "flops"))
+    counts_before = graphs and (graphs.replayed, graphs.eager)
+    metrics, seconds = time_steps(learner, warm_up, steps)
+    by_graphs = (
+        graphs
+        and f"{graphs.replayed - counts_before[0]}, {graphs.eager - counts_before[1]} without"
+    )
+    tokens, flops = (
+        sum(step_metrics[name] for step_metrics in metrics) for name in ("tokens", "flops")
+    )
     return {
-        "tokens/s": tokens / seconds,
-        "MFU": flops / seconds / peak_flops,
-        "s/step": seconds / steps,
+        "tokens/s": tokens / steps / seconds,
+        "MFU": flops / steps / seconds / peak_flops,
+        "s/step": seconds,
         "tokens a step": tokens / steps,
         "peak GiB": peak_gib(),
         "packs by graphs": by_graphs,

@@ -1,8 +1,9 @@
-"""A training step of a synthetic model: what the planner says of it, and what it costs.
+"""Training steps of a model with random weights on random tokens: measured next to planned cost.
 
     python benchmarks/synthetic.py point JOB        (or under torchrun; ``make_point`` makes a job)
 
-For scaling.py, the first hour and the planner's tests. Weights and tokens are random.
+scaling.py, the first hour and the planner's tests use it. A "point" is a dict that describes one
+measurement: model_config, precision, layout, lengths, number of pairs and steps.
 """
 
 from __future__ import annotations
@@ -42,16 +43,26 @@ from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.planning.cost import Plan, even_packs, step_flops
+from nemo_aligner.planning.memory import Memory
 from nemo_aligner.training.build import build_optimized
 from nemo_aligner.training.learner import RewardLearner
 
-TIMED = ("data", "forward", "backward", "reduce", "optimizer")
-PLANNED = ("tp", "cp", "pp", "dp", "sequence_parallel", "ring", "recompute_layers", "freeze_layers")
+TIMED_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
+PLAN_KEYS = (
+    "tp",
+    "cp",
+    "pp",
+    "dp",
+    "sequence_parallel",
+    "ring",
+    "recompute_layers",
+    "freeze_layers",
+)
 _SEED = 1234
 
 
 def make_point(model: dict[str, Any], precision: str, **changes: Any) -> dict[str, Any]:
-    """The job of a worker: one rank and nothing recomputed, but for ``changes``."""
+    """A point with the defaults (one rank, no recomputation), updated by ``changes``."""
     return {
         "model": model,
         "precision": precision,
@@ -72,7 +83,7 @@ def make_point(model: dict[str, Any], precision: str, **changes: Any) -> dict[st
 
 
 def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[str, Any]:
-    """The model_config of a Llama; ``hidden`` is a multiple of 128."""
+    """The model_config of a Llama whose hidden size is ``hidden``, a multiple of 128."""
     return {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -86,12 +97,12 @@ def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[s
 
 
 def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
-    """The job in the cost model's terms."""
-    mine = -(-job["pairs"] // job["dp"])
+    """The plan from which planning/ predicts the cost of a point."""
+    local_pairs = -(-job["pairs"] // job["dp"])
     budget = job["micro_batch_tokens"]
-    packs = even_packs(mine, job["sequence_length"], budget, job["prefix"])
+    packs = even_packs(local_pairs, job["sequence_length"], budget, job["prefix"])
     if not torch.cuda.is_available():
-        # A CPU's attention copies no keys, and takes one segment at a time.
+        # Attention on a CPU copies no keys and computes one segment at a time.
         longest = max(job["prefix"], job["sequence_length"] - job["prefix"])
         packs = replace(packs, kept_keys=1.0, longest=longest)
     return Plan(
@@ -101,37 +112,68 @@ def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
         cpu_offload=job["cpu_offload"],
         expert_load=expert_load,
         ep=job.get("ep", 1),
-        **{key: job[key] for key in PLANNED},
+        **{key: job[key] for key in PLAN_KEYS},
     )
 
 
-def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
-    """Train some steps of a synthetic model, timed by part; every rank calls it.
+def shape_and_plan(point: Mapping[str, Any]) -> tuple[ModelShape, Plan]:
+    """The shape and the plan from which planning/ predicts what a point costs."""
+    return ModelShape.from_config(point["model"]), plan_of(point)
 
-    The main one returns the tokens of a step over all ranks, the times of the slowest rank and the
-    memory of the fullest.
+
+def compare_memory(
+    measured: Mapping[str, float], planned: Memory, unit: float
+) -> dict[str, float | None]:
+    """Columns of a table: measured next to planned memory, in units of ``unit`` bytes.
+
+    ``measured`` is the result of ``measure_memory``, or empty where the device's memory was too
+    small; the measured columns are then None.
+    """
+    columns: dict[str, float | None] = {}
+    for name, measured_part, planned_bytes in (
+        ("weights", "weights", planned.weights),
+        ("gradients", "gradients", planned.gradients),
+        ("optimizer", "optimizer", planned.optimizer),
+        ("kept", "saved", planned.activations),
+        ("in all", "total", planned.total),
+    ):
+        columns[name] = divide(measured.get(measured_part), unit)
+        columns["planned" if name == "in all" else f"planned {name}"] = planned_bytes / unit
+    return {**columns, "measured/planned": divide(measured.get("total"), planned.total)}
+
+
+def divide(number: float | None, divisor: float | None) -> float | None:
+    """The quotient; None where either number is missing."""
+    return None if number is None or divisor is None else number / divisor
+
+
+def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Measure training steps of a point; every rank calls it.
+
+    The main rank returns the tokens of a step over all ranks, the seconds of the slowest rank by
+    part and the memory of the rank that holds most, in bytes. Other ranks return None.
     """
 
     with launch() as world:
         sizes = {key: job[key] for key in ("tp", "pp", "cp", "sequence_parallel", "ring")}
         layout = initialize_layout(**sizes, seed=_SEED, ep=job.get("ep", 1))
         shape = ModelShape.from_config(job["model"])
-        before = resident_bytes()
+        bytes_before = resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)
-        measured = measure_memory(learner, before)
+        measured = measure_memory(learner, bytes_before)
         parts = time_parts(learner, job["steps"]) if job["steps"] else {"step": 0.0}
         if job["save"]:
-            parts |= _time_checkpoint(learner)
-        found = {
+            parts |= time_checkpoint(learner)
+        result = {
             "tokens": sum(batch.num_tokens for batch in learner._loader.plan(0).packs),
             "seconds": parts,
             "memory": measured,
         }
-        everyone = [None] * world.world_size
-        dist.all_gather_object(everyone, found)
+        gathered = [None] * world.world_size
+        dist.all_gather_object(gathered, result)
         if not world.is_main:
             return None
-    ranks = cast("list[dict[str, Any]]", everyone)
+    ranks = cast("list[dict[str, Any]]", gathered)
     return {
         "tokens": sum(rank["tokens"] for rank in ranks) // (len(ranks) // layout.dp),
         "seconds": max((rank["seconds"] for rank in ranks), key=lambda seconds: seconds["step"]),
@@ -142,12 +184,12 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
 def build_synthetic_learner(
     shape: ModelShape, layout: ParallelLayout, job: dict[str, Any]
 ) -> RewardLearner:
-    """A learner with random weights, on pairs of random tokens.
+    """Build a learner with random weights, on pairs of random tokens.
 
-    ``job`` is a point of ``make_point``. With ``spread`` the lengths of the sequences differ.
-    ``pointwise_kernels`` and ``cuda_graphs`` are the settings of these names.
+    ``job`` is a point of ``make_point``; with "spread" the lengths of its sequences differ, and
+    "pointwise_kernels" and "cuda_graphs" are the settings ``model.*`` of these names.
     """
-    options = _options(job)
+    options = _model_options(job)
     model = reward_model.build_reward_model(
         shape,
         layout,
@@ -178,7 +220,7 @@ def build_synthetic_learner(
     budget = job["micro_batch_tokens"]
     cost = shape.query_key_cost()
     loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp, cost)
-    # The contract is for texts; these are tokens.
+    # There is no scoring contract: the data are tokens already.
     data = TrainingData(train, [], cast(Any, None), BradleyTerry())
     return RewardLearner(
         wrapped,
@@ -192,10 +234,10 @@ def build_synthetic_learner(
     )
 
 
-def _options(job: Mapping[str, Any]) -> ModelConfig:
+def _model_options(job: Mapping[str, Any]) -> ModelConfig:
     pointwise = job.get("pointwise_kernels")
     return ModelConfig(
-        # Kernels of other packages may give a row other bits in another pack.
+        # With other packages' kernels a row's reward may depend on its pack in the last bits.
         batch_invariant=pointwise in (None, "eager", "triton"),
         freeze_layers=job["freeze_layers"],
         optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
@@ -207,15 +249,15 @@ def _options(job: Mapping[str, Any]) -> ModelConfig:
 def _random_pairs(
     count: int, length: int, prefix: int, vocabulary: int, spread: bool
 ) -> TokenizedDataset:
-    """Pairs of sequences that share ``prefix`` tokens, each of ``length`` tokens at most.
+    """``count`` pairs of random sequences of up to ``length`` tokens that share ``prefix`` tokens.
 
-    All have that length, or with ``spread`` their logarithm is distributed evenly from an eighth of
-    it, much as the lengths of chats are.
+    All have ``length`` tokens; with ``spread`` the logarithm of the length is uniform from an
+    eighth of it, which resembles the lengths of chats.
     """
     generator = torch.Generator().manual_seed(_SEED)
     sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
     sequences[:, 1, :prefix] = sequences[:, 0, :prefix]
-    # So that the prefix is no longer than that.
+    # The two sequences differ right after the prefix, so that it is not longer by chance.
     sequences[:, 0, prefix], sequences[:, 1, prefix] = 1, 2
     lengths = torch.full((2 * count,), length)
     if spread:
@@ -236,17 +278,17 @@ def _random_pairs(
 
 
 def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
-    """Bytes of this rank: what lies there between steps, and the most that a step adds.
+    """Bytes of this rank: what is allocated between steps, and the peak that a step adds.
 
-    The process held ``resident`` bytes before the model was built.
+    ``resident`` is the process's resident memory in bytes before the model was built.
     """
-    standing = _standing_bytes(learner)
+    standing = _persistent_bytes(learner)
     growth = _peak_growth(lambda: learner.train_step(0))
-    expert_load = _expert_load(learner)
+    expert_load = _measure_expert_load(learner)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
     saved = [0]
-    # In a step of its own: what a hook has seen lives longer.
-    with _watching_saved(learner.model, saved), without_overlap(learner._ddp.ddp_config):
+    # In a separate step: a hook on saved tensors prolongs their lives.
+    with _count_saved_bytes(learner.model, saved), without_overlap(learner._ddp.ddp_config):
         learner.train_step(1)
     return {
         **standing,
@@ -258,8 +300,8 @@ def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     }
 
 
-def _expert_load(learner: RewardLearner) -> float:
-    """As ``Plan`` has it, of the step before, over the layers that compute every token."""
+def _measure_expert_load(learner: RewardLearner) -> float:
+    """``Plan.expert_load`` of the previous step, over the layers that compute every token."""
     if not routers(learner.model):
         return 1.0
     load = take_load(learner.model, learner.model.config.num_layers)[:-1]
@@ -269,28 +311,32 @@ def _expert_load(learner: RewardLearner) -> float:
 
 @contextmanager
 def without_overlap(config: Any) -> Iterator[None]:
-    """Hooks on saved tensors hide from Megatron what it noted on a weight to reduce it early."""
+    """Turn off reducing gradients during the backward pass.
+
+    Megatron-core notes on a weight that its gradient can be reduced early; hooks on saved tensors
+    hide that note.
+    """
     overlap, config.overlap_grad_reduce = config.overlap_grad_reduce, False
     yield
     config.overlap_grad_reduce = overlap
 
 
-def _storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of ``tensors``, each once, by address."""
+def _unique_storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of ``tensors`` by address, without duplicates."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 
-def _bytes(tensors: Any) -> float:
-    return float(sum(storage.nbytes() for storage in _storages(tensors).values()))
+def _count_bytes(tensors: Any) -> float:
+    return float(sum(storage.nbytes() for storage in _unique_storages(tensors).values()))
 
 
-def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
+def _persistent_bytes(learner: RewardLearner) -> dict[str, float]:
     parameters = list(learner.model.parameters())
-    weights = _storages(parameters)
+    weights = _unique_storages(parameters)
     return {
-        "weights": _bytes(parameters),
-        "gradients": _bytes(p.main_grad for p in parameters if p.requires_grad),
-        "optimizer": _bytes(
+        "weights": _count_bytes(parameters),
+        "gradients": _count_bytes(p.main_grad for p in parameters if p.requires_grad),
+        "optimizer": _count_bytes(
             t
             for t in learner.optimizer.state_tensors()
             if t.device == parameters[0].device and t.untyped_storage().data_ptr() not in weights
@@ -299,9 +345,9 @@ def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
 
 
 @contextmanager
-def _watching_saved(model: torch.nn.Module, sizes: list[int]) -> Iterator[None]:
-    """Add to ``sizes`` the bytes that autograd keeps of each forward pass, weights apart."""
-    weights = _storages(model.parameters())
+def _count_saved_bytes(model: torch.nn.Module, sizes: list[int]) -> Iterator[None]:
+    """Append to ``sizes`` the bytes that autograd saves in each forward pass, except weights."""
+    weights = _unique_storages(model.parameters())
     forward = model.forward
 
     def watched(*arguments: Any, **options: Any) -> Any:
@@ -324,21 +370,21 @@ def _watching_saved(model: torch.nn.Module, sizes: list[int]) -> Iterator[None]:
 
 
 def _peak_growth(step: Callable[[], object]) -> int:
-    """The most bytes that ``step`` has allocated beside those that were there before it."""
+    """Peak bytes that ``step`` allocates in addition to what was allocated before it."""
     if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
+        bytes_before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - bytes_before
     with _LiveBytes() as live:
         step()
     return live.peak
 
 
 class _LiveBytes(TorchDispatchMode):
-    """The bytes of all tensors made inside the block that are still there; for the CPU.
+    """Counts the bytes of all live tensors that were made inside the block, on a CPU.
 
-    What an operation allocates and frees inside itself is not seen.
+    Memory that an operation allocates and frees internally is not seen.
     """
 
     def __init__(self) -> None:
@@ -350,7 +396,7 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
-        # What an operation takes and nobody has seen was there before: it may give it back.
+        # An unknown argument existed before the block: count it as 0 bytes, also if it is returned.
         self._note((arguments, options), is_new=False)
         result = function(*arguments, **(options or {}))
         self._note(result, is_new=True)
@@ -376,12 +422,15 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _stopwatch(seconds: dict[str, float]) -> Callable[..., Any]:
-    """Wrap what a step calls, to add up seconds by part; a GPU finishes each part first."""
+    """Return a wrapper that adds a function's seconds to ``seconds[part]``.
+
+    On a GPU each part waits for the device.
+    """
     inside: list[str] = []
 
     def wrap(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
-            if inside:  # a recomputed layer has a backward pass inside the backward pass
+            if inside:  # a recomputed layer runs a backward pass inside the backward pass
                 return function(*arguments, **options)
             begun = now()
             inside.append(part)
@@ -395,13 +444,25 @@ def _stopwatch(seconds: dict[str, float]) -> Callable[..., Any]:
     return wrap
 
 
-def time_parts(learner: RewardLearner, steps: int) -> dict[str, float]:
-    """Seconds of a step and of its parts, means over ``steps``; ``other`` is what is left.
+def time_steps(
+    learner: RewardLearner, first: int, count: int
+) -> tuple[list[dict[str, float]], float]:
+    """Run ``count`` training steps, beginning with number ``first``.
 
-    Of the other ranks' time, ``other`` has the wait for the adjacent pipeline stages, and
-    ``reduce`` the wait for the slowest.
+    Returns their metrics and the mean seconds of a step.
     """
-    spent = dict.fromkeys(TIMED, 0.0)
+    started = now()
+    metrics = [learner.train_step(first + number) for number in range(count)]
+    return metrics, (now() - started) / count
+
+
+def time_parts(learner: RewardLearner, steps: int) -> dict[str, float]:
+    """Mean seconds of a step and of its parts over ``steps`` steps; ``other`` is the remainder.
+
+    Waiting for adjacent pipeline stages counts as ``other``, waiting for the slowest data parallel
+    rank as ``reduce``.
+    """
+    spent = dict.fromkeys(TIMED_PARTS, 0.0)
     wrap = _stopwatch(spent)
     model, backward = learner.model, torch.autograd.backward
     learner._loader.plan = wrap("data", learner._loader.plan)  # type: ignore[method-assign]
@@ -409,30 +470,36 @@ def time_parts(learner: RewardLearner, steps: int) -> dict[str, float]:
     model.forward = wrap("forward", model.forward)
     model.config.finalize_model_grads_func = wrap("reduce", model.config.finalize_model_grads_func)
     torch.autograd.backward = wrap("backward", backward)
-    begun = now()
     try:
-        for step in range(2, steps + 2):
-            learner.train_step(step)
+        _, total = time_steps(learner, 2, steps)
     finally:
         torch.autograd.backward = backward
-    total = (now() - begun) / steps
-    seconds = {part: spent[part] / steps for part in TIMED}
+    seconds = {part: spent[part] / steps for part in TIMED_PARTS}
     return {"step": total, **seconds, "other": total - sum(seconds.values())}
 
 
-def _time_checkpoint(learner: RewardLearner) -> dict[str, float]:
-    """Seconds that a save holds training up, and until it is written, in a folder all ranks see."""
+def time_checkpoint(
+    learner: RewardLearner,
+    folder: str | None = None,
+    while_writing: Callable[[], object] | None = None,
+) -> dict[str, float]:
+    """Seconds that a save interrupts training for ("save"), and until it is on disk ("written").
 
-    with tempfile.TemporaryDirectory() as own:
-        checkpoints = RunCheckpoints(Path(gather_objects(own)[0]))
+    All ranks call it. The checkpoint goes into a temporary folder, made in ``folder``, which all
+    ranks must see. ``while_writing`` is called repeatedly until this rank has written its part.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        checkpoints = RunCheckpoints(Path(gather_objects(temporary)[0]))
         checkpoints.reserve(learner.model, learner.optimizer)
-        begun = now()
+        started = now()
         checkpoints.save(RunState(1, 1), learner.model, learner.optimizer)
-        held = now() - begun
+        save_seconds = now() - started
+        while while_writing is not None and not checkpoints.is_written:
+            while_writing()
         checkpoints.publish()
-        written = now() - begun
+        written_seconds = now() - started
         dist.barrier()
-    return {"save": held, "written": written}
+    return {"save": save_seconds, "written": written_seconds}
 
 
 if __name__ == "__main__":

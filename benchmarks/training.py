@@ -3,14 +3,14 @@
     pip install -e '.[bench]'
     python benchmarks/training.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
 
-Both train all weights in fp32 on the CPU, in bf16 on a GPU. TRL gets the very token ids; for each
-of ``--trl-batch`` it is run as many times as ours, in turn, and the speed-up is the median of the
-ratios. The first step of a run is not timed: it waits for memory, and for kernels to be chosen.
-``--trl-tuned`` adds TRL as it is tuned by hand: FlashAttention 2, Liger's kernels, and the fastest
-of several batches. ``--trl-python`` is another environment's, with a TRL of its own. A TRL that
-dies, as on a machine whose memory is too small for its batch, leaves a dash instead of its figures.
-Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts ``6 * parameters`` per
-real token, against the rate of a large matrix product measured here.
+Both train all weights, in fp32 on the CPU and in bf16 on a GPU. TRL gets the token ids that we
+train on. It runs once with each batch size of ``--trl-batch`` in every turn, after ours, and the
+speed-up is the median over the turns of the ratio of times. The first step of a run is not timed:
+it allocates memory and chooses kernels. ``--trl-tuned`` adds a TRL with FlashAttention 2, Liger's
+kernels and the fastest of several batch sizes. ``--trl-python`` is the interpreter of another
+environment with TRL. Where TRL dies, for example for lack of memory, a dash replaces its figures.
+Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts ``6 * parameters``
+FLOPs for each real token, relative to the rate of a large matmul measured here.
 """
 
 from __future__ import annotations
@@ -61,35 +61,37 @@ def main() -> None:
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     hf, nemo = prepare_model(arguments.model, work)
     head = work / "head.npy"
-    hidden = _hidden_size(hf)
+    hidden = _read_hidden_size(hf)
     np.save(head, np.random.RandomState(0).normal(0, 0.02, (1, hidden)).astype(np.float32))
     precision = "bf16" if device == "cuda" else "fp32"
-    both = {
+    shared = {
         "steps": arguments.steps,
         "warm_up": arguments.warm_up,
         "global_batch_size": arguments.global_batch,
         "head": str(head),
         "ids": str(work / "ids.json"),
     }
-    ours = {**both, "settings": _settings(arguments, nemo, precision)}
-    theirs = {**both, "hf": str(hf), "lr": LR}
+    ours = {**shared, "settings": _make_settings(arguments, nemo, precision)}
+    theirs = {**shared, "hf": str(hf), "lr": LR}
     peers = {
         f"TRL, batch {size}": {**theirs, "batch_sizes": [size]} for size in arguments.trl_batch
     }
     if arguments.trl_tuned:
         peers["TRL, tuned"] = {**theirs, "batch_sizes": arguments.trl_tuned, "is_tuned": True}
     about = {"machine": machine(), "model": str(arguments.model), "precision": precision}
-    measure = partial(_rows, arguments=arguments, parameters=_parameters(hf), peak=matmul_rate())
-    for found in _compare(arguments, ours, peers):
-        rows = measure(found)
-        failures = [f"{name}: {failure}" for name, failure in found.failures.items()]
-        # Whoever stops this benchmark has what is measured so far.
+    measure = partial(
+        _make_rows, arguments=arguments, parameters=_count_parameters(hf), peak=matmul_rate()
+    )
+    for measured in _run_turns(arguments, ours, peers):
+        rows = measure(measured)
+        failures = [f"{name}: {failure}" for name, failure in measured.failures.items()]
+        # Written after each run, so that stopping this program loses little.
         write_json(arguments.output, {**about, "rows": rows, "failures": failures})
     print(f"\n{render(rows)}", *failures, sep="\n\n", flush=True)
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
 
 
-def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list[str]:
+def _make_settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list[str]:
     return [
         f"pretrained_checkpoint.restore_from_path={nemo}",
         f"model.data.data_prefix.train=[{arguments.data}]",
@@ -105,59 +107,59 @@ def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list
 
 
 @dataclass
-class Found:
-    """What every run of each has printed, and how a TRL failed, if it did: it then has no runs."""
+class MeasuredRuns:
+    """Results of the runs so far, ours and those of each TRL; one that failed has no runs."""
 
     ours: list[dict[str, Any]]
     trl: dict[str, list[dict[str, Any]]]
     failures: dict[str, str]
 
 
-def _compare(
+def _run_turns(
     arguments: argparse.Namespace, ours: dict[str, Any], peers: Mapping[str, dict[str, Any]]
-) -> Iterator[Found]:
-    """What is measured so far, after each run: in every turn ours, then each way of TRL."""
-    found = Found([], {name: [] for name in peers}, {})
+) -> Iterator[MeasuredRuns]:
+    """Run ours and then each TRL in every turn; yield all results so far after each run."""
+    measured = MeasuredRuns([], {name: [] for name in peers}, {})
     for turn in range(arguments.turns):
         print(f"turn {turn + 1} of {arguments.turns}: ours", end="", flush=True)
-        found.ours.append(run_worker("training.py", "ours", ours, arguments.threads))
-        yield found
+        measured.ours.append(run_worker("training.py", "ours", ours, arguments.threads))
+        yield measured
         for name, job in peers.items():
-            # What has failed once is not asked again.
-            if name in found.failures:
+            # A TRL that has failed once is not run again.
+            if name in measured.failures:
                 continue
             print(f", {name.partition(',')[0] if len(peers) == 1 else name}", end="", flush=True)
             try:
                 python = arguments.trl_python
                 run = run_worker("training.py", "trl", job, arguments.threads, python=python)
-                found.trl[name].append(run)
+                measured.trl[name].append(run)
             except WorkerFailed as error:
-                found.trl[name] = []
-                found.failures[name] = str(error)
-            yield found
+                measured.trl[name] = []
+                measured.failures[name] = str(error)
+            yield measured
         print(flush=True)
-    for name, runs in found.trl.items():
+    for name, runs in measured.trl.items():
         if runs:
-            _check_losses(arguments, name, found.ours[0]["losses"][0], runs[0]["losses"][0])
+            _check_losses(arguments, name, measured.ours[0]["losses"][0], runs[0]["losses"][0])
 
 
 def _check_losses(arguments: argparse.Namespace, name: str, ours: float, theirs: float) -> None:
     print(f"loss of the first batch: ours {ours:.6f}, {name} {theirs:.6f}")
-    # TRL rounds what it logs; 16 bits round everything.
+    # TRL rounds the losses that it logs, and bf16 rounds everything.
     allowed = 1e-3 if arguments.device == "cpu" else 2e-2
     if abs(ours - theirs) > allowed * max(ours, theirs):
-        sys.exit("the losses differ: these are not the same computations")
+        sys.exit("the losses differ, so the two sides do not compute the same thing")
 
 
-def _rows(
-    found: Found, arguments: argparse.Namespace, parameters: int, peak: float
+def _make_rows(
+    measured: MeasuredRuns, arguments: argparse.Namespace, parameters: int, peak: float
 ) -> list[dict[str, Any]]:
     pairs = arguments.steps * arguments.global_batch
-    tokens = found.ours[0]["tokens"]
+    tokens = measured.ours[0]["tokens"]
 
     def row(label: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         seconds = [sum(run["seconds"]) for run in runs]
-        ours = [sum(run["seconds"]) for run in found.ours[: len(runs)]]
+        ours = [sum(run["seconds"]) for run in measured.ours[: len(runs)]]
         return {
             "trainer": label,
             "pairs/s": pairs / median(seconds) if runs else None,
@@ -167,21 +169,21 @@ def _rows(
             "ours is faster by": median_of_ratios(ours, seconds) if runs else None,
         }
 
-    rows = [{**row("nemo_aligner", found.ours), "ours is faster by": ""}]
-    for name, runs in found.trl.items():
+    rows = [{**row("nemo_aligner", measured.ours), "ours is faster by": ""}]
+    for name, runs in measured.trl.items():
         sizes = {run["batch_size"] for run in runs} if name == "TRL, tuned" else {}
         label = ", batch ".join([name, *(str(size) for size in sizes)])
         rows.append(row(label, runs))
     return rows
 
 
-def _hidden_size(hf: Path) -> int:
+def _read_hidden_size(hf: Path) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(hf).hidden_size)
 
 
-def _parameters(hf: Path) -> int:
+def _count_parameters(hf: Path) -> int:
     from safetensors import safe_open
 
     total = 0
@@ -224,7 +226,7 @@ def _parse() -> argparse.Namespace:
 
 
 def train_ours(job: dict[str, Any]) -> dict[str, Any]:
-    """Train some steps of nemo_aligner, timed."""
+    """Train some steps by nemo_aligner; return their seconds, losses and tokens."""
     import torch
 
     from nemo_aligner.config.load import load_config
@@ -267,9 +269,9 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_trl(job: dict[str, Any]) -> dict[str, Any]:
-    """Train the same steps by TRL's RewardTrainer, timed; its environment needs no more.
+    """Train the same steps by TRL's RewardTrainer; the environment need not have our package.
 
-    Of several sizes of a batch the fastest counts; one that memory is too small for is left out.
+    The fastest of the job's batch sizes is returned; one that runs out of memory is skipped.
     """
     import torch
 
@@ -326,7 +328,7 @@ def _train_trl(job: dict[str, Any], batch_size: int) -> dict[str, Any]:
             report_to="none",
             bf16=gpu,
             use_cpu=not gpu,
-            # Liger's kernels need a GPU. Its loss is for language models alone.
+            # Liger's kernels need a GPU. Its fused loss is only for language models.
             use_liger_kernel=gpu and job.get("is_tuned", False),
             liger_kernel_config={"fused_linear_cross_entropy": False},
             disable_tqdm=True,
@@ -349,10 +351,10 @@ def _train_trl(job: dict[str, Any], batch_size: int) -> dict[str, Any]:
 
 
 def _fastest_attention() -> str:
-    """The name of an attention that transformers computes by FlashAttention 2.
+    """The name of an attention implementation of transformers that runs FlashAttention 2.
 
-    Without the package flash-attn it is torch's. That kernel takes no mask, and needs none: texts
-    are padded on the right, and no token attends to what comes after it.
+    Without the package flash-attn it is torch's kernel. That one supports no mask, and needs none:
+    sequences are padded on the right, and attention is causal.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import AttentionInterface
@@ -366,7 +368,7 @@ def _fastest_attention() -> str:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return sdpa_attention_forward(module, query, key, value, None, **options)
 
-    # transformers takes a name with "flash" for one of its own.
+    # The name must not contain "flash", which transformers would take for its own kernels.
     AttentionInterface.register("causal_sdpa", attend)
     return "causal_sdpa"
 

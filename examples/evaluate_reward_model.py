@@ -2,7 +2,7 @@
 
     python examples/evaluate_reward_model.py rm_model_file=megatron_gpt.nemo data.path=heldout.jsonl
 
-``nemo_aligner/evaluation/run.py`` is what runs.
+The code is in ``nemo_aligner/evaluation/run.py``.
 """
 
 from __future__ import annotations

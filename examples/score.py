@@ -1,8 +1,8 @@
-"""Ask a reward model server: the same as ``nemo-aligner score``.
+"""Get rewards from a reward model server: the same as ``nemo-aligner score``.
 
     python examples/score.py "some text" "another text"
 
-``nemo_aligner/serving/client/reward.py`` is what asks.
+The client is ``nemo_aligner/serving/client/reward.py``.
 """
 
 from __future__ import annotations

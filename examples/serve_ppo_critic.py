@@ -3,7 +3,7 @@
     python examples/serve_ppo_critic.py \
         pretrained_checkpoint.restore_from_path=megatron_gpt.nemo server.port=5556
 
-``nemo_aligner/serving/run.py`` is what runs.
+The code is in ``nemo_aligner/serving/run.py``.
 """
 
 from __future__ import annotations

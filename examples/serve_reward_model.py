@@ -4,7 +4,7 @@
 
 The HTTP server answers every protocol. Triton answers at the ports 5600 (HTTP), 5601 (gRPC) and
 5602 (metrics); it needs the extra ``triton``, and ``server.triton_port=null`` turns it off.
-``nemo_aligner/serving/run.py`` is what runs.
+The code is in ``nemo_aligner/serving/run.py``.
 """
 
 from __future__ import annotations

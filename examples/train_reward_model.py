@@ -3,7 +3,7 @@
     python examples/train_reward_model.py pretrained_checkpoint.restore_from_path=base.nemo \\
         model.data.data_prefix.train=pairs.jsonl exp_manager.explicit_log_dir=results/first
 
-``nemo_aligner/training/run.py`` is what runs.
+The code is in ``nemo_aligner/training/run.py``.
 """
 
 from __future__ import annotations

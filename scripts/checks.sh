@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and the import rules, as run_tests.sh has them; the settings are in pyproject.toml.
+# Check lint, types and import rules, as run_tests.sh does; their settings are in pyproject.toml.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

@@ -1,11 +1,10 @@
-# Sourced by quickstart.sh and run_tests.sh: a Python with this package and what it needs.
+# Sourced by quickstart.sh and run_tests.sh: a Python environment with this package installed.
 #
-#   use_environment EXTRAS     the active virtual environment, or .venv in the repository; installs
-#                              what is missing, and does nothing where nothing is
+#   use_environment EXTRAS     activates the current virtual environment, or .venv in the repository,
+#                              and installs missing dependencies, including those of EXTRAS
 #
-# NEMO_ALIGNER_PYTHON names the Python to make .venv with (default: the first of 3.11, 3.12, 3.10).
-# Without a GPU it takes torch 2.13.0 from PyTorch's own CPU index beside pip's, whose build may bring
-# the CUDA packages along.
+# NEMO_ALIGNER_PYTHON names the Python that makes .venv (default: the first of 3.11, 3.12, 3.10).
+# Without a GPU torch 2.13.0 comes from PyTorch's CPU index: pip's build may install CUDA packages.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 CPU_TORCH="torch==2.13.0"
@@ -34,7 +33,7 @@ _pip_install() {
         --root-user-action=ignore "$@"
 }
 
-# Whether everything that pyproject.toml asks for, with the extras of $1, is installed as it asks.
+# Succeeds if all requirements of pyproject.toml, with the extras $1, are installed.
 _is_complete() {
     python - "$REPO" "$1" << 'PYTHON'
 import importlib.metadata as metadata
@@ -57,12 +56,12 @@ root, extras = Path(sys.argv[1]), sys.argv[2].split(",")
 project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
 
 
-def asked(names):
+def requirements_of(names):
     for text in names:
         requirement = Requirement(text)
         if requirement.name == project["name"]:
             for extra in requirement.extras:
-                yield from asked(project["optional-dependencies"][extra])
+                yield from requirements_of(project["optional-dependencies"][extra])
         elif requirement.marker is None or requirement.marker.evaluate():
             yield requirement
 
@@ -71,10 +70,10 @@ try:
     metadata.version(project["name"])
 except metadata.PackageNotFoundError:
     sys.exit(f"missing: {project['name']}")
-wanted = list(asked(project["dependencies"]))
+requirements = list(requirements_of(project["dependencies"]))
 for extra in extras:
-    wanted += asked(project["optional-dependencies"][extra])
-for requirement in wanted:
+    requirements += requirements_of(project["optional-dependencies"][extra])
+for requirement in requirements:
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -84,7 +83,7 @@ for requirement in wanted:
 PYTHON
 }
 
-# An active environment is kept; else .venv, made here if need be.
+# Keeps an active environment; otherwise activates .venv, and makes it if it does not exist.
 _activate() {
     if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
         python -c "$_fits" || {
@@ -98,7 +97,7 @@ _activate() {
         local base
         base="$(_find_python)" || return 1
         echo "making $venv with $("$base" --version)"
-        # A GPU machine's own torch fits its driver; let the environment see it.
+        # On a GPU machine the installed torch fits the driver: let the environment use it.
         if has_gpu && "$base" -c "import torch" 2> /dev/null; then
             "$base" -m venv --system-site-packages "$venv" || return 1
         else
@@ -122,8 +121,8 @@ use_environment() {
             _pip_install "torch>=2.8" || return 1
         else
             echo "installing $CPU_TORCH for the CPU (a few minutes)"
-            # Torch alone: what it needs comes with the rest, and where this index cannot be reached
-            # pip asks it once, not again for every package.
+            # Only torch itself: its dependencies are installed below from pip's index. If PyTorch's
+            # index cannot be reached, pip then tries it once and not for every package.
             _pip_install "$CPU_TORCH" --no-deps --extra-index-url "$CPU_INDEX" --retries 1 || return 1
         fi
     fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Downloads the wheels that the first hour on a GPU needs on a machine without internet, for
-# Python 3.12 on x86-64 Linux. The machine must have the rest: docs/gpu.md lists it.
+# Python 3.12 on x86-64 Linux. docs/gpu.md lists the packages that the machine must already have.
 #
 #   bash scripts/gpu_wheels.sh [FOLDER]      default: wheels/
 #
@@ -9,20 +9,21 @@
 set -euo pipefail
 folder="${1:-wheels}"
 python="$(command -v python3 || command -v python)"
-# More than this is rejected by some ways of carrying files to a machine.
+# Some ways of copying files to a machine reject more than this.
 limit_mib=45
 
-# The engine: megatron-core, and what it and our settings import.
+# The engine: megatron-core, and the packages that it and our settings import.
 engine=(megatron-core==0.16.1 omegaconf==2.3.0 psutil argcomplete lightning)
 # What tests/conftest.py needs next to pytest.
 tests=(pytest-xdist execnet)
-# Fused kernels, and TRL as the trainer to compare with; it needs datasets, and that the rest.
+# Fused kernels, and TRL for the comparison of training; TRL needs datasets, which needs the rest.
 comparisons=(
     liger-kernel==0.8.5 trl==1.16.0
     'datasets>=4,<5' multiprocess dill requests urllib3 charset-normalizer
 )
 
-# The HTTP front and the client, which the parts "tests" and "invariance" import; pip resolves what these need.
+# The HTTP server and client, which the parts "tests" and "invariance" import. pip also downloads
+# their dependencies.
 serving=('fastapi>=0.115,<1' 'uvicorn>=0.54,<0.55' httptools 'pydantic>=2.8,<3' 'prometheus-client>=0.20,<1' 'aiohttp>=3.12,<4')
 
 mkdir -p "$folder"

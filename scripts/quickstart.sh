@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Make the environment, and run `nemo-aligner quickstart` in it: convert a base model, train a reward
-# model on pairs, evaluate it, serve it, and ask it for the rewards of two replies.
+# Make the environment and run `nemo-aligner quickstart` in it: convert a base model, train a reward
+# model on pairs, evaluate it, serve it, and request the rewards of two replies.
 #
-#   bash scripts/quickstart.sh           on a small model and a demo set of pairs
-#   bash scripts/quickstart.sh --help    its options, for your own data and model; installs nothing
+#   bash scripts/quickstart.sh           with a small model and a demo set of pairs
+#   bash scripts/quickstart.sh --help    show the options; installs nothing
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install what is missing, then check lint, types and imports, and test with a worker on each core:
-#   bash scripts/run_tests.sh                        the quick tier: what took up to 3 s
-#   bash scripts/run_tests.sh --all                  everything, as CI does
-#   bash scripts/run_tests.sh tests/serving -k client      these alone; arguments go to pytest
-#   bash scripts/run_tests.sh --all --store-durations      and measure which tier each belongs to
-# Tests of several processes take turns, so that what else runs beside them is not starved.
+# Install missing dependencies, check lint, types and imports, and run the tests, a worker per core:
+#   bash scripts/run_tests.sh                          the quick tier: tests of up to 3 s
+#   bash scripts/run_tests.sh --all                    all tests, as CI does
+#   bash scripts/run_tests.sh tests/serving -k client  some tests; arguments go to pytest
+#   bash scripts/run_tests.sh --all --store-durations  all tests, and store their durations anew
+# Tests that start several processes take turns, so that other tests are not starved.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -27,10 +27,10 @@ use_environment test
 SECONDS=0
 bash scripts/checks.sh
 checked=$SECONDS
-# Tests run several processes at once: more threads each would fight for the cores.
+# Tests run several processes at once, so one thread per process keeps all cores busy.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TOKENIZERS_PARALLELISM=false
-# xdist's own counts are of physical cores, or of cores that this process may not use.
+# xdist's own counts ignore hyperthreads, or include cores that this process may not use.
 cores="$(python -c 'import os; print(len(os.sched_getaffinity(0)))')"
 status=0
 python -m pytest -n "$cores" --durations=10 "${tier[@]}" "$@" || status=$?

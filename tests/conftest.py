@@ -1,4 +1,4 @@
-"""What tests of several folders have in common, and how a run of them is shared out."""
+"""Options of pytest, distribution of tests over xdist workers, and fixtures of several folders."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.harness.launching import PREPARED
 from tests.harness.once import TURNS, Once, once_per_run, run_folder
 from tests.harness.tiers import QUICK_SECS, Clock, Durations, store
 
-# Workers of xdist, and what a shell puts into the background, ignore SIGINT, and what they start
-# does, too: Ctrl-C could not be tested there.
+# xdist workers and background jobs of a shell ignore SIGINT, and so do the processes they start.
+# Tests of Ctrl-C need the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MOST_THREADS = 150  # a layout has 60
-FEWEST_MUTATIONS = 100  # of which some load and some do not
+MAX_THREADS = 150  # the process groups of one layout have 60
+MIN_MUTATIONS = 100  # enough that some damaged checkpoints load and some do not
 DURATIONS = Durations()
 
 
 def mutations(text: str) -> int:
     count = int(text)
-    if count < FEWEST_MUTATIONS:
-        raise argparse.ArgumentTypeError(f"got {count}, wanted at least {FEWEST_MUTATIONS}")
+    if count < MIN_MUTATIONS:
+        raise argparse.ArgumentTypeError(f"got {count}, wanted at least {MIN_MUTATIONS}")
     return count
 
 
@@ -49,15 +49,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help=f"only what takes up to {QUICK_SECS:.0f} s by tests/durations.json, and what is smoke",
+        help=f"only tests of up to {QUICK_SECS:.0f} s (tests/durations.json) or marked smoke",
     )
     parser.addoption(
-        "--store-durations", action="store_true", help="measure anew what tests/durations.json has"
+        "--store-durations", action="store_true", help="rewrite tests/durations.json from this run"
     )
     parser.addoption(
         "--fresh",
         action="store_true",
-        help="start every script by python or torchrun, none from a prepared process",
+        help="start every script by python or torchrun instead of forking a prepared process",
     )
 
 
@@ -74,13 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The million objects of what was imported live on: each search for garbage took a second."""
+    """Exclude the million objects of imported modules from garbage collection.
+
+    They live until the end, and every full collection would take a second to scan them.
+    """
     gc.collect()
     gc.freeze()
 
 
 class Groups(LoadScopeScheduling):
-    """What is one group goes to one worker, in a row."""
+    """Gives all tests of a group to one worker, in their order."""
 
     def _split_scope(self, nodeid: str) -> str:
         return DURATIONS.group(nodeid)
@@ -88,13 +91,15 @@ class Groups(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
-    config.option.loadscopereorder = False  # they come longest first
+    config.option.loadscopereorder = False  # they are already sorted, longest first
     return Groups(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.getoption("store_durations"):
-        reports = [r for found in terminalreporter.stats.values() for r in found]
+        reports = [
+            r for outcome_reports in terminalreporter.stats.values() for r in outcome_reports
+        ]
         options = config.option
         chosen = options.quick or options.keyword or options.markexpr or "::" in str(config.args)
         store([r for r in reports if isinstance(r, pytest.TestReport)], of_whole_files=not chosen)
@@ -102,30 +107,33 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session", autouse=True)
 def launching(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
-    """Workers take turns with what starts several busy processes."""
+    """Have workers take turns with tests that start several busy processes."""
     TURNS.begin(run_folder(tmp_path_factory))
     if pytestconfig.getoption("fresh"):
         PREPARED.is_used = False
 
 
-def threads() -> int:
+def count_threads() -> int:
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 @pytest.fixture(autouse=True)
 def few_threads() -> Iterator[None]:
-    """Process groups have threads that wake often, and live on in the cycles of a model."""
+    """Release process groups when there are too many threads.
+
+    Their threads wake often, and reference cycles of a model keep them alive.
+    """
     yield
-    if threads() > MOST_THREADS:
+    if count_threads() > MAX_THREADS:
         release_process_groups()
 
 
 def release_process_groups() -> None:
-    """Let go of groups that nothing can use any more, where there are no others.
+    """Free the process groups of models that no test uses any more.
 
-    Megatron's data parallel wrapper hangs its hooks on nodes of autograd, and these hold it: a
-    cycle that Python cannot see. So what the wrapper holds is taken from it.
+    Megatron-core's DistributedDataParallel registers hooks on autograd nodes, which hold the
+    wrapper: a cycle that the garbage collector cannot see. Emptying the wrapper breaks it.
     """
     import torch.distributed as dist
 
@@ -139,7 +147,7 @@ def release_process_groups() -> None:
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[Any]:
-    """This process as the only rank, for all tests of a file."""
+    """A layout with this process as the only rank, for all tests of a file."""
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
@@ -150,7 +158,7 @@ def layout() -> Iterator[Any]:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of temporary files, empty."""
+    """An empty folder that ``tempfile`` uses during the test."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -159,13 +167,13 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """``once(name, build)``: the folder that ``build`` fills, by one worker for all of a run."""
+    """``once(name, build)``: a folder that one worker fills by ``build`` for all workers."""
     return partial(once_per_run, run_folder(tmp_path_factory))
 
 
 @pytest.fixture(scope="session")
 def trl_python() -> Path:
-    """A python with TRL and the module of rewardbench's pipeline."""
+    """A Python interpreter with TRL and the package rewardbench, without its dependencies."""
     trl, rewardbench = "trl==1.16.0", "rewardbench==0.1.4"
 
     def make(folder: Path) -> None:
@@ -176,11 +184,11 @@ def trl_python() -> Path:
 
 @pytest.fixture(scope="session")
 def rewardbench_python() -> Path:
-    """A python with rewardbench, and the transformers and the TRL that it asks for."""
+    """A Python interpreter with rewardbench and the old transformers and TRL that it needs."""
 
     rewardbench = "rewardbench==0.1.4"
-    # What it asks for, of its time.
-    its_own = (
+    # The versions that were current when it was released.
+    dependencies = (
         "transformers==4.51.0",
         "accelerate==1.6.0",
         "datasets==3.5.0",
@@ -193,9 +201,9 @@ def rewardbench_python() -> Path:
     )
 
     def make(folder: Path) -> None:
-        make_environment(folder, *its_own, alone=(rewardbench,))
+        make_environment(folder, *dependencies, alone=(rewardbench,))
 
-    return kept_environment("rewardbench", (*its_own, rewardbench), make) / "bin" / "python"
+    return kept_environment("rewardbench", (*dependencies, rewardbench), make) / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
@@ -210,7 +218,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def base(once: Once) -> Path:
-    """A tiny base model, which nobody changes."""
+    """The archive of a tiny base model; tests must not change it."""
     return once("base", lambda folder: tiny.write_base_nemo(folder / "base.nemo")) / "base.nemo"
 
 

@@ -3,16 +3,16 @@
     python examples/data/filter_labels.py --input pairs.jsonl --output filtered \\
         pretrained_checkpoint.restore_from_path=base.nemo model.optim.lr=1e-5
 
-A line of the input has ``chosen``, ``rejected`` and possibly ``prompt``, as texts or messages. The
-file is cut by prompt into folds; ``nemo_aligner.train`` trains a model on all but one of them, with
-the settings of ``nemo-aligner train``, and the model judges that one. A label is wrong with
-probability ``sigmoid(-m / T)``: m is the pair's margin by the model of the other folds, and T the
-temperature fitted to all margins. This is confident learning (Northcutt et al. 2021, "Confident
-learning: Estimating uncertainty in dataset labels") by out-of-sample probabilities.
+A line of the input has ``chosen``, ``rejected`` and possibly ``prompt``, as text or messages. The
+file is split by prompt into folds. For each fold, ``nemo_aligner.train`` trains a model on all
+other folds, with the settings of ``nemo-aligner train``, and the model scores the fold. A label is
+wrong with probability ``sigmoid(-m / T)``: m is the pair's margin by the model of the other folds,
+and T the temperature fitted to all margins. This is confident learning (Northcutt et al. 2021,
+"Confident learning: Estimating uncertainty in dataset labels") with out-of-sample probabilities.
 
-Written are ``kept.jsonl``, whose lines are unchanged, and ``doubted.jsonl``, the most doubtful pair
-first. A pair that the model cannot judge, such as an overlong one, is kept. If the program is
-stopped, the same command resumes it.
+The output folder gets ``kept.jsonl``, whose lines are unchanged, and ``doubted.jsonl``, which
+begins with the most doubtful pair. A pair that the model cannot score, such as an overlong one, is
+kept. If the program is stopped, the same command resumes it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SHOWN_CHARACTERS = 70
 
 @dataclass
 class Pair:
-    """A line of the input, and what the model of the other folds makes of it.
+    """A line of the input, and how the model of the other folds scores it.
 
     Attributes:
         record: file and line number, from 1.
-        line: as written.
-        prompt: what must not be in two folds.
+        line: the line, unchanged.
+        prompt: identifies the prompt; all its pairs go to one fold.
         margin: reward of the chosen minus that of the rejected reply; NaN if not judged.
         p_wrong: probability that the label is wrong; NaN if not judged.
     """
@@ -88,7 +88,7 @@ def read_pairs(path: Path) -> list[Pair]:
 def find_prompt(row: dict[str, Any]) -> str:
     """Return the prompt of a pair, without case and white space.
 
-    Without the key ``prompt`` it is what both sides begin with: lines of texts, or messages.
+    Without the key ``prompt`` it is what both sides begin with: equal lines, or equal messages.
     """
     sides = [row["chosen"], row["rejected"]]
     parts = [side.splitlines() if isinstance(side, str) else side for side in sides]
@@ -98,7 +98,7 @@ def find_prompt(row: dict[str, Any]) -> str:
 
 
 def assign_folds(pairs: Sequence[Pair], folds: int, seed: int) -> list[int]:
-    """Return the fold of each pair: prompts go to the smallest fold, in an order by the seed.
+    """Return the fold of each pair. In shuffled order, each prompt goes to the smallest fold.
 
     Raises:
         SystemExit: there are fewer prompts than folds.
@@ -121,7 +121,7 @@ def judge(
 ) -> None:
     """Set the margins of ``heldout`` by a model that is trained on ``train``.
 
-    ``folder.json`` has them once they are there, and is used again if nothing has changed.
+    The margins are stored in ``folder.json`` and read from there if the inputs are unchanged.
     """
     lines = [[pair.line for pair in pairs] for pairs in (train, heldout)]
     digest = hashlib.sha256(json.dumps([settings, *lines]).encode()).hexdigest()
@@ -150,14 +150,14 @@ def judge(
 
 
 def reading_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings by which pairs are read, as ``evaluate`` names them."""
+    """Return those settings of training that also say how ``evaluate`` reads pairs."""
     shared = {field.name for field in fields(EvaluateDataConfig)}
     names = {key: key.removeprefix("model.data.") for key in settings if "model.data." in key}
     return {f"data.{name}": settings[key] for key, name in names.items() if name in shared}
 
 
 def set_probabilities(pairs: Sequence[Pair]) -> str:
-    """Set ``p_wrong`` of every pair that was judged; return a line on how good the models are."""
+    """Set ``p_wrong`` of every pair with a margin; return a line with the models' accuracy."""
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     margins = margins[~margins.isnan()]
     # NaN where the models are no better than chance, or never wrong: no label can be doubted.
@@ -192,12 +192,12 @@ def describe_doubted(pair: Pair) -> dict[str, Any]:
 
 
 def reply_of(side: Any) -> str:
-    """The reply at the end of a list of messages; of a text all of it."""
+    """The last message's content; a side that is text is returned whole."""
     return side if isinstance(side, str) else str(side[-1]["content"])
 
 
 def share_longer_chosen(pairs: Sequence[Pair]) -> str:
-    """Render how often the longer reply was chosen: a model that judges by length doubts others."""
+    """Render how often the longer reply was chosen; a large difference shows a length bias."""
     rows = [json.loads(pair.line) for pair in pairs]
     longer = [len(reply_of(row["chosen"])) > len(reply_of(row["rejected"])) for row in rows]
     return f"{sum(longer) / len(longer):.1%}" if longer else "none"
@@ -235,15 +235,17 @@ def filter_pairs(options: argparse.Namespace) -> str:
     doubted = [pair for pair in pairs if pair.p_wrong >= options.confidence]
     doubted.sort(key=lambda pair: -pair.p_wrong)
     if options.weigh:
-        kept = [weigh(pair, options.confidence) for pair in pairs]
+        kept_lines = [weigh(pair, options.confidence) for pair in pairs]
     else:
-        kept = [pair.line for pair in pairs if not pair.p_wrong >= options.confidence]
+        kept_lines = [pair.line for pair in pairs if not pair.p_wrong >= options.confidence]
     doubted_lines = [json.dumps(describe_doubted(pair), ensure_ascii=False) for pair in doubted]
     weights = ", doubted ones with a label_margin below 1" * options.weigh
     return "\n".join(
         [
             f"{options.input}: {len(pairs)} pairs, {accuracy}",
-            f"kept: {len(kept)} -> {write_lines(options.output / 'kept.jsonl', kept)}{weights}",
+            f"kept: {len(kept_lines)} -> "
+            + write_lines(options.output / "kept.jsonl", kept_lines)
+            + weights,
             f"doubted: {len(doubted)} ({len(doubted) / len(pairs):.1%}) -> "
             + write_lines(options.output / "doubted.jsonl", doubted_lines),
             f"the longer reply (in characters) was chosen in {share_longer_chosen(pairs)} of the "

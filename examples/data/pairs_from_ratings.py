@@ -1,11 +1,11 @@
-"""Pairs to rank from rated replies: the better rated is the chosen one.
+"""Make preference pairs from rated replies: the reply with the higher rating is chosen.
 
     python examples/data/pairs_from_ratings.py ratings.jsonl --attribute helpfulness \\
         --output pairs.jsonl
 
-A line of the input has ``prompt``, ``response`` and numbers, as HelpSteer's. Each reply is paired
-with others drawn at random, whatever their prompt, whose rating is another; Bradley-Terry needs no
-more than that, though two replies to one prompt would teach more where there are such.
+A line of the input has ``prompt``, ``response`` and ratings, as in HelpSteer. Each reply is paired
+with random replies of a different rating, to any prompt: the Bradley-Terry loss needs no common
+prompt, although two replies to one prompt teach more.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 
-def make_pairs(rows: Sequence[dict[str, Any]], attribute: str, each: int, seed: int) -> Iterator:
-    """``each`` pairs for every row that is rated and has a row that is rated differently."""
+def make_pairs(
+    rows: Sequence[dict[str, Any]], attribute: str, per_reply: int, seed: int
+) -> Iterator:
+    """Yield up to ``per_reply`` pairs for every row with a rating."""
     draw = random.Random(seed)
     rated = [row for row in rows if row.get(attribute) is not None]
     for row in rated:
-        others = [other for other in rated if other[attribute] != row[attribute]]
-        for other in draw.sample(others, min(each, len(others))):
+        candidates = [other for other in rated if other[attribute] != row[attribute]]
+        for other in draw.sample(candidates, min(per_reply, len(candidates))):
             rejected, chosen = sorted((row, other), key=lambda one: one[attribute])
             yield {"chosen": _conversation(chosen), "rejected": _conversation(rejected)}
 
@@ -43,12 +45,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--each", type=int, default=2, help="pairs for each reply (default: 2)")
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
-    with asked.ratings.open(encoding="utf-8") as lines:
+    arguments = parser.parse_args()
+    with arguments.ratings.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
-    pairs = list(make_pairs(rows, asked.attribute, asked.each, asked.seed))
-    asked.output.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
-    print(f"{asked.output}: {len(pairs)} pairs by {asked.attribute}")
+    pairs = list(make_pairs(rows, arguments.attribute, arguments.each, arguments.seed))
+    arguments.output.write_text(
+        "".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8"
+    )
+    print(f"{arguments.output}: {len(pairs)} pairs by {arguments.attribute}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     nemo-aligner serve rm_model_file=results/quickstart/run/checkpoints/megatron_gpt.nemo &
     python examples/rl/grpo_trl.py
 
-TRL's own default costs drift nothing (beta=0), so ``--kl`` is not used here; it is measured.
+TRL's default has no KL penalty (beta=0), so ``--kl`` has no effect here. The divergence is shown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import torch
-from policy import Policy, measured, new_parser, read_prompts, reward_of
+from policy import Policy, compare_heldout, connect_reward, new_parser, read_prompts
 
 try:
     from datasets import Dataset
@@ -23,17 +23,19 @@ except ImportError as missing:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train, and print what it has gained."""
+    """Train, and print the held-out evaluation before and after."""
     torch.manual_seed(options.seed)
-    reward = reward_of(options)
+    reward = connect_reward(options)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
-    asked = [[{"role": "user", "content": prompt}] for prompt in read_prompts(options.train)]
-    with measured(policy, reward, options), tempfile.TemporaryDirectory() as folder:
+    conversations = [
+        [{"role": "user", "content": prompt}] for prompt in read_prompts(options.train)
+    ]
+    with compare_heldout(policy, reward, options), tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=policy.model,
             reward_funcs=reward,
             processing_class=policy.tokenizer,
-            train_dataset=Dataset.from_dict({"prompt": asked}),
+            train_dataset=Dataset.from_dict({"prompt": conversations}),
             args=GRPOConfig(
                 output_dir=folder,
                 max_steps=options.steps,

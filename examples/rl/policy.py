@@ -1,7 +1,7 @@
-"""The policy of the examples beside: a small language model that replies, and how good it is.
+"""The policy of the examples in this folder: a small language model, and its evaluation.
 
-It is loaded with transformers from a folder or a GGUF file; the reference that it may not drift too
-far from is itself before training.
+transformers loads it from a folder or a GGUF file. The reference model for the KL divergence is the
+policy before training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ServingError
 
 _ROWS_AT_ONCE = 16  # of log-probabilities over the whole vocabulary
-# That of the quickstart's reward model: without the system prompt that SmolLM2's own has.
+# The template of the quickstart's reward model. SmolLM2's own template adds a system prompt.
 _CHATML = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
@@ -36,13 +36,13 @@ _CHATML = """\
 
 @dataclass(frozen=True)
 class Replies:
-    """N replies of at most T tokens, each to its prompt.
+    """N replies of at most T tokens, each to its prompt of at most P tokens.
 
     Attributes:
-        tokens: ``[N, P + T]`` int64, prompts filled up on the left, replies on the right.
-        attention: ``[N, P + T]`` int64, 0 where it is filled up.
-        mask: ``[N, T]`` float32, 1 for the tokens of the reply, its end included.
-        prompts, texts: what was asked, and what was replied.
+        tokens: ``[N, P + T]`` int64, prompts padded on the left, replies padded on the right.
+        attention: ``[N, P + T]`` int64, 0 at padding.
+        mask: ``[N, T]`` float32, 1 for the tokens of the reply, including its end token.
+        prompts, texts: N prompts and replies as text.
     """
 
     tokens: Tensor
@@ -52,7 +52,7 @@ class Replies:
     texts: list[str]
 
     def rows(self, rows: Tensor) -> Replies:
-        """Those of these numbers."""
+        """The replies with these indices ``[M]``."""
         return Replies(
             self.tokens[rows],
             self.attention[rows],
@@ -66,18 +66,21 @@ class Policy:
     """A causal language model of which the upper layers are trained."""
 
     def __init__(self, path: Path, frozen_layers: int, most_tokens: int) -> None:
-        """``path``: a folder as transformers saves it, or a GGUF file."""
+        """Load ``path``, a folder that transformers saved or a GGUF file.
+
+        ``most_tokens`` limits the length of a reply.
+        """
         disable_progress_bar()
-        where, file = (path.parent, path.name) if path.is_file() else (path, None)
+        folder, file = (path.parent, path.name) if path.is_file() else (path, None)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(
-            where, gguf_file=file, padding_side="left"
+            folder, gguf_file=file, padding_side="left"
         )
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.tokenizer.chat_template = _CHATML
         self.reference = AutoModelForCausalLM.from_pretrained(
-            where, gguf_file=file, dtype=torch.float32
+            folder, gguf_file=file, dtype=torch.float32
         ).requires_grad_(False)
-        # Made anew: what comes from a GGUF file counts as quantized, which nothing trains.
+        # A copy, because a model from a GGUF file counts as quantized and cannot be trained.
         self.reference.config.quantization_config = None
         self.model = AutoModelForCausalLM.from_config(self.reference.config, dtype=torch.float32)
         self.model.load_state_dict(self.reference.state_dict())
@@ -89,12 +92,12 @@ class Policy:
     @property
     def trained(self) -> list[Tensor]:
         """The parameters that are trained."""
-        return [each for each in self.model.parameters() if each.requires_grad]
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @torch.no_grad()
     def reply(self, prompts: Sequence[str]) -> Replies:
-        """A sample at temperature 1 for each prompt."""
-        asked = self.tokenizer.apply_chat_template(
+        """Sample one reply at temperature 1 for each prompt."""
+        encoded = self.tokenizer.apply_chat_template(
             [[{"role": "user", "content": prompt}] for prompt in prompts],
             add_generation_prompt=True,
             padding=True,
@@ -102,7 +105,7 @@ class Policy:
             return_dict=True,
         )
         tokens = self.model.generate(
-            **asked,
+            **encoded,
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -110,56 +113,64 @@ class Policy:
             max_new_tokens=self._most_tokens,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        said = tokens[:, asked["input_ids"].shape[1] :]
-        is_end = said == self.tokenizer.eos_token_id
+        reply_tokens = tokens[:, encoded["input_ids"].shape[1] :]
+        is_end = reply_tokens == self.tokenizer.eos_token_id
         mask = (is_end.cumsum(1) - is_end.long() == 0).long()
         return Replies(
             tokens,
-            torch.cat([asked["attention_mask"], mask], dim=1),
+            torch.cat([encoded["attention_mask"], mask], dim=1),
             mask.float(),
             list(prompts),
-            self.tokenizer.batch_decode(said, skip_special_tokens=True),
+            self.tokenizer.batch_decode(reply_tokens, skip_special_tokens=True),
         )
 
     def log_probs(self, replies: Replies, model: torch.nn.Module | None = None) -> Tensor:
-        """``[N, T]`` of each token of the replies, by the policy or by another ``model``."""
+        """Log-probabilities ``[N, T]`` of the replies' tokens, by the policy or by ``model``."""
         logits = _logits(model or self.model, replies)
         chosen = replies.tokens[:, -logits.shape[1] :]
         return torch.log_softmax(logits, -1).gather(-1, chosen[..., None])[..., 0]
 
     @torch.no_grad()
     def kl(self, replies: Replies) -> Tensor:
-        """``[N]``: how far the policy is from the reference, summed over each reply, in nats.
+        """KL divergence ``[N]`` from policy to reference in nats, summed over each reply.
 
-        At every token the exact divergence of the two distributions over the vocabulary.
+        At every token it is the exact divergence of the two distributions over the vocabulary.
         """
         parts = []
         for rows in torch.arange(len(replies.texts)).split(_ROWS_AT_ONCE):
             part = Replies(
                 replies.tokens[rows], replies.attention[rows], replies.mask[rows], [], []
             )
-            mine = torch.log_softmax(_logits(self.model, part), -1)
-            theirs = torch.log_softmax(_logits(self.reference, part), -1)
-            parts.append(((mine.exp() * (mine - theirs)).sum(-1) * part.mask).sum(1))
+            log_probs = torch.log_softmax(_logits(self.model, part), -1)
+            reference = torch.log_softmax(_logits(self.reference, part), -1)
+            parts.append(((log_probs.exp() * (log_probs - reference)).sum(-1) * part.mask).sum(1))
         return torch.cat(parts)
 
 
 def _logits(model: torch.nn.Module, replies: Replies) -> Tensor:
-    """``[N, T, vocabulary]`` float32, from which the tokens of the replies were drawn."""
+    """Logits ``[N, T, vocabulary]`` in float32 that predict the tokens of the replies."""
     positions = (replies.attention.cumsum(1) - 1).clamp(min=0)
     count = replies.mask.shape[1]
-    found = model(
+    outputs = model(
         input_ids=replies.tokens,
         attention_mask=replies.attention,
         position_ids=positions,
         logits_to_keep=count + 1,
     )
-    return found.logits[:, :-1].float()
+    return outputs.logits[:, :-1].float()
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How good the policy is on prompts that it is not trained on."""
+    """Evaluation of the policy on held-out prompts.
+
+    Attributes:
+        reward: mean over the prompts.
+        error: standard error of that mean.
+        kl: mean divergence of a reply from the reference, in nats.
+        tokens: mean length of a reply.
+        example: a prompt and its reply.
+    """
 
     reward: float
     error: float
@@ -169,14 +180,14 @@ class HeldOut:
 
 
 def judge(reward: RewardFunction, replies: Replies) -> Tensor:
-    """``[N]`` float32 rewards by the server, NaN for a reply that it refuses."""
+    """Rewards ``[N]`` float32 from the server; NaN for a reply that it rejects."""
     prompts = [[{"role": "user", "content": prompt}] for prompt in replies.prompts]
-    said = [[{"role": "assistant", "content": text}] for text in replies.texts]
-    return torch.tensor(reward(prompts, said))
+    turns = [[{"role": "assistant", "content": text}] for text in replies.texts]
+    return torch.tensor(reward(prompts, turns))
 
 
 def measure(policy: Policy, reward: RewardFunction, prompts: Sequence[str], seed: int) -> HeldOut:
-    """Reply to every prompt once, and say what came of it; the same draws for every policy."""
+    """Reply to every prompt once and evaluate the replies; a fixed seed makes calls comparable."""
     print(f"replying to {len(prompts)} held-out prompts ...", flush=True)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -194,36 +205,42 @@ def measure(policy: Policy, reward: RewardFunction, prompts: Sequence[str], seed
 
 
 @contextmanager
-def measured(policy: Policy, reward: RewardFunction, options: argparse.Namespace) -> Iterator[None]:
-    """Train the policy in the block: how good it is on held-out prompts, before and after."""
+def compare_heldout(
+    policy: Policy, reward: RewardFunction, options: argparse.Namespace
+) -> Iterator[None]:
+    """Evaluate on held-out prompts before and after the block, which trains; print a table."""
     heldout = read_prompts(options.heldout, options.heldout_prompts)
-    before, begun = measure(policy, reward, heldout, options.seed), time.monotonic()
+    at_start, begun = measure(policy, reward, heldout, options.seed), time.monotonic()
     yield
     seconds = time.monotonic() - begun
     policy.model.eval()
-    print_table(before, measure(policy, reward, heldout, options.seed), seconds)
+    print_table(at_start, measure(policy, reward, heldout, options.seed), seconds)
 
 
-def print_table(before: HeldOut, after: HeldOut, seconds: float) -> None:
-    """What training has gained, and how far the policy has gone for it."""
+def print_table(at_start: HeldOut, at_end: HeldOut, seconds: float) -> None:
+    """Print reward, length and divergence before and after training."""
     print(f"\n{'held-out prompts':<18}{'reward':>16}{'tokens':>9}{'KL, nats':>10}")
-    for name, held in (("before", before), ("after", after)):
-        reward = f"{held.reward:.2f} ± {held.error:.2f}"
-        print(f"{name:<18}{reward:>16}{held.tokens:>9.1f}{held.kl:>10.2f}")
-    for name, held in (("before", before), ("after", after)):
-        print(f"{name}: {' '.join(held.example.split())}")
+    for name, heldout in (("before", at_start), ("after", at_end)):
+        reward = f"{heldout.reward:.2f} ± {heldout.error:.2f}"
+        print(f"{name:<18}{reward:>16}{heldout.tokens:>9.1f}{heldout.kl:>10.2f}")
+    for name, heldout in (("before", at_start), ("after", at_end)):
+        print(f"{name}: {' '.join(heldout.example.split())}")
     print(f"trained in {seconds / 60:.1f} minutes")
 
 
-def read_prompts(file: Path, most: int | None = None) -> list[str]:
-    """The different prompts of a file of pairs, in their order."""
+def read_prompts(file: Path, limit: int | None = None) -> list[str]:
+    """The distinct prompts of a file of pairs, in order; at most ``limit``."""
     with file.open(encoding="utf-8") as lines:  # splitlines() would break at more than "\n"
         rows = [json.loads(line) for line in lines]
-    return list(dict.fromkeys(row["prompt"] for row in rows))[:most]
+    return list(dict.fromkeys(row["prompt"] for row in rows))[:limit]
 
 
-def reward_of(options: argparse.Namespace) -> RewardFunction:
-    """The reward by the server that the options name; an error at once where none answers."""
+def connect_reward(options: argparse.Namespace) -> RewardFunction:
+    """Return a function that gets rewards from the server of the options.
+
+    Raises:
+        SystemExit: a file is missing, or the server does not answer.
+    """
     for file in (options.policy, options.train, options.heldout):
         if not file.exists():
             sys.exit(f"there is no {file}; bash scripts/quickstart.sh makes it")
@@ -236,11 +253,11 @@ def reward_of(options: argparse.Namespace) -> RewardFunction:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps a description's lines, and says defaults."""
+    """Keeps the line breaks of a description and shows defaults."""
 
 
 def new_parser(about: str | None, url: str = "http://127.0.0.1:5555") -> argparse.ArgumentParser:
-    """The options that the examples have in common."""
+    """A parser with the options that all examples share."""
     parser = argparse.ArgumentParser(description=about, formatter_class=_HelpFormatter)
     quickstart = Path("results/quickstart")
     parser.add_argument("--url", default=url, help="the server's")

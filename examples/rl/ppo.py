@@ -1,4 +1,4 @@
-"""PPO with the critic on a server, as NeMo-Aligner runs it: the trainer holds the policy alone.
+"""PPO with the critic on a server, as in NeMo-Aligner: this program holds only the policy.
 
     RM=results/quickstart/run/checkpoints/megatron_gpt.nemo
     nemo-aligner serve-critic pretrained_checkpoint.restore_from_path=$RM \\
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from policy import Policy, Replies, judge, measured, new_parser, read_prompts, reward_of
+from policy import Policy, Replies, compare_heldout, connect_reward, judge, new_parser, read_prompts
 from torch import Tensor
 
 from nemo_aligner.integrations.trl import RewardFunction
@@ -30,9 +30,10 @@ _EPOCHS = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """What the policy said, and what came of it; ``[N, T]``, 0 where a reply has no token.
+    """Replies of the policy with their advantages, values and returns.
 
-    ``log_probs`` have the policy's graph, for the first epoch.
+    All tensors are ``[N, T]`` and 0 after the end of a reply. ``log_probs`` has an autograd graph,
+    which the first epoch uses.
     """
 
     replies: Replies
@@ -42,16 +43,16 @@ class Batch:
     returns: Tensor
 
 
-def advantages_of(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def compute_advantages(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Generalised advantages ``[N, T]`` without discount (Schulman et al. 2016, 1506.02438)."""
-    after = torch.zeros_like(values)
-    after[:, :-1] = values[:, 1:] * mask[:, 1:]
-    errors = (rewards + after - values) * mask
-    found, rest = torch.zeros_like(values), torch.zeros(len(values))
+    next_values = torch.zeros_like(values)
+    next_values[:, :-1] = values[:, 1:] * mask[:, 1:]
+    errors = (rewards + next_values - values) * mask
+    advantages, following = torch.zeros_like(values), torch.zeros(len(values))
     for token in reversed(range(values.shape[1])):
-        rest = errors[:, token] + _LAMBDA * rest
-        found[:, token] = rest
-    return found
+        following = errors[:, token] + _LAMBDA * following
+        advantages[:, token] = following
+    return advantages
 
 
 def collect(
@@ -61,7 +62,7 @@ def collect(
     prompts: list[str],
     kl: float,
 ) -> tuple[Batch, float]:
-    """Reply to ``prompts``, and have the replies judged; the batch and its mean reward."""
+    """Reply to ``prompts`` and score the replies; return the batch and its mean reward."""
     replies = policy.reply(prompts)
     scored = judge(reward, replies)
     mask = replies.mask
@@ -70,29 +71,29 @@ def collect(
         drift = log_probs - policy.log_probs(replies, policy.reference)
     rewards = -kl * drift * mask
     last = mask.sum(1).long() - 1
-    # A refused reply has no reward of its own; it is left where it was expected to be.
+    # A reply that the server rejects has no reward; it gets the mean of the others.
     rewards[torch.arange(len(mask)), last] += scored.nan_to_num(float(scored.nanmean()))
-    values = values_of(critic, replies)
-    advantages = advantages_of(rewards, values, mask)
+    values = read_values(critic, replies)
+    advantages = compute_advantages(rewards, values, mask)
     returns = (advantages + values) * mask
-    known = mask.bool()
-    spread = (advantages - advantages[known].mean()) / (advantages[known].std() + 1e-6)
+    is_reply = mask.bool()
+    spread = (advantages - advantages[is_reply].mean()) / (advantages[is_reply].std() + 1e-6)
     return Batch(replies, log_probs, spread * mask, values, returns), float(scored.nanmean())
 
 
-def values_of(critic: RewardCriticClient, replies: Replies) -> Tensor:
-    """``[N, T]``: what the critic expects before each token of the replies."""
-    tokens = token_lists(replies)
-    found = critic.infer(tokens)
+def read_values(critic: RewardCriticClient, replies: Replies) -> Tensor:
+    """Values ``[N, T]`` by the critic's server: the value before each token of the replies."""
+    tokens = make_token_lists(replies)
+    output = critic.infer(tokens)
     values = torch.zeros_like(replies.mask)
     for row, (ids, count) in enumerate(zip(tokens, replies.mask.sum(1).long(), strict=True)):
         first = len(ids) - int(count)
-        values[row, :count] = torch.tensor(found.values[row][first - 1 : len(ids) - 1])
+        values[row, :count] = torch.tensor(output.values[row][first - 1 : len(ids) - 1])
     return values
 
 
-def token_lists(replies: Replies) -> list[list[int]]:
-    """Prompts and replies as token ids, without what they were filled up with."""
+def make_token_lists(replies: Replies) -> list[list[int]]:
+    """Prompts with their replies as token ids, without padding."""
     return [
         row[attention.bool()].tolist()
         for row, attention in zip(replies.tokens, replies.attention, strict=True)
@@ -100,14 +101,14 @@ def token_lists(replies: Replies) -> list[list[int]]:
 
 
 def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
-    """Have the critic on the server learn from the batch; its loss."""
-    lists = token_lists(batch.replies)
+    """Train the critic on the server on the batch; return its loss."""
+    lists = make_token_lists(batch.replies)
     shape = (len(lists), max(map(len, lists)))
     tokens = np.zeros(shape, dtype=np.int64)
     returns, values, mask = (np.zeros((shape[0], shape[1] - 1), np.float32) for _ in range(3))
     for row, (ids, count) in enumerate(zip(lists, batch.replies.mask.sum(1).long(), strict=True)):
         tokens[row, : len(ids)] = ids
-        # The value before a token is the one that the critic gives at the token before it.
+        # The value before a token is the critic's output at the previous token.
         place = slice(len(ids) - int(count) - 1, len(ids) - 1)
         returns[row, place] = batch.returns[row, :count]
         values[row, place] = batch.values[row, :count]
@@ -116,11 +117,11 @@ def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
 
 
 def train_policy(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """The clipped objective, the whole batch at once."""
-    mask, before = batch.replies.mask, batch.log_probs.detach()
+    """Update the policy by PPO's clipped objective, on the whole batch in each epoch."""
+    mask, old_log_probs = batch.replies.mask, batch.log_probs.detach()
     for epoch in range(_EPOCHS):
         log_probs = policy.log_probs(batch.replies) if epoch else batch.log_probs
-        ratio = (log_probs - before).exp()
+        ratio = (log_probs - old_log_probs).exp()
         clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
         gain = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
         optimizer.zero_grad()
@@ -130,17 +131,17 @@ def train_policy(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch)
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train, and print what it has gained."""
+    """Train, and print the held-out evaluation before and after."""
     torch.manual_seed(options.seed)
-    reward = reward_of(options)
+    reward = connect_reward(options)
     critic = RewardCriticClient(options.url)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
     optimizer = torch.optim.AdamW(policy.trained, lr=options.lr, weight_decay=0.0)
     prompts, rng = read_prompts(options.train), random.Random(options.seed)
-    with measured(policy, reward, options):
+    with compare_heldout(policy, reward, options):
         for number in range(1, options.steps + 1):
-            asked = rng.sample(prompts, options.prompts * options.replies)
-            batch, mean = collect(policy, critic, reward, asked, options.kl)
+            sampled = rng.sample(prompts, options.prompts * options.replies)
+            batch, mean = collect(policy, critic, reward, sampled, options.kl)
             loss = train_critic(critic, batch)
             train_policy(policy, optimizer, batch)
             print(f"step {number}: reward {mean:.2f}, critic's loss {loss:.3f}", flush=True)

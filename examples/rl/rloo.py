@@ -3,8 +3,9 @@
     nemo-aligner serve rm_model_file=results/quickstart/run/checkpoints/megatron_gpt.nemo &
     python examples/rl/rloo.py
 
-The advantage of a reply is its reward less the mean of the other replies to its prompt (Ahmadian et
-al. 2024, arXiv 2402.14740); what it drifts from the reference is taken off its reward.
+The advantage of a reply is its reward minus the mean reward of the other replies to its prompt
+(Ahmadian et al. 2024, arXiv 2402.14740). A penalty for divergence from the reference is subtracted
+from each reward.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import argparse
 import random
 
 import torch
-from policy import Policy, Replies, judge, measured, new_parser, read_prompts, reward_of
+from policy import Policy, Replies, compare_heldout, connect_reward, judge, new_parser, read_prompts
 from torch import Tensor
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """``[prompts, K]`` rewards less the mean of the K - 1 others; 0 where there is none (NaN)."""
-    known = ~rewards.isnan()
-    total, count = rewards.nansum(1, keepdim=True), known.sum(1, keepdim=True)
-    others = (total - rewards) / (count - 1)
-    return torch.where(known & (count > 1), rewards - others, 0.0)
+    """Advantages ``[prompts, K]``: each reward minus the mean of the prompt's other rewards.
+
+    A NaN reward has advantage 0 and does not count, and so has a reward without others.
+    """
+    is_valid = ~rewards.isnan()
+    total, count = rewards.nansum(1, keepdim=True), is_valid.sum(1, keepdim=True)
+    baseline = (total - rewards) / (count - 1)
+    return torch.where(is_valid & (count > 1), rewards - baseline, 0.0)
 
 
 def step(
@@ -42,16 +46,16 @@ def step(
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train, and print what it has gained."""
+    """Train, and print the held-out evaluation before and after."""
     torch.manual_seed(options.seed)
-    reward = reward_of(options)
+    reward = connect_reward(options)
     policy = Policy(options.policy, options.frozen_layers, options.tokens)
     optimizer = torch.optim.AdamW(policy.trained, lr=options.lr, weight_decay=0.0)
     prompts, rng = read_prompts(options.train), random.Random(options.seed)
-    with measured(policy, reward, options):
+    with compare_heldout(policy, reward, options):
         for number in range(1, options.steps + 1):
-            asked = rng.sample(prompts, options.prompts)
-            replies = policy.reply([prompt for prompt in asked for _ in range(options.replies)])
+            sampled = rng.sample(prompts, options.prompts)
+            replies = policy.reply([prompt for prompt in sampled for _ in range(options.replies)])
             rewards = judge(reward, replies).reshape(options.prompts, options.replies)
             step(policy, optimizer, replies, rewards, options.kl)
             tokens = replies.mask.sum(1).mean().item()

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What the scripts in this folder have in common; they source it.
+# Sourced by the sbatch scripts in this folder.
 
-# train ARGUMENTS...: nemo-aligner train on every task of the job. Of a job whose time is nearly up it
-# stops the ranks, which save, and puts the job back into the queue, where it goes on.
+# train ARGUMENTS...: run nemo-aligner train on every task of the job. Shortly before the job's time
+# limit it stops the ranks, which save, and requeues the job, which then resumes.
 #
-# Slurm sends SIGUSR1 to this shell (#SBATCH --signal=B:USR1@...), and srun passes on what it is sent.
-# A run that has something left to do then ends with 138: the ranks with 0, and the first of them with
-# that code, last, as srun ends all with the first that fails.
+# Slurm sends SIGUSR1 to this shell (#SBATCH --signal=B:USR1@...), and srun forwards it to the ranks. A
+# run that is not finished then ends with 138. Only the first rank returns that code, after all others
+# have returned 0, because srun kills all tasks when one fails.
 train() {
     cd "$SLURM_SUBMIT_DIR" || return
     if [ -f .venv/bin/activate ]; then
@@ -21,7 +21,7 @@ train() {
     trap 'time_is_up=true; kill -USR1 "$step" || true' USR1
     wait "$step" || code=$?
     if "$time_is_up"; then
-        # The signal ended the first wait.
+        # The signal interrupted the first wait.
         code=0
         wait "$step" || code=$?
     fi

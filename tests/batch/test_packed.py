@@ -50,7 +50,7 @@ def test_batch_has_a_common_prefix_once() -> None:
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 7, 8]
     assert batch.prefixes.tolist() == [-1, 0, 0, -1, -1]
     assert batch.scored_tokens.tolist() == [3, 4, 6, 7]
-    # A prefix leaves every sequence a last token.
+    # At least one token of every sequence must follow the prefix.
     with pytest.raises(ValueError, match="a prefix of 3 tokens"):
         PackedBatch.pack(sequences[:2], Records.of([0], [2]), groups=[Group(2, 3)])
     with pytest.raises(ValueError, match="a prefix of 2 tokens"):
@@ -74,7 +74,7 @@ def test_batch_says_where_keys_and_values_are_taken_from_and_stored() -> None:
     cached = batch.cached
     assert cached is not None
     assert (cached.lengths, cached.taken.tolist()) == ((2,), [10, 11])
-    # Of the common prefix, of what follows it, and of a sequence without one.
+    # The slots of the shared prefix, of what follows it, and of a sequence without a prefix.
     assert cached.stored.tolist() == [0, 1, 2, 3, 5, 6]
     assert cached.slots.tolist() == [20, 21, 22, 23, 24, 25]
     assert PackedBatch.pack(sequences, groups=groups).cached is not None
@@ -178,7 +178,7 @@ def test_label_columns_know_their_names_and_are_centred_before_they_are_rounded(
     assert labels.targets(["a"]).item() == pytest.approx(exact, rel=1e-6, abs=0)
     assert labels.targets(["a", "b"]).dtype == torch.float32
     assert labels.targets(["b"]).item() == tenths[0, 1].item()
-    # Means of a column are taken in float64, and there is none of no label.
+    # The mean of a column is taken in float64; a column without labels has none.
     column = torch.tensor([[1.0, float("nan")], [1.0, float("nan")], [2.0, float("nan")]])
     mean, none = LabelColumns.of(["a", "b"], column).measured_means()
     assert mean == 4 / 3
@@ -186,8 +186,8 @@ def test_label_columns_know_their_names_and_are_centred_before_they_are_rounded(
 
 
 def ranked(*ranks: list[int]) -> Records:
-    flat = torch.tensor([rank for own in ranks for rank in own])
-    return Records.of(range(len(ranks)), [len(own) for own in ranks], ranks=flat)
+    flat = torch.tensor([rank for record_ranks in ranks for rank in record_ranks])
+    return Records.of(range(len(ranks)), [len(record_ranks) for record_ranks in ranks], ranks=flat)
 
 
 def listed(pairs: PairRows, rewards: int) -> list[tuple[int, int]]:
@@ -196,18 +196,18 @@ def listed(pairs: PairRows, rewards: int) -> list[tuple[int, int]]:
 
 
 def test_pairs_of_a_record_count_as_one_record() -> None:
-    """Pairs in order are seen without an index; no records have none."""
+    """Pairs that are in order need no index; no records make no pairs."""
     pairs = Records.of([5, 3], [2, 2]).pairs()
     assert isinstance(pairs.better, slice)
     nothing = Records.of([0], [1]).pairs(), Records.of([], []).pairs()
     several = ranked([0, 1, 2], [1, 0], [0]).pairs()
-    for found, rewards, wanted, losses, total_and_count in (
+    for pair_rows, rewards, expected, losses, total_and_count in (
         (pairs, 4, [(0, 1), (2, 3)], [1.0, 5.0], (6.0, 2)),
         (several, 6, [(0, 1), (0, 2), (1, 2), (4, 3)], [1.0, 2.0, 6.0, 10.0], (3.0 + 10.0, 2)),
-        *((each, number, [], [], (0.0, 0)) for each, number in zip(nothing, (1, 0), strict=True)),
+        *((empty, number, [], [], (0.0, 0)) for empty, number in zip(nothing, (1, 0), strict=True)),
     ):
-        assert listed(found, rewards) == wanted
-        total, count = found.sum_and_count(torch.tensor(losses))
+        assert listed(pair_rows, rewards) == expected
+        total, count = pair_rows.sum_and_count(torch.tensor(losses))
         assert (float(total), int(count)) == (pytest.approx(total_and_count[0]), total_and_count[1])
     assert pairs.of_records(torch.tensor([7, 8])).tolist() == [7, 8]
     assert several.of_records(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 8]
@@ -231,15 +231,15 @@ def test_ranks_share_out_a_pack_evenly_with_all_that_is_read(ranks: int, multipl
     sequences = [list(range(3, 3 + length)) for length in (90, 83, 1, 7, 64)]
     batch = PackedBatch.pack(sequences, groups=[Group(2, 60), *[Group(1, 0)] * 3])
     shared = [batch.shared(rank, ranks, multiple) for rank in range(ranks)]
-    shares = [each.share for each in shared if each.share is not None]
+    shares = [part.share for part in shared if part.share is not None]
     rows = torch.cat([share.rows for share in shares])
     assert torch.equal(rows[shares[0].gathered], torch.arange(shared[0].num_tokens))
-    assert {each.num_own_tokens for each in shared} == {shared[0].num_tokens // ranks}
+    assert {part.num_own_tokens for part in shared} == {shared[0].num_tokens // ranks}
     assert shared[0].num_own_tokens % multiple == 0
     read = torch.cat([share.rows[share.read_rows] for share in shares])
     of_which = torch.cat([share.reads for share in shares])
     assert torch.equal(read[of_which.argsort()], batch.scored_tokens)
-    # The work of a rank: the keys that its tokens see.
+    # The work of a rank: the number of keys that its tokens see.
     positions = batch.padded_to_multiple(shared[0].num_tokens).position_ids
     positions[batch.num_tokens :] = 0
     work = [int(positions[share.rows].sum()) for share in shares]

@@ -1,4 +1,4 @@
-"""A benchmark's other side may lack something, or die: one line says so."""
+"""If a benchmark's other side lacks a module or dies, one line says so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def common() -> ModuleType:
 
 
 def script(folder: Path, text: str) -> str:
-    """An absolute path, which stands beside no other benchmark."""
+    """An absolute path outside benchmarks/."""
     path = folder / "worker.py"
     path.write_text(text)
     return str(path)
@@ -39,13 +39,13 @@ def script(folder: Path, text: str) -> str:
 
 def test_how_a_worker_ended_is_said(common: ModuleType, tmp_path: Path) -> None:
     killed = "it was ended by SIGKILL, .* memory is short\na word before"
-    for text, said in (
+    for program, message in (
         (DIES, killed),
         (ENDS, "it ended with exit status 1\nno memory left"),
         ("", "it ended with exit status 0"),
     ):
-        with pytest.raises(common.WorkerFailed, match=f"^{said}$"):
-            common.run_worker(script(tmp_path, text), "role", {}, 1)
+        with pytest.raises(common.WorkerFailed, match=f"^{message}$"):
+            common.run_worker(script(tmp_path, program), "role", {}, 1)
 
 
 def test_a_worker_answers_until_it_ends(common: ModuleType, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in miniature: every part has its result, or says why it has none."""
+"""The first hour on a GPU as a tiny rehearsal: every part has rows, or a reason for having none."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ SCRIPT = ["bash", str(tiny.ROOT / "scripts/gpu_first_hour.sh"), "--device", "cpu
 
 @pytest.fixture
 def hour(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark, whose modules import each other by their bare names."""
+    """The benchmark's module; benchmarks import each other by their bare names."""
     monkeypatch.syspath_prepend(str(tiny.ROOT / "benchmarks"))
     return importlib.import_module("gpu_first_hour")
 
 
-def content_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """What became of each part, by its name."""
-    found = json.loads((folder / "first_hour.json").read_text())
-    return {part["part"]: part for part in found["parts"]}
+def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
+    """The result of each part, by its name."""
+    content = json.loads((folder / "first_hour.json").read_text())
+    return {part["part"]: part for part in content["parts"]}
 
 
 def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
@@ -48,17 +48,17 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = content_of(tmp_path)
-    states = {name: part["state"] for name, part in found.items()}
+    parts = read_parts(tmp_path)
+    states = {name: part["state"] for name, part in parts.items()}
     assert states == {
         **dict.fromkeys(("machine", "model", "scoring", "mfu", "memory", "offload"), "done"),
         **dict.fromkeys(("save", "overlap", "context", "invariance", "profile"), "done"),
         "width-1024": "done",
         **dict.fromkeys(("tests", "training", "vllm", "width-2048", "width-4096"), "not run"),
     }
-    assert found["tests"]["why"].startswith("it needs a GPU")
-    assert found["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
-    rows = {name: part["rows"] for name, part in found.items()}
+    assert parts["tests"]["why"].startswith("it needs a GPU")
+    assert parts["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
+    rows = {name: part["rows"] for name, part in parts.items()}
     ours = ["rows by default", "rows as they come"]
     assert [row["settings"] for row in rows["scoring"]] == [*ours, "batch 4"] * 3
     assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][2::3])
@@ -83,7 +83,7 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     page = (tmp_path / "first_hour.md").read_text()
     assert [line.partition(":")[0] for line in page.splitlines() if line.startswith("## ")] == [
         *("## Goals, for one H100", "## The fastest settings"),
-        *(f"## {name}" for name in found),
+        *(f"## {name}" for name in parts),
     ]
     assert "| measured/planned |" in page
     assert "model.micro_batch_tokens=" in page
@@ -130,7 +130,7 @@ def test_who_stops_it_keeps_what_was_found(tmp_path: Path, order: signal.Signals
     assert process.wait(30) == 130
     assert str(tmp_path / "first_hour.md") in process.stdout.read()
     process.stdout.close()
-    states = {name: part["state"] for name, part in content_of(tmp_path).items()}
+    states = {name: part["state"] for name, part in read_parts(tmp_path).items()}
     assert states == {"quick": "done", "long": "interrupted", "never": "not run"}
     assert not psutil.wait_procs(family, timeout=5)[1]
 
@@ -140,7 +140,7 @@ WRITES = "open(out, 'w').write('[{\"a\": 1}]')"
 
 @pytest.fixture
 def run(hour: ModuleType, tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
-    """What became of parts, by name; their programs find the file for their rows in ``out``."""
+    """A function that runs parts and returns their results; programs write rows to ``out``."""
 
     read_rows = importlib.import_module("first_hour_parts").read_rows
 
@@ -149,8 +149,8 @@ def run(hour: ModuleType, tmp_path: Path) -> Callable[..., dict[str, dict[str, A
     ) -> dict[str, dict[str, Any]]:
         context = hour.Hour("cpu", 0, "fp32", tmp_path, None, None, 0.1, "", "")
         results: list[dict[str, Any]] = []
-        for name, given in parts.items():
-            program, more = (given, {}) if isinstance(given, str) else given
+        for name, description in parts.items():
+            program, more = (description, {}) if isinstance(description, str) else description
             words = [sys.executable, "-c", f"out = {str(context.output(name))!r}\n{program}"]
             command = lambda _, seconds, words=words: words  # noqa: E731
             part = hour.Part(name, "a part", limit, command, read_rows, **more)
@@ -170,14 +170,14 @@ def is_running(pid: int) -> bool:
 def test_a_part_that_fails_or_cannot_run_says_why_and_hides_no_other(
     run: Callable[..., dict[str, dict[str, Any]]],
 ) -> None:
-    found = run(
+    parts = run(
         fails=f"{WRITES}; print('a word'); raise SystemExit(3)",
         silent="pass",
         lacks=(WRITES, {"lacks": lambda context: "no such thing here"}),
         needs=(WRITES, {"needs": ("lacks",)}),
         good=WRITES,
     ) | run(late=WRITES, seconds=0)
-    assert {name: (part["state"], part["why"]) for name, part in found.items()} == {
+    assert {name: (part["state"], part["why"]) for name, part in parts.items()} == {
         "fails": ("failed", "it ended with exit status 3"),
         "silent": ("failed", "it ended without a result"),
         "lacks": ("not run", "no such thing here"),
@@ -185,8 +185,8 @@ def test_a_part_that_fails_or_cannot_run_says_why_and_hides_no_other(
         "good": ("done", ""),
         "late": ("not run", "no time is left"),
     }
-    assert found["good"]["rows"] == found["fails"]["rows"] == [{"a": 1}]
-    assert found["fails"]["remarks"] == ["a word"]
+    assert parts["good"]["rows"] == parts["fails"]["rows"] == [{"a": 1}]
+    assert parts["fails"]["remarks"] == ["a word"]
 
 
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
@@ -198,7 +198,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
     assert (late["state"], late["why"]) == ("out of time", "it was stopped after 2 s")
     assert late["rows"] == [{"a": 1}]
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 20  # a process that is killed may need a moment
+    deadline = time.monotonic() + 20  # a killed process may need a moment
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)
@@ -227,9 +227,9 @@ def test_parts_fit_into_half_an_hour_and_80_gib_and_have_what_they_need_before(
     assert sum(part.limit for part in hour.PARTS) <= 30 * 60
     points = points_of("cuda", "bf16")
     assert {part.name for part in hour.PARTS} >= {*points}
-    for point in (each for part in points.values() for each in part):
-        held = fullest_stage(ModelShape.from_config(point["model"]), plan_of(point)).total
-        assert held < 76 * 2**30, point
+    for point in (point for part in points.values() for point in part):
+        total_bytes = fullest_stage(ModelShape.from_config(point["model"]), plan_of(point)).total
+        assert total_bytes < 76 * 2**30, point
 
 
 def test_training_is_compared_by_the_fastest_settings(hour: ModuleType, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The load that servers are put under is bounded, and what they answer makes the table."""
+"""The load on servers is bounded, and the table is made from their answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def module(name: str) -> ModuleType:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """The reward of token ids is their sum; 9 is refused, 8 takes half a second."""
+    """The reward of token ids is their sum; 9 is rejected, 8 takes half a second."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -49,9 +49,13 @@ class Handler(Answering):
     server: FakeServer
 
     def do_POST(self) -> None:
-        asked = json.loads(self.body())
-        is_kserve = "inputs" in asked
-        ids = asked["inputs"][0]["data"] if is_kserve else asked.get("input", asked.get("tokens"))
+        request = json.loads(self.body())
+        is_kserve = "inputs" in request
+        ids = (
+            request["inputs"][0]["data"]
+            if is_kserve
+            else request.get("input", request.get("tokens"))
+        )
         ids = ids[0] if isinstance(ids[0], list) else ids
         with self.server.lock:
             self.server.asked.append(self.path)
@@ -62,9 +66,9 @@ class Handler(Answering):
             self.server.at_once -= 1
         reward = [sum(ids)]
         outputs = {"outputs": [{"name": "rewards", "data": reward}]}
-        others = {"rewards": [reward]} if "tokens" in asked else {"data": [{"probs": reward}]}
-        found = (200, outputs if is_kserve else others)
-        self.answer(*((400, b"no nines") if 9 in ids else found))
+        reply = {"rewards": [reward]} if "tokens" in request else {"data": [{"probs": reward}]}
+        answer = (200, outputs if is_kserve else reply)
+        self.answer(*((400, b"no nines") if 9 in ids else answer))
 
 
 @pytest.fixture
@@ -91,7 +95,7 @@ def load_of(url: str, *token_lists: list[int], **changes: Any) -> dict[str, Any]
 
 
 def put(load: dict[str, Any]) -> Any:
-    return module("serving_servers").Load(**asyncio.run(module("serving_load").put(load)))
+    return module("serving_servers").Load(**asyncio.run(module("serving_load").send_load(load)))
 
 
 def test_every_server_is_asked_and_understood(server: FakeServer) -> None:
@@ -101,9 +105,9 @@ def test_every_server_is_asked_and_understood(server: FakeServer) -> None:
         *(ours.request([1, 2]), peer.request([4, 5])),
         *(gateway.rewards_request([1, 2]), gateway.classify_request([3])),
     ]
-    found = put(load_of(server.url) | {"requests": requests, "count": 6})
-    assert found.rewards == [[3.0], [9.0], [3.0], [3.0], [3.0], [9.0]]
-    assert found.refused == 0
+    load = put(load_of(server.url) | {"requests": requests, "count": 6})
+    assert load.rewards == [[3.0], [9.0], [3.0], [3.0], [3.0], [9.0]]
+    assert load.rejected == 0
     paths = ["/v2/models/reward_model/infer", "/classify", "/v1/rewards", "/classify"]
     assert server.asked == [*paths, *paths[:2]]
 
@@ -113,36 +117,36 @@ def test_what_the_gateway_adds_is_compared_turn_by_turn_and_every_reward_is_the_
     load = module("serving_servers").Load
 
     def loads(*seconds: float) -> list[Any]:
-        return [load(1.0, [200], [each], [[1.0]], []) for each in seconds]
+        return [load(1.0, [200], [second], [[1.0]], []) for second in seconds]
 
     alone = {gateway.DIRECT: loads(0.01, 0.1, 0.02), "through": loads(0.012, 0.103, 0.021)}
-    row = gateway._row("through", alone, alone, 4)
+    row = gateway._summarize_route("through", alone, alone, 4)
     assert (row["added ms"], row["most added ms"]) == (pytest.approx(2), pytest.approx(3))
     assert row["requests/s, 4 clients"] == 1.0
-    gateway._check([*loads(1), *loads(1)], 0.0)
+    gateway._check_rewards([*loads(1), *loads(1)], 0.0)
     other = load(1.0, [200], [1.0], [[1.0 + 1e-6]], [])
-    with pytest.raises(module("common").WorkerFailed, match="from that of the server"):
-        gateway._check([*loads(1), other], 0.0)
+    with pytest.raises(module("common").WorkerFailed, match="a reward differs by"):
+        gateway._check_rewards([*loads(1), other], 0.0)
     with pytest.raises(module("common").WorkerFailed, match="1 requests have no reward"):
-        gateway._check([*loads(1), load(1.0, [503], [1.0], [None], ["busy"])], 0.0)
+        gateway._check_rewards([*loads(1), load(1.0, [503], [1.0], [None], ["busy"])], 0.0)
 
 
 def test_so_many_clients_ask_at_once(server: FakeServer) -> None:
-    found = put(load_of(server.url, *([[1]] * 24), clients=8))
+    load = put(load_of(server.url, *([[1]] * 24), clients=8))
     assert server.most_at_once == 8
-    assert found.statuses == [200] * 24
-    assert all(0.02 <= seconds <= found.seconds for seconds in found.waited)
+    assert load.statuses == [200] * 24
+    assert all(0.02 <= seconds <= load.seconds for seconds in load.latencies)
 
 
 def test_what_is_refused_or_late_or_unreachable_has_no_reward(server: FakeServer) -> None:
-    found = put(load_of(server.url, [9], [1]))
-    assert (found.statuses, found.rewards, found.said) == ([400, 200], [None, [1.0]], ["no nines"])
-    found = put(load_of(server.url, [1], [8], [1], limit_s=0.3))
-    assert found.statuses == [200, None, None]
-    assert found.refused == 2
-    found = put(load_of("http://127.0.0.1:9", [1]))
-    assert found.statuses == [0]
-    assert "Cannot connect" in found.said[0]
+    load = put(load_of(server.url, [9], [1]))
+    assert (load.statuses, load.rewards, load.messages) == ([400, 200], [None, [1.0]], ["no nines"])
+    load = put(load_of(server.url, [1], [8], [1], limit_s=0.3))
+    assert load.statuses == [200, None, None]
+    assert load.rejected == 2
+    load = put(load_of("http://127.0.0.1:9", [1]))
+    assert load.statuses == [0]
+    assert "Cannot connect" in load.messages[0]
 
 
 def test_a_load_is_bounded() -> None:
@@ -167,13 +171,15 @@ def test_no_turn_asks_for_texts_of_another() -> None:
             for ids in (kind(20, clients, turn).seen + kind(20, clients, turn).token_lists)
         ]
         assert len(set(texts)) == len(texts) >= 80
-    found = draw.shared(5, 1, 0)
-    assert {tuple(ids[:512]) for ids in found.token_lists} == {tuple(found.seen[0][:512])}
-    assert [len(ids) for ids in found.token_lists] == [612] * 5
+    requests = draw.shared(5, 1, 0)
+    assert {tuple(ids[:512]) for ids in requests.token_lists} == {tuple(requests.seen[0][:512])}
+    assert [len(ids) for ids in requests.token_lists] == [612] * 5
     lengths = [
         sorted(map(len, kind(2000, 1, 0).token_lists)) for kind in (draw.uniform, draw.lognormal)
     ]
-    assert all(0.9 < sum(each) / len(each) / 224 < 1.1 for each in lengths)
+    assert all(
+        0.9 < sum(drawn_lengths) / len(drawn_lengths) / 224 < 1.1 for drawn_lengths in lengths
+    )
     assert lengths[1][1000] < lengths[0][1000]
     assert lengths[1][-1] > lengths[0][-1]
 
@@ -184,7 +190,7 @@ def test_a_pair_is_given_out_once(tmp_path: Path) -> None:
     (chosen,), (rejected,) = pairs.take(2)
     assert chosen[0] == rejected[0]  # the prompt
     assert chosen[1] != rejected[1]
-    assert len({json.dumps(each) for each in pairs.take(4)}) == 4
+    assert len({json.dumps(tokens) for tokens in pairs.take(4)}) == 4
     with pytest.raises(SystemExit, match=r"pairs.jsonl: too few pairs"):
         pairs.take(1)
 
@@ -193,12 +199,14 @@ def test_the_table_has_medians_of_turns_and_dashes() -> None:
     serving, load = module("serving"), module("serving_servers").Load
 
     def loads(*seconds: float) -> list[Any]:
-        return [load(each, [200] * 2, [each / 2] * 2, [[0.0]] * 2, []) for each in seconds]
+        return [
+            load(duration, [200] * 2, [duration / 2] * 2, [[0.0]] * 2, []) for duration in seconds
+        ]
 
-    asked = [serving.Requests([[1] * 10, [2] * 30], [])] * 3
-    both = serving.Work("uniform", 8, lambda turn: asked[turn], (serving.OURS, serving.COLD))
-    rows = serving.rows_of(
-        both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2, 3)}, 4.0
+    drawn = [serving.Requests([[1] * 10, [2] * 30], [])] * 3
+    both = serving.Work("uniform", 8, lambda turn: drawn[turn], (serving.OURS, serving.VLLM_COLD))
+    rows = serving.make_rows(
+        both, drawn, {serving.OURS: loads(1, 2, 1), serving.VLLM_COLD: loads(2, 2, 3)}, 4.0
     )
     names = ("server", "rewards/s", "tokens/s", "p50 s", "p99 s", "products alone")
     assert [[row[name] for name in (*names, "ours is faster by")] for row in rows] == [
@@ -206,37 +214,39 @@ def test_the_table_has_medians_of_turns_and_dashes() -> None:
         ["vLLM", 1.0, 20, 1.0, pytest.approx(1.5, abs=0.1), "", 2.0],
     ]
     assert {(row["work"], row["clients"]) for row in rows} == {("uniform", 8)}
-    # One that failed in the last turn has no figures at all.
-    answered = {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2)}
-    rows = serving.rows_of(both, asked, answered, 4.0)
+    # A server that failed in the last turn has no figures.
+    answered = {serving.OURS: loads(1, 2, 1), serving.VLLM_COLD: loads(2, 2)}
+    rows = serving.make_rows(both, drawn, answered, 4.0)
     shown = module("common").render(rows).splitlines()
     assert shown[-1].split() == ["uniform", "8", "vLLM", "-", "-", "-", "-", "-"]
 
 
 def test_turns_of_an_agent_have_medians_and_the_rewards_of_the_last_turn() -> None:
     agent, load = module("agent"), module("serving_servers").Load
-    first, second, third = agent.grow(random.Random(0), 3)
-    assert [len(said) for said in (first, second, third)] == [2, 4, 6]
+    first, second, third = agent.make_dialogue(random.Random(0), 3)
+    assert [len(dialogue) for dialogue in (first, second, third)] == [2, 4, 6]
     assert third[:4] == second
     assert second[:2] == first
 
     def loads(reward: float, *waited: list[float]) -> list[Any]:
-        return [load(sum(each), [200] * 2, each, [[reward]] * 2, []) for each in waited]
+        return [
+            load(sum(latencies), [200] * 2, latencies, [[reward]] * 2, []) for latencies in waited
+        ]
 
-    found = {
+    server_loads = {
         agent.OURS: loads(1.0, [1, 2], [3, 2], [2, 2]),
         agent.UNCACHED: loads(1.5, [1, 4], [3, 4], [2, 4]),
         agent.VLLM: [],
     }
     faster = f"{agent.UNCACHED} / ours"
-    rows = agent.rows_of(found, 2)
+    rows = agent.make_rows(server_loads, 2)
     assert [(row["turn"], row["nemo_aligner, s"], row[faster]) for row in rows] == [
         (1, 2, 1.0),
         (2, 2, 2.0),
     ]
-    assert agent.largest_difference(found) == 0.5
+    assert agent.largest_difference(server_loads) == 0.5
     reply = module("serving_load").Reply(200, b'{"data": [{"data": [[1.0], [2.0]]}]}', 0.1)
-    assert module("serving_load").rewards_of(reply) == [2.0]
+    assert module("serving_load").read_rewards(reply) == [2.0]
 
 
 def test_tokens_that_a_text_before_has_are_not_new() -> None:
@@ -264,10 +274,10 @@ def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(tmp_path: Pa
 
 def test_mixed_traffic_is_checked() -> None:
     tiny_part, servers = module("serving_tiny"), module("serving_servers")
-    asks = tiny_part.mixed(300, 0)
+    asks = tiny_part.mixed_requests(300, 0)
     assert sum(ask.is_malformed for ask in asks) == 100
     assert {ask.rows for ask in asks if not ask.is_malformed} == set(range(1, 9))
-    assert len({ask.request["body"] for ask in tiny_part.uniform(100)}) == 100
+    assert len({ask.request["body"] for ask in tiny_part.uniform_requests(100)}) == 100
 
     def answered(*wrong: tuple[int, int, list[float] | None]) -> Any:
         statuses = [400 if ask.is_malformed else 200 for ask in asks]

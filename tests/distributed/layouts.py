@@ -16,7 +16,7 @@ from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from tests.data.files import rows_of, write
-from tests.harness import tiny
+from tests.harness import families, tiny
 from tests.training import jobs
 
 STEPS, PART = 5, 2
@@ -43,13 +43,16 @@ THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_head
 
 @dataclass(frozen=True)
 class Case:
-    """A training, and the run of one process that it must equal (the case's own, if not named).
+    """A training run, which every layout has to repeat as one process does it.
 
     Attributes:
-        stops: it stops after PART steps, and is resumed.
-        wide: the base model has three query groups; at TP=2 a fourth of zeros is added.
-        evaluated: data on which the model of one process is evaluated afterwards, if any.
-        rtol: tolerance of losses and gradient norms; above 1e-5 it applies to nothing else.
+        like: the case whose run of one process is the reference; "" is this case itself.
+        stops: it stops after PART steps and resumes.
+        base: the base model, a file of the inputs. "wide" has three query groups, and at TP=2 a
+            fourth one of zeros; "experts" is a mixture-of-experts model.
+        evaluated: the data on which the model of one process is evaluated afterwards, if any.
+        rtol: relative tolerance of losses and gradient norms. Where it is above EXACT (see
+            test_layouts.py), metrics and rewards are not compared.
     """
 
     settings: tuple[str, ...] = ()
@@ -57,7 +60,7 @@ class Case:
     like: str = ""
     by_onednn: bool = False
     stops: bool = False
-    wide: bool = False
+    base: str = "base"
     evaluated: str = ""
     rtol: float = 1e-5
 
@@ -72,7 +75,7 @@ CASES = {
     "offload": Case(("model.activations_offload=true",), like="ranking"),
     "recompute_onednn": Case((RECOMPUTE,), like="ranking", by_onednn=True),
     "lora": Case(LORA, evaluated="pairs"),
-    "zero_groups": Case(wide=True),
+    "zero_groups": Case(base="wide"),
     "plackett_luce": Case(("model.objective=plackett_luce",), ("rankings",)),
     "learned_ties": Case(
         ("model.objective=rao_kupper", "model.objective_kwargs.learned=true"), ("rankings",)
@@ -124,6 +127,13 @@ CASES = {
         tuple(known.name for known in OF_PAIRS),
         evaluated="named",
     ),
+    "experts": Case(("model.train_router=true",), base="experts", rtol=1e-6),
+    "expert_steps": Case(
+        (*LORA[:2], *STEPS_OF_PAIRS, "model.objective_kwargs.aggregate=min"),
+        ("trajectories",),
+        base="experts",
+        rtol=1e-6,
+    ),
     "frozen": Case(FROZEN, stops=True),
     "fp16": Case((*FROZEN, "trainer.precision=fp16"), stops=True, evaluated="pairs", rtol=1e-3),
 }
@@ -131,6 +141,7 @@ PLAIN = ("ranking", "lora")  # trained at every kind of layout
 TP2 = ("model.tensor_model_parallel_size=2",)
 PP2 = ("model.pipeline_model_parallel_size=2",)
 CP2 = ("model.context_parallel_size=2",)
+EP2 = ("model.expert_model_parallel_size=2",)
 RING = ("model.cp_comm_type=p2p", "model.batch_invariant=false")
 LAYOUTS = {
     "one": (),
@@ -139,6 +150,7 @@ LAYOUTS = {
     "pp2": PP2,
     "dp2": (),
     "tp2_pp2": (*TP2, *PP2),
+    "tp2_sp_pp2": (*TP2, "model.sequence_parallel=true", *PP2),
     "pp2_dp2": PP2,
     "cp2": CP2,
     "cp2_ring": (*CP2, *RING),
@@ -147,6 +159,11 @@ LAYOUTS = {
     "cp4_ring": ("model.context_parallel_size=4", *RING),
     "pp2_cp2": (*PP2, *CP2),
     "cp2_dp2": CP2,
+    # All of these have four processes, so two data parallel ranks: those of EP=2, but at CP=2,
+    # where the experts are shared within a context parallel group and there are two of each.
+    "ep2_tp2": (*EP2, *TP2, "model.sequence_parallel=true"),
+    "ep2_cp2": (*EP2, *CP2),
+    "ep2_pp2": (*EP2, *PP2),
 }
 
 
@@ -160,6 +177,7 @@ def write_inputs(folder: Path) -> None:
         f"--output={folder / 'padded.nemo'}",
         "--tensor-parallel=2",
     )
+    families.write_base_nemo(folder / "experts.nemo", "qwen2_moe")
     tiny.write_pairs(folder / "pairs.jsonl", 37)
     tiny.write_ratings(folder / "ratings.jsonl", 37, ATTRIBUTES)
     write(folder / "rankings.jsonl", *rankings(26))
@@ -193,7 +211,7 @@ def trajectories(count: int) -> Iterator[dict[str, str]]:
 
 
 def settings(inputs: Path, case: Case, layout: str, folder: Path) -> list[str]:
-    base = ("padded" if layout == "tp2" else "wide") if case.wide else "base"
+    base = "padded" if (case.base, layout) == ("wide", "tp2") else case.base
     data = [inputs / f"{name}.jsonl" for name in case.data]
     return [
         *tiny.training(inputs / f"{base}.nemo", folder, data, data),

@@ -1,4 +1,4 @@
-"""The pages of the documentation, their blocks of code, and the commands in these."""
+"""The pages of the documentation, their code blocks, and the commands in these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAMS = re.compile(
     r"(?:\w+=\S+ )*(?:nemo-aligner|bash|curl|docker|export|for|git|kubectl|pip|python[\d.]*|sbatch|"
     r"source|srun|torchrun|\S+/pip) "
 )
-# What a command begins with, and the verb that the rest is for.
+# How a command can begin, and the verb to which the remaining words belong.
 STARTS = {
     "nemo-aligner": [],
     "scripts/slurm/train_reward_model.sbatch": ["train"],
@@ -33,50 +33,50 @@ STARTS = {
 
 
 def name_of(page: Path) -> str:
-    """For people: ``docs/migration/trl.md``."""
+    """A page's path for people, such as ``docs/migration/trl.md``."""
     return page.relative_to(ROOT).as_posix()
 
 
 def pieces(page: Path) -> list[str]:
-    """Every other piece between fences is code; the first line of one may name its language."""
+    """A page split at fences: every other piece is code, whose first line may name its language."""
     return re.split(r"^```", page.read_text(), flags=re.MULTILINE)
 
 
 def every_block(page: Path) -> list[tuple[str, str]]:
-    """Language and text of every block of code."""
-    found = (piece.partition("\n") for piece in pieces(page)[1::2])
-    return [(language, text) for language, _, text in found]
+    """Language and text of every code block."""
+    parts = (piece.partition("\n") for piece in pieces(page)[1::2])
+    return [(language, text) for language, _, text in parts]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The text of every block in a language."""
-    return [text for each, text in every_block(page) if each == language]
+    """The text of every code block in a language."""
+    return [text for block_language, text in every_block(page) if block_language == language]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The verb and arguments of every command in a page's blocks of code."""
-    found = []
+    """The verb and arguments of every command in a page's code blocks."""
+    parsed = []
     for _, text in every_block(page):
         for line in text.replace("\\\n", " ").splitlines():
             if any(start in line for start in STARTS) and not line.startswith("usage:"):
                 words = shlex.split(line.partition("|")[0].strip(), comments=True)
                 for index, word in enumerate(words):
                     if word in STARTS:
-                        found.append([*STARTS[word], *words[index + 1 :]])
-    return found
+                        parsed.append([*STARTS[word], *words[index + 1 :]])
+    return parsed
 
 
 def shell_commands(text: str) -> list[str]:
-    """Every command of a shell block, whole: with the lines that it goes on in."""
-    found: list[str] = []
+    """Every command of a shell block, with its continuation lines."""
+    commands: list[str] = []
     loop = False
     for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
         if loop:
-            found[-1] += f"\n{line}"
+            commands[-1] += f"\n{line}"
         elif PROGRAMS.match(line):
-            found.append(line)
+            commands.append(line)
         loop = (loop or line.startswith("for ")) and line != "done"
-    return found
+    return commands
 
 
 def split_verb(words: list[str]) -> tuple[str, list[str]]:

@@ -1,7 +1,7 @@
-"""Every command of the pages is run: here, in tiny, or by the test that ``ELSEWHERE`` names.
+"""Every command of the pages runs: here with tiny data, or in the test that ``ELSEWHERE`` names.
 
-What ``NEEDS`` names asks for something that no test machine has; it says what. A training on more
-processes than there are cores here is checked as far as its first step.
+``NEEDS`` names commands that need what no test machine has, and says what. A training on more
+processes than this machine has cores is checked only up to its first step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.harness.launching import ROOT, free_port
 from tests.harness.once import Once
 from tests.serving.servers import Server, running
 
-TRACKING = "tests/training/test_tracking.py"  # wandb and mlflow have an environment of their own
+TRACKING = "tests/training/test_tracking.py"  # wandb and mlflow run in a separate environment
 ELSEWHERE = {
-    "bash scripts/quickstart.sh": "tests/end_to_end/test_quickstart.py",
+    "bash scripts/quickstart.sh": "tests/paths/test_quickstart.py",
     "bash scripts/gpu_first_hour.sh": "tests/benchmarks/test_gpu_first_hour.py",
     "curl http://127.0.0.1:5555": "tests/serving/test_page.py",
     "nemo-aligner serve rm_model_file=megatron_gpt.nemo server.triton_port": (
@@ -35,9 +35,9 @@ ELSEWHERE = {
     "nemo-aligner train --config conf/train_reward_model.yaml pretrained": TRACKING,
     "nemo-aligner import": "tests/checkpoint/test_importing.py",
     "python -m nemo_aligner.integrations.nemo_gym": "tests/integrations/test_page.py",
-    "python benchmarks/": "tests/benchmarks/test_benchmarks.py",
+    "python benchmarks/": "tests/paths/test_benchmarks.py",
     "python examples/rl/": "tests/examples/test_rl.py",
-    "sbatch": "tests/slurm/test_scripts.py",
+    "sbatch": "tests/paths/slurm/test_scripts.py",
 }
 NEEDS = {
     "MODEL=$PWD/megatron_gpt.nemo docker": "docker; tests/deploy reads the file",
@@ -52,7 +52,7 @@ NEEDS = {
     "source .venv/bin/activate": "an environment, which the tests run in",
     "vllm/bin/pip": "packages of the network, by the hundreds of megabytes",
 }
-# What a page begins with, beside the workplace's own files.
+# Commands that come before a page's own, after the common files are made.
 BEFORE = {
     "docs/evaluation.md": [
         "cp -r results/second results/first",
@@ -60,17 +60,20 @@ BEFORE = {
         "nemo-aligner gateway 'backends=[http://127.0.0.1:5555]'",
     ],
 }
-# Files of NeMo-Aligner's own are for long runs of long texts, which those here are not.
+# NeMo-Aligner's own files are for long runs on long texts, unlike those here.
 SHORT = ["model.optim.sched.constant_steps=0", "model.encoder_seq_length=512"]
 SERVERS = {"serve": "5555", "gateway": "8000", "serve-critic": "5556"}
-PORTS = {**{port: port for port in SERVERS.values()}, "5000": "8000"}  # OpenRLHF's is the gateway
-# The others' are run by tests of their own.
+PORTS = {
+    **{port: port for port in SERVERS.values()},
+    "5000": "8000",
+}  # OpenRLHF is served by the gateway
+# Other tests run these.
 WITH_PYTHON = ("README.md", "docs/getting_started.md", "docs/python.md", "docs/tasks.md")
-IN_PROCESS = "import nemo_aligner as na"  # what follows it on a page is of the same program
+IN_PROCESS = "import nemo_aligner as na"  # the lines after it on a page belong to the same program
 SEVERAL = re.compile(r"--processes (\d+)")
 MOST_PROCESSES = 2
-COLUMNS = 100  # that a training's log has
-# Of the base model's four layers; pages speak of SmolLM2, which has thirty.
+COLUMNS = 100  # from the log of a training
+# The base model has four layers; the pages describe SmolLM2, which has thirty.
 FREEZE = "model.freeze_layers="
 FROZEN = f"{FREEZE}2"
 MODULE = re.compile(r"# (\w+\.py)\n")
@@ -95,20 +98,20 @@ def asks_a_server(step: str) -> bool:
 
 
 def steps(page: Path) -> list[str]:
-    """The page's commands and its Python, in order, behind what it begins with."""
-    found = list(BEFORE.get(name_of(page), []))
+    """The page's commands and Python code in order, after its preparations."""
+    commands = list(BEFORE.get(name_of(page), []))
     for language, text in every_block(page):
         if language in ("", "bash"):
-            found += [command for command in shell_commands(text) if is_run_here(command)]
+            commands += [command for command in shell_commands(text) if is_run_here(command)]
         elif language == "python" and name_of(page) in WITH_PYTHON and not MODULE.match(text):
-            found.append(f"PYTHON\n{text}")
-    return _joined(found)
+            commands.append(f"PYTHON\n{text}")
+    return _joined(commands)
 
 
-def _joined(found: list[str]) -> list[str]:
-    """A program that trains goes on in the page's next block, unless a command stands between."""
+def _joined(commands: list[str]) -> list[str]:
+    """Join a program that trains with the page's next block, unless a command is between them."""
     joined: list[str] = []
-    for step in found:
+    for step in commands:
         if joined and IN_PROCESS in joined[-1] and step.startswith("PYTHON"):
             joined[-1] += step.removeprefix("PYTHON")
         else:
@@ -117,7 +120,7 @@ def _joined(found: list[str]) -> list[str]:
 
 
 def steps_of_all() -> dict[Path, list[str]]:
-    """Of every page that has any; a server that nothing asks is started on one page only."""
+    """Run every page that has commands; a server without requests is started on one page only."""
     every = {page: steps(page) for page in PAGES}
     asking = [page for page in PAGES if any(map(asks_a_server, every[page]))]
     started = {step for page in asking for step in every[page] if is_server(step)}
@@ -132,7 +135,7 @@ STEPS = steps_of_all()
 
 
 class Page:
-    """A page that is followed, in a folder of its own."""
+    """A page whose commands are run, in a folder of its own."""
 
     def __init__(self, page: Path, folder: Path, logs: Path, stack: ExitStack) -> None:
         self._folder, self._logs, self._stack = folder, logs, stack
@@ -170,7 +173,7 @@ class Page:
         tiny.run_script(str(program), folder=self._folder)
 
     def _run_in_bash(self, step: str) -> str:
-        """What it prints."""
+        """Run a command and return its output."""
         path = f"{Path(sys.executable).parent}:{tiny.environment()['PATH']}"
         return subprocess.run(
             ["bash", "-ec", step],
@@ -196,7 +199,7 @@ class Page:
             assert [line for line in done.stdout.splitlines() if len(line) > COLUMNS] == []
 
     def _small(self, arguments: list[str]) -> list[str]:
-        """The same training on little data, and of a base model where the page leaves that out."""
+        """The same training on little data, with a base model where the page omits it."""
         self._trainings += 1
         named = " ".join(arguments)
         added = [
@@ -204,7 +207,7 @@ class Page:
             for setting in first_run(f"results/unnamed{self._trainings}")
             if setting.partition("=")[0] not in named and "data_prefix={" not in named
         ]
-        if "data_prefix.validation" not in named:  # of the data that the page names
+        if "data_prefix.validation" not in named:  # a file of the data that the page names
             added = [setting for setting in added if "validation" not in setting]
         several = SEVERAL.search(named)
         dry = ["--dry-run"] if several and int(several[1]) > MOST_PROCESSES else []

@@ -1,4 +1,4 @@
-"""The documents: their links lead somewhere, and their commands name what there is."""
+"""The pages' links lead somewhere, and their commands have verbs and flags that exist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def mentions(page: Path) -> list[list[str]]:
-    """The words of every ``nemo-aligner ...`` within a page's lines; some are a beginning."""
+    """The words of every ``nemo-aligner ...`` in a page's lines; some are incomplete commands."""
     texts = [
         code.replace("\n", " ")
         for text in pieces(page)[::2]
@@ -72,11 +72,13 @@ def test_mentioned_verbs_have_the_flags(page: Path) -> None:
     for words in mentions(page):
         if words[0].startswith("--"):
             continue
-        verb, rest = split_verb(words)
+        verb, options = split_verb(words)
         if verb == "data":
             continue
         shown = load(verb).new_parser().format_help()
-        assert [flag for flag in rest if flag.startswith("--") and flag not in shown] == [], words
+        assert [flag for flag in options if flag.startswith("--") and flag not in shown] == [], (
+            words
+        )
 
 
 @every_page
@@ -137,9 +139,9 @@ def test_the_architecture_page_names_every_package_and_files_that_exist() -> Non
 
 def test_the_page_of_data_shows_every_format() -> None:
     text = (ROOT / "docs" / "data.md").read_text()
-    for each in FORMATS.values():
-        sample = "\n".join(json.dumps(line) for line in each.sample)
-        assert f"`{each.name}`: " in text
+    for data_format in FORMATS.values():
+        sample = "\n".join(json.dumps(line) for line in data_format.sample)
+        assert f"`{data_format.name}`: " in text
         assert f"```\n{sample}\n```" in text
 
 

@@ -1,4 +1,4 @@
-"""A folder with what the pages speak of, as small as can be: models, data, a finished run."""
+"""A folder with tiny versions of everything that the pages mention: models, data, a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REWARD_MODELS = (
 
 
 def build_workplace(folder: Path) -> None:
-    """Everything that a page takes for granted, under the name that it has there."""
+    """Make everything that a page assumes to exist, under the page's names."""
     for name in ("conf", "examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     _write_data(folder)
@@ -66,7 +66,7 @@ def build_workplace(folder: Path) -> None:
 
 
 def first_run(results: str) -> list[str]:
-    """Settings of a training of what is there."""
+    """Settings of a training on the files here."""
     return [
         "pretrained_checkpoint.restore_from_path=base.nemo",
         "model.data.data_prefix.train=train.jsonl",
@@ -83,15 +83,15 @@ def _copy(source: Path, target: Path) -> None:
 def _write_data(folder: Path) -> None:
     for seed, name in enumerate(OF_PAIRS):
         path = tiny.write_pairs(folder / f"{name}.jsonl", PAIRS, seed)
-        _write(path, [{**pair, "label_margin": 1.0} for pair in _read(path)])
+        _write(path, [{**pair, "label_margin": 1.0} for pair in read_rows(path)])
     tiny.write_ratings(folder / "ratings.jsonl", PAIRS, ("helpfulness", "verbosity"))
     _write(folder / "rewardbench.jsonl", [find_task("rewardbench").sample] * 2)
-    pairs, others = _read(folder / "pairs.jsonl"), _read(folder / "heldout.jsonl")
+    pairs, heldout = read_rows(folder / "pairs.jsonl"), read_rows(folder / "heldout.jsonl")
     keys = {"prompt": "question", "chosen": "good", "rejected": "bad"}
     _write(folder / "questions.jsonl", [{keys[key]: pair[key] for key in keys} for pair in pairs])
     _write(folder / "helpful-base-test.jsonl.gz", [_as_hh(pair) for pair in pairs])
     scores = {"score_chosen": 8.0, "score_rejected": 5.5}
-    for name, rows in (("train", pairs), ("heldout", others)):
+    for name, rows in (("train", pairs), ("heldout", heldout)):
         rated = [{**row, "metadata": scores} for row in rows]
         _write(folder / f"ultrafeedback_{name}.jsonl.gz", rated)
     just = tiny.write_ratings(folder / "just.tmp", PAIRS, JUST_EVAL)
@@ -106,7 +106,7 @@ def _as_hh(pair: dict[str, str]) -> dict[str, str]:
 
 
 def _answers(rng: random.Random) -> dict[str, Any]:
-    """A question of QA-Feedback; of its four answers the first is the best, and so on."""
+    """A question of QA-Feedback with four answers, best first."""
     return {
         "question": tiny.sentence(rng),
         "passages": [[tiny.sentence(rng), tiny.sentence(rng)]],
@@ -115,7 +115,7 @@ def _answers(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

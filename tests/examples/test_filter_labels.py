@@ -1,4 +1,4 @@
-"""Pairs that were labelled wrong are found by models that did not train on them."""
+"""Wrong labels are found by models that did not train on their pairs."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def test_filter_finds_what_was_labelled_wrong(
         *("trainer.rm.max_epochs=8", "model.data.seq_length=128", "model.micro_batch_tokens=1024"),
     ]
     main(command)
-    said = capsys.readouterr().out
-    assert "96 pairs, 96 judged" in said
+    output = capsys.readouterr().out
+    assert "96 pairs, 96 judged" in output
     doubted = rows_of(folder / "doubted.jsonl")
     wrong = {f"{source}:{number + 1}" for number in WRONG}
     assert wrong <= {row["record"] for row in doubted[: 2 * len(WRONG)]}
     assert (
-        f"most likely mislabelled:\n  {doubted[0]['record']}  {doubted[0]['p_wrong']:.2f}" in said
+        f"most likely mislabelled:\n  {doubted[0]['record']}  {doubted[0]['p_wrong']:.2f}" in output
     )
-    kept = (folder / "kept.jsonl").read_text().splitlines()
+    kept_lines = (folder / "kept.jsonl").read_text().splitlines()
     gone = {int(row["record"].rpartition(":")[2]) for row in doubted}
     lines = source.read_text().splitlines()
-    assert kept == [line for number, line in enumerate(lines, start=1) if number not in gone]
+    assert kept_lines == [line for number, line in enumerate(lines, start=1) if number not in gone]
     assert sorted(path.name for path in folder.iterdir()) == [
         *("doubted.jsonl", "fold_1.json", "fold_2.json", "kept.jsonl")
     ]
-    # No model is trained again for what was judged, by these settings.
+    # With the same settings and data no model is trained again.
     main([*command, "--weigh"])
-    said = capsys.readouterr().out
-    assert "step" not in said
+    output = capsys.readouterr().out
+    assert "step" not in output
     weights = [json.loads(line)["label_margin"] for line in (folder / "kept.jsonl").open()]
     assert len(weights) == 96
     assert all(weights[number] < 0.4 for number in WRONG)

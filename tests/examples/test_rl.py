@@ -1,4 +1,4 @@
-"""The examples of reinforcement learning raise the held-out reward; here of a tiny policy."""
+"""The examples of reinforcement learning raise the held-out reward of a tiny policy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run(python: str | Path, script: str, *options: str) -> tuple[float, float, float]:
-    """Held-out reward before and after, and the drift."""
+    """Held-out reward before and after training, and the KL divergence."""
     done = subprocess.run(
         [str(python), str(FOLDER / script), *options],
         capture_output=True,
@@ -59,21 +59,21 @@ def run(python: str | Path, script: str, *options: str) -> tuple[float, float, f
     table = dict(
         re.findall(r"^(before|after) {4,}(\S+ ± \S+ +\S+ +\S+)$", done.stdout, re.MULTILINE)
     )
-    before, after = (table[name].split() for name in ("before", "after"))
-    return float(before[0]), float(after[0]), float(after[-1])
+    first, last = (table[name].split() for name in ("before", "after"))
+    return float(first[0]), float(last[0]), float(last[-1])
 
 
 def test_leave_one_out_raises_the_reward(prepared: list[str], server: Server) -> None:
     options = [f"--url={server.url}", "--steps=40", "--lr=3e-3", "--kl=1"]
-    before, after, drift = run(sys.executable, "rloo.py", *prepared, *options)
-    assert after > before + GAIN
+    first, last, drift = run(sys.executable, "rloo.py", *prepared, *options)
+    assert last > first + GAIN
     assert drift > 0.1
 
 
 def test_grpo_raises_the_reward(prepared: list[str], server: Server, trl_python: Path) -> None:
     options = [f"--url={server.url}", "--steps=40", "--lr=3e-3"]
-    before, after, drift = run(trl_python, "grpo_trl.py", *prepared, *options)
-    assert after > before + GAIN
+    first, last, drift = run(trl_python, "grpo_trl.py", *prepared, *options)
+    assert last > first + GAIN
     assert drift > 0.1
 
 
@@ -88,6 +88,6 @@ def test_ppo_raises_the_reward_with_its_critic_on_a_server(
     ]
     with running(tmp_path, "examples/serve_ppo_critic.py", *settings) as server:
         options = [f"--url={server.url}", "--attribute=helpfulness", "--steps=30", "--lr=3e-3"]
-        before, after, drift = run(sys.executable, "ppo.py", *prepared, *options, "--kl=0.01")
-    assert after > before + 0.1
+        first, last, drift = run(sys.executable, "ppo.py", *prepared, *options, "--kl=0.01")
+    assert last > first + 0.1
     assert drift > 0.1

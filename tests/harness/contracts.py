@@ -1,4 +1,4 @@
-"""A tiny tokenizer with ChatML's tokens, and contracts on it."""
+"""Makes scoring contracts and model settings for a tiny tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 
 
 class Contracts:
-    """``contracts(seq_length=..., attributes=[...])`` -> the model's config and its contract."""
+    """Called with ``seq_length=...`` or ``attributes=[...]``, it returns a scoring contract."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Environments of other projects' packages, that this one's own must not hold."""
+"""Virtual environments with packages of other projects, which this one must not contain."""
 
 from __future__ import annotations
 
@@ -22,63 +22,62 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Where environments are kept from one run to the next; they may be deleted at any time.
+# Names the folder that keeps environments from run to run; it may be deleted at any time.
 FOLDER_VARIABLE = "NEMO_ALIGNER_TEST_ENVIRONMENTS"
 _INSTALL_S = 600
-# A Python that has vLLM: its package is too large to install for a test.
+# Names a Python interpreter with vLLM, which is too large to install for a test.
 VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
 
 
 def kept_environments() -> Path:
-    given = os.environ.get(FOLDER_VARIABLE)
-    return Path(given) if given else Path.home() / ".cache" / "nemo_aligner" / "test_environments"
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named) if named else Path.home() / ".cache" / "nemo_aligner" / "test_environments"
 
 
 def make_environment(folder: Path, *requirements: str, alone: tuple[str, ...] = ()) -> Path:
-    """The python of a new environment, that sees what this one has and adds what it lacks.
+    """Make an environment that also sees this environment's packages; return its interpreter.
 
-    ``alone`` are installed without what they ask for.
+    ``requirements`` are installed with their dependencies, ``alone`` without.
     """
     python = new_environment(folder, sys.executable)
     (packages,) = folder.glob("lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "ours.pth").write_text("\n".join(ours) + "\n")
-    for options, wanted in (([], requirements), (["--no-deps"], alone)):
-        if wanted:
-            install(python, *options, *wanted)
+    for options, packages_to_add in (([], requirements), (["--no-deps"], alone)):
+        if packages_to_add:
+            install(python, *options, *packages_to_add)
     return python
 
 
 def new_environment(folder: Path, base: str) -> Path:
-    """The python of a new environment of ``base``, without packages."""
-    # Nor pip: to install that takes longer than most of what is installed then.
+    """Make an environment of the interpreter ``base`` without packages; return its interpreter."""
+    # Without pip, which takes longer to install than most packages do.
     subprocess.run([base, "-m", "venv", "--without-pip", str(folder)], check=True)
     return folder / "bin" / "python"
 
 
-def install(python: Path, *wanted: str) -> None:
-    """By this environment's pip; the test is skipped, saying why, where that cannot be.
+def install(python: Path, *requirements: str) -> None:
+    """Install packages by this environment's pip; where that fails, the test is skipped.
 
-    What is imported of it compiles itself, once: a fraction of all.
+    Modules are not compiled: those that are imported compile themselves.
     """
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
-    command = [*pip, "install", "--quiet", "--no-compile", *wanted]
+    command = [*pip, "install", "--quiet", "--no-compile", *requirements]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"{' '.join(wanted)}: not installed within {_INSTALL_S} s")
+        pytest.skip(f"{' '.join(requirements)}: not installed within {_INSTALL_S} s")
     if done.returncode != 0:
-        pytest.skip(f"{' '.join(wanted)}: cannot be installed: {done.stderr[-300:]}")
+        pytest.skip(f"{' '.join(requirements)}: cannot be installed: {done.stderr[-300:]}")
 
 
 def kept_environment(
     name: str, made_of: tuple[str, ...], make: Callable[[Path], object], *, gigabytes: int = 2
 ) -> Path:
-    """The folder of an environment that ``make`` fills once, for this run and those to come.
+    """The folder of an environment that ``make`` fills once, for this run and later ones.
 
-    ``made_of`` is all that it depends on beside this Python: with another one it is made anew.
-    Making it takes up to so many ``gigabytes`` of the disk: the test is skipped where fewer are
-    free, as on a full disk all that run beside it would fail.
+    A change of ``made_of`` or of this Python makes a new one. The test is skipped if fewer than
+    ``gigabytes`` are free on the disk, since a full disk would fail all other tests.
     """
     parent = kept_environments()
     parent.mkdir(parents=True, exist_ok=True)
@@ -90,27 +89,29 @@ def kept_environment(
             shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(parent).free / 1e9
             if free < gigabytes:
-                pytest.skip(f"{parent}: {free:.1f} GB are free, {name} wants {gigabytes}")
+                pytest.skip(f"{parent}: {free:.1f} GB are free, {name} needs {gigabytes}")
             make(folder)
             built.touch()
     return folder
 
 
 def python_of(version: str) -> str:
-    """A Python of this version, as ``3.13``; the test is skipped where there is none."""
+    """Path of a Python of this version, such as "3.13"; without one, the test is skipped."""
     named = shutil.which(f"python{version}")
-    kept = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), reverse=True)
-    for python in [*([named] if named else []), *map(str, kept)]:
-        # A name on the path may be pyenv's, which does not run.
+    pyenv_pythons = sorted(
+        Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), reverse=True
+    )
+    for python in [*([named] if named else []), *map(str, pyenv_pythons)]:
+        # A name on the path may be a shim of pyenv that does not run.
         if subprocess.run([python, "--version"], capture_output=True).returncode == 0:
             return python
     pytest.skip(f"there is no Python {version}")
 
 
 def package(name: str) -> Path:
-    """A folder with a package's files, not installed.
+    """A folder with the files of a package's wheel, without its dependencies.
 
-    It is taken from the wheel, without what it asks for; the test is skipped where it is not there.
+    The test is skipped if the wheel cannot be downloaded.
     """
 
     def make(folder: Path) -> None:
@@ -120,7 +121,7 @@ def package(name: str) -> Path:
         done = subprocess.run([*command, *options], capture_output=True, text=True)
         wheels = list(folder.glob("*.whl"))
         if not wheels:
-            pytest.skip(f"the package {name} cannot be had: {done.stderr.strip()[-300:]}")
+            pytest.skip(f"the package {name} cannot be downloaded: {done.stderr.strip()[-300:]}")
         shutil.unpack_archive(wheels[0], folder, format="zip")
         wheels[0].unlink()
 
@@ -128,7 +129,7 @@ def package(name: str) -> Path:
 
 
 def vllm_python() -> str:
-    """A Python with vLLM; the test is skipped where none is named."""
+    """Path of a Python with vLLM; without one, the test is skipped."""
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
     if VLLM_VARIABLE not in os.environ:
@@ -137,10 +138,7 @@ def vllm_python() -> str:
 
 
 def triton_python() -> str:
-    """A Python with the extra ``triton`` before this environment's packages, whose numpy may be 2.
-
-    It is this one if that has the extra.
-    """
+    """Path of a Python with the extra ``triton``, which needs numpy 1: this one if it has both."""
     if importlib.util.find_spec("pytriton") is not None and np.__version__.startswith("1."):
         return sys.executable
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

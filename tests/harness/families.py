@@ -1,4 +1,4 @@
-"""Tiny models of every family for tests: random, with norms and biases away from their defaults."""
+"""Tiny random models of every supported family, whose norms and biases are not the defaults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GEMMA2 = {
     "attn_logit_softcapping": 2.0,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
-# Every one with 4 layers of width 64; what else it has, as its config.json says it.
+# Models by name, each with 4 layers and hidden size 64; the values are fields of its config.json.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_untied": {"model_type": "llama", "tie_word_embeddings": False},
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama_yarn": {"model_type": "llama", "rope_parameters": YARN_ROPE},
     "llama_dynamic": {
         "model_type": "llama",
-        # The length of one of SEQUENCES; one is longer, and begins as a shorter one does.
+        # One of SEQUENCES has this length, and one is longer; the latter shares a prefix.
         "max_position_embeddings": 52,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 8.0},
     },
@@ -85,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ministral3": {
         "model_type": "ministral3",
-        # Of 32, a step of Adam moved rewards by 8e-5 for weights that were rounded otherwise.
+        # With 32, rounding moved rewards by 8e-5 after a step of Adam.
         "head_dim": 16,
         "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 0.5},
     },
@@ -180,7 +180,7 @@ CASES: dict[str, dict[str, Any]] = {
             "short_factor": [1.0, 1.5, 2.0, 2.5],
             "long_factor": [2.0, 4.0, 8.0, 16.0],
         },
-        # Shorter than all but two of SEQUENCES.
+        # All but two of SEQUENCES are longer.
         "original_max_position_embeddings": 14,
         "pad_token_id": 0,
     },
@@ -201,7 +201,7 @@ CASES: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "norm_topk_prob": True,
         "head_dim": 32,
-        # Of 48, two experts of a token were 5e-6 apart after a step: rounding chose between them.
+        # With 48, two experts of a token were 5e-6 apart after a step, so rounding decided.
         "moe_intermediate_size": 40,
     },
     "qwen2_moe": {
@@ -230,8 +230,9 @@ CASES: dict[str, dict[str, Any]] = {
 # A case for each model_type.
 BODIES = {config["model_type"]: case for case, config in reversed(CASES.items())}
 
-# A shape that hides nothing: its width is no square and no power of two, the root of a head's size
-# is rounded in 16 bits, and there are three query groups of three heads and an odd vocabulary.
+# A shape that reveals rounding errors and swapped axes: the hidden size is neither a square nor a
+# power of two, the root of a head's size is not exact in 16 bits, and there are three query groups
+# of three heads and an odd vocabulary size.
 ODD_SHAPE = {
     "vocab_size": 337,
     "hidden_size": 216,
@@ -244,7 +245,7 @@ ODD_SHAPE = {
 
 
 def odd_settings(case: str) -> dict[str, Any]:
-    """Settings that give a case ``ODD_SHAPE``, with what depends on it."""
+    """Settings that give a case ``ODD_SHAPE``, and adapt the settings that depend on it."""
     config, settings = CASES[case], dict(ODD_SHAPE)
     if "query_pre_attn_scalar" in config:
         settings["query_pre_attn_scalar"] = 29
@@ -253,7 +254,7 @@ def odd_settings(case: str) -> dict[str, Any]:
         settings |= {counts: 7, "moe_intermediate_size": 44}
     rope = config.get("rope_parameters", {})
     if rope.get("rope_type") == "longrope":
-        # A factor for each pair of channels that is rotated.
+        # RoPE needs a factor for each pair of rotated channels.
         factors = [1.1 + 0.3 * pair for pair in range(6)]
         longer = {"short_factor": factors, "long_factor": [1.7 * factor for factor in factors]}
         settings["rope_parameters"] = {**rope, **longer}
@@ -261,7 +262,7 @@ def odd_settings(case: str) -> dict[str, Any]:
 
 
 def hf_config(case: str, **settings: Any) -> Any:
-    """The case as a configuration of transformers."""
+    """The transformers configuration of a case, updated by ``settings``."""
     from transformers import AutoConfig
 
     shape = {**tiny.SHAPE, "initializer_range": 0.1, **CASES[case], **settings}
@@ -269,7 +270,7 @@ def hf_config(case: str, **settings: Any) -> Any:
 
 
 def classifier(config: Any) -> Any:
-    """transformers' class for a reward model, or what its class would be where it has none."""
+    """transformers' sequence classification class for ``config``; made here where it has none."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -298,9 +299,9 @@ def _shift_norms(model: Any) -> None:
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A Llama's tensors as modeling_internlm2.py of InternLM2's reward models names and fuses them.
+    """A Llama's tensors, renamed and fused as in InternLM2's modeling_internlm2.py.
 
-    It splits the rows of ``wqkv`` into groups of some queries, a key and a value.
+    The rows of ``wqkv`` are groups of several query heads, a key head and a value head.
     """
     outside = {
         "model.embed_tokens.weight": "model.tok_embeddings.weight",
@@ -345,20 +346,20 @@ def write_reward_model(folder: Path, case: str, dtype: torch.dtype, **settings: 
 def single_experts(
     family: Any, config: Any, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors with the names of files; in memory transformers has those of all experts in one."""
+    """Tensors with the names of files: transformers fuses all experts of a layer in memory."""
     from nemo_aligner.checkpoint.hf.source import split_fused_experts
     from nemo_aligner.checkpoint.weights.save import LazyTensor
 
-    given = {
-        name: LazyTensor(tuple(each.shape), each.dtype, each.clone, each.__getitem__)
-        for name, each in tensors.items()
+    lazy_tensors = {
+        name: LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.clone, tensor.__getitem__)
+        for name, tensor in tensors.items()
     }
-    found = split_fused_experts(family, family.rules(config), given)
-    return {name: each.read() for name, each in found.items()}
+    renamed = split_fused_experts(family, family.rules(config), lazy_tensors)
+    return {name: tensor.read() for name, tensor in renamed.items()}
 
 
 def write_base_nemo(path: Path, case: str) -> Path:
-    """A base ``.nemo`` made by the converter; ``path`` with ``.hf`` is what it was made of."""
+    """Write a base ``.nemo`` by the converter, from the folder ``path`` with the suffix ``.hf``."""
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 
     source = path.with_suffix(".hf")
@@ -384,6 +385,6 @@ def _sequences() -> list[list[int]]:
     ]
 
 
-# Shorter and longer than the window, which also ends inside prefixes, and before them.
+# Some are shorter and some longer than the window, which ends inside or before shared prefixes.
 SEQUENCES = _sequences()
 GROUPS = [Group(2, 30), Group(1, 0), Group(1, 0), Group(2, 12)]

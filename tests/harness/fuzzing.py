@@ -23,7 +23,7 @@ def deep_list(levels: int) -> list[Any]:
     return value
 
 
-# Values that parsers, checks and templates have failed on, here or elsewhere.
+# Values that parsers, checks and templates have failed on, in this project or in others.
 HOSTILE: tuple[Any, ...] = (
     *(10**400, -(10**400), 2**63, 2**64, -1, 0, 1, 2, 1e308, 1e-320, -0.0),
     *(float("inf"), float("-inf"), float("nan"), True, False, None),
@@ -53,10 +53,10 @@ Container: TypeAlias = dict[str, Any] | list[Any]
 
 
 def _places(value: Any) -> list[tuple[Container, Any]]:
-    """Every value inside of another, by its container and its key there."""
+    """Container and key of every value that is nested in ``value``."""
     places: list[tuple[Container, Any]] = []
     containers = [value]
-    for container in containers:  # which grows: no recursion, as some values are nested deeply
+    for container in containers:  # grows while iterating, because recursion fails on deep values
         keys = container if isinstance(container, dict) else range(len(container))
         places += [(container, key) for key in keys]
         containers += [container[key] for key in keys if isinstance(container[key], dict | list)]
@@ -84,7 +84,7 @@ def _repeat(inside: Container, key: Any, value: Any) -> None:
 
 
 def _put_inside(inside: Container, key: Any, value: Any) -> None:
-    """Into a list or an object that is there; else beside it."""
+    """Add ``value`` to the list or object at ``key``; where there is neither, to ``inside``."""
     target = inside[key] if isinstance(inside[key], dict | list) else inside
     if isinstance(target, dict):
         target["extra"] = value
@@ -107,9 +107,9 @@ _CHANGES: tuple[Change, ...] = (
 def damaged(
     samples: Mapping[str, Sequence[Any]], count: int
 ) -> st.SearchStrategy[list[tuple[str, Any]]]:
-    """``count`` samples by their names, each after one to three changes somewhere inside of it.
+    """A strategy of ``count`` named samples, each with one to three random changes inside.
 
-    Hypothesis chooses a seed alone: of choices in a list it repeats most, and tries few of them.
+    Hypothesis chooses only a seed: it would repeat choices from a list and try few of them.
     """
     texts = [(name, json.dumps(value)) for name, values in samples.items() for value in values]
     return st.integers(0, 2**64 - 1).map(
@@ -129,7 +129,7 @@ def _damage_each(texts: Sequence[tuple[str, str]], random: Random) -> Iterator[t
 
 
 def fuzz_settings(examples: int) -> settings:
-    """The same examples in every run, however long they take; ``Faults`` has what fails."""
+    """Settings for reproducible examples without a deadline; ``Faults`` collects failures."""
     return settings(
         max_examples=examples,
         phases=[Phase.generate],
@@ -150,7 +150,7 @@ class Faults:
 
     @contextmanager
     def noting(self, tried: object) -> Iterator[None]:
-        """Note an error that is none of the allowed ones, and go on."""
+        """Record an error other than the allowed ones and suppress it."""
         self.tries += 1
         try:
             yield
@@ -162,7 +162,7 @@ class Faults:
             self._inputs.setdefault(place[:200], repr(tried)[:1000])
 
     def check(self) -> None:
-        """Fail with all of them."""
+        """Fail with all recorded errors."""
         assert not self._inputs, "\n".join(
-            f"{place}\n    {given}" for place, given in self._inputs.items()
+            f"{place}\n    {value}" for place, value in self._inputs.items()
         )

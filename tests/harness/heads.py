@@ -1,4 +1,4 @@
-"""Tiny reward models with every kind of head that training makes, and a server's answers."""
+"""Tiny reward models with every kind of head that training makes, and a server's outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN = tiny.SHAPE["hidden_size"]
 NAMES = ("helpfulness", "verbosity")
 MEANS = (0.75, -1.5)
 LEVELS, VALUES = (0.1, 0.5, 0.9), ((0.0, 1.0, 4.0), (-1.0, 0.5, 2.0))
-# Its tensors' sizes by outputs and width, and what its contract says beside names and means.
+# The axes of a head's tensors by name: "outputs", and "hidden" for the hidden size.
 LINEAR = {"score.weight": ("outputs", "hidden")}
 BIAS = {**LINEAR, "score.bias": ("outputs",)}
 TWO_LAYERS = {
@@ -39,9 +39,14 @@ TWO_LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A head: tensors, attributes, outputs of each, and how they are read.
+    """A kind of head.
 
-    ``rules`` are other fields of its scoring contract.
+    Attributes:
+        tensors: the axes of each tensor by its name.
+        attributes: the names of the rewards.
+        readout: how several outputs become one reward; None is one output per reward.
+        reads_mean: the head reads the mean over the reply's tokens.
+        rules: more fields of the scoring contract.
     """
 
     tensors: dict[str, tuple[str, ...]]
@@ -70,7 +75,7 @@ KINDS = {
 
 
 def write_source(folder: Path, kind: Kind, body: str = "llama", **changes: Any) -> None:
-    """A Hugging Face folder with such a head; each of its outputs is an attribute."""
+    """Write a Hugging Face folder with this head, in which each output is an attribute."""
     outputs = len(kind.attributes) * (1 if kind.readout in (None, "sigmoid") else len(LEVELS))
     families.write_hf_checkpoint(folder, body, **changes)
     generator = torch.Generator().manual_seed(5)
@@ -92,9 +97,9 @@ def write_archive(
     pre_tokenizer: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """The archive of a head of this kind, with label means; starts and ends a process group.
+    """Write the archive of a reward model with this head and label means.
 
-    ``pre_tokenizer`` takes the place of the tokenizer's own.
+    ``pre_tokenizer`` replaces the tokenizer's. This starts and ends a process group.
     """
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
@@ -109,25 +114,25 @@ def write_archive(
         edit(source, "tokenizer.json", pre_tokenizer=pre_tokenizer)
     convert_hf_to_nemo(source, path.with_suffix(".first"))
     count = len(kind.attributes)
-    beside: dict[str, Any] = dict(kind.rules)
+    rules: dict[str, Any] = dict(kind.rules)
     if kind.readout is not None:
         rows: dict[str, Any] = {"bins": VALUES, "sigmoid": ((1.0,),) * count}
         numbers = rows.get(kind.readout, (LEVELS, LEVELS))
-        beside |= {"readout": Readout(kind.readout, numbers).to_json()}
-    # Labels that are probabilities are not centred.
+        rules |= {"readout": Readout(kind.readout, numbers).to_json()}
+    # Labels that are probabilities are not centred, so their means are 0.
     means = (0.0,) * count if kind.readout == "sigmoid" else MEANS[:count]
     with launch():
         loaded = load_reward_model(path.with_suffix(".first"), initialize_layout())
         if kind.reads_mean:
             marker = make_reply_marker(loaded.contract.template, loaded.tokenizer)
-            beside = {"scored_position": "reply_mean", "reply_marker": marker}
+            rules = {"scored_position": "reply_mean", "reply_marker": marker}
         contract = dataclasses.replace(
             loaded.contract,
             attributes=kind.attributes,
             attribute_weights=(2.0, -1.0)[:count],
             label_means=means,
             reward_model_type="regression",
-            **beside,
+            **rules,
         )
         save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
         destroy_layout()
@@ -135,7 +140,7 @@ def write_archive(
 
 
 class OneRank:
-    """The model of this process, which is called at once."""
+    """An executor that runs every operation at once on the model of this process."""
 
     def __init__(self, backend: RewardBackend) -> None:
         self._backend = backend
@@ -150,7 +155,7 @@ class OneRank:
 
 
 def served(archive: Path, texts: Sequence[list[dict[str, str]]]) -> dict[str, np.ndarray]:
-    """The outputs of the server's endpoint, without its sockets."""
+    """The outputs of the server's KServe endpoint for conversations, called without sockets."""
 
     async def answered() -> dict[str, np.ndarray]:
         conversations = [[json.dumps(text).encode()] for text in texts]

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, on one rank or several, from prepared processes or fresh."""
+"""Run scripts on one rank or several, forked from prepared processes or started fresh."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.harness.once import TURNS
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_RANKS = str(ROOT / "tests/harness/local_ranks.py")
 HOST = "127.0.0.1"
-GRACE_SECS = 30  # as torchrun gives the other ranks of one that failed
+GRACE_SECS = 30  # torchrun gives the other ranks as long after one has failed
 Done = subprocess.CompletedProcess[str]
 
-# What torchrun tells the sixth of eight processes, the second of its node.
+# Environment variables that torchrun sets in the sixth of eight processes, the second of its node.
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -38,63 +38,63 @@ TORCHRUN = {
 
 
 class PreparedRank:
-    """A process that has imported the libraries and forks into scripts, one at a time."""
+    """A process that has imported the libraries and forks for each script, one at a time."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/harness/prepared_process.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # else select sees nothing of a line that was read ahead
+            bufsize=0,  # buffered, select would not see a line that was read ahead
             env=environment,
             cwd=ROOT,
         )
         self._script = 0
 
     def fileno(self) -> int:
-        """For select: there is something to read once the script has ended."""
+        """File descriptor for select; it is readable once the script has ended."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def send(self, job: dict[str, Any]) -> None:
-        """Have a script begin as soon as the libraries are imported."""
+        """Send a job; its script begins as soon as the libraries are imported."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
 
     def begun(self) -> None:
-        """Wait until the script that was sent has begun."""
-        self._script = self._read()["pid"]
+        """Wait until the script of the last job has begun."""
+        self._script = self._read_answer()["pid"]
 
     def returncode(self) -> int:
-        """Wait until the script has ended."""
-        return self._read()["returncode"]
+        """Wait until the script has ended; return its exit code."""
+        return self._read_answer()["returncode"]
 
     def stop(self, order: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             os.kill(self._script, order)
 
     def end(self) -> None:
-        """End the process, and a script that still runs."""
+        """End the process and a script that is still running."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
-    def _read(self) -> dict[str, int]:
+    def _read_answer(self) -> dict[str, int]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a prepared process is gone: {self._process.wait()}")
+            raise RuntimeError(f"a prepared process has ended: {self._process.wait()}")
         return json.loads(line)
 
 
 class Prepared:
-    """A process for each rank that forks into scripts, made when first needed, and then kept.
+    """Prepared processes, one for each rank, made when first needed and reused.
 
-    A script begins two seconds of CPU time sooner on each rank, and torchrun's own process is
-    spared. It is a fork of one thread that has imported others' packages and none of ours. Each
-    rank hashes strings in its own way, as under torchrun: the order of a set differs between ranks.
+    This saves two seconds of CPU time per rank and torchrun's own process. A script runs in a fork
+    of a single-threaded process that has imported other packages but none of ours. Each rank has
+    its own hash seed, as under torchrun, so the order of a set differs between ranks.
     """
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ class Prepared:
         atexit.register(self.end)
 
     def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether the libraries would be the same if they were imported in ``environment``."""
+        """Whether the prepared processes can run a script that needs ``environment``."""
         if self._environment is None:
-            self._environment = _lasting(environment)
-        return self.is_used and _lasting(environment) == self._environment
+            self._environment = _without_test_name(environment)
+        return self.is_used and _without_test_name(environment) == self._environment
 
     def run(
         self,
@@ -117,7 +117,7 @@ class Prepared:
         timeout: float,
         folder: Path,
     ) -> Done:
-        """As ``subprocess.run`` does by plain python, or by torchrun; its errors, too."""
+        """Run a command like ``subprocess.run`` with python or torchrun, with the same errors."""
         assert self._environment is not None
         while len(self._ranks) < processes:
             self._ranks.append(PreparedRank(self._environment))
@@ -126,22 +126,24 @@ class Prepared:
             files = {name: f"{temporary}/{name}" for name in ("stdout", "stderr")}
             job = {"command": command, "folder": str(folder), **files}
             try:
-                for rank, told in zip(ranks, _environments(environment, processes), strict=True):
-                    rank.send({**job, "environment": told})
+                for rank, rank_variables in zip(
+                    ranks, _environments(environment, processes), strict=True
+                ):
+                    rank.send({**job, "environment": rank_variables})
                 for rank in ranks:
                     rank.begun()
                 codes, is_late = _wait(ranks, timeout)
             except BaseException:
                 self.end()
                 raise
-            said = [Path(file).read_text() for file in files.values()]
+            outputs = [Path(file).read_text() for file in files.values()]
         if is_late:
-            raise subprocess.TimeoutExpired(command, timeout, *said)
+            raise subprocess.TimeoutExpired(command, timeout, *outputs)
         code = codes[0] if processes == 1 else int(any(codes))
-        return subprocess.CompletedProcess(command, code, *said)
+        return subprocess.CompletedProcess(command, code, *outputs)
 
     def end(self) -> None:
-        """End all processes; the next run makes others."""
+        """End all processes; the next run makes new ones."""
         while self._ranks:
             self._ranks.pop().end()
 
@@ -157,13 +159,13 @@ def launch_script(
     fresh: bool = False,
     folder: Path = ROOT,
 ) -> Done:
-    """Run a script on so many ranks; workers of a test run take turns with several.
+    """Run a script on ``processes`` ranks. With several, xdist workers take turns.
 
-    ``fresh``: by python or torchrun, as a user does. ``timeout`` counts from the turn on.
-    ``folder`` is the current one.
+    With ``fresh``, python or torchrun starts it, as a user would. ``timeout`` counts in seconds
+    from this worker's turn. ``folder`` is the working directory.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than ``timeout`` seconds, and was killed.
+        subprocess.TimeoutExpired: the script took too long and was killed.
     """
     with TURNS.one() if processes > 1 else contextlib.nullcontext():
         if not fresh and PREPARED.fits(environment):
@@ -180,7 +182,7 @@ def launch_script(
 
 
 def run_code(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Done:
-    """A program in a fresh Python, in an environment with no more than this package and a CPU."""
+    """Run a program in a fresh Python, by default with only the package on its path and no GPU."""
     bare = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -193,7 +195,7 @@ def run_code(code: str, *arguments: str, environment: Mapping[str, str] | None =
 
 
 def start_local_ranks(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Have a process start ``command`` on two local ranks, as the package does without torchrun."""
+    """Start ``command`` on two ranks by the package's own launcher, without torchrun."""
     return subprocess.Popen(
         [sys.executable, LOCAL_RANKS, *command],
         stdout=subprocess.PIPE,
@@ -205,12 +207,12 @@ def start_local_ranks(command: list[str], environment: dict[str, str]) -> subpro
 
 
 def run_local_ranks(command: list[str], environment: dict[str, str]) -> Done:
-    """The same to its end, the process that starts them being a prepared one."""
+    """Run ``command`` on two ranks by the package's launcher, which runs in a prepared process."""
     return launch_script([LOCAL_RANKS, *command], environment, timeout=120)
 
 
 def free_port() -> int:
-    """A free port that the kernel hands out to nobody meanwhile."""
+    """A free port outside the range that the kernel assigns to others."""
     while True:
         port = random.SystemRandom().randint(10_000, 20_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -219,7 +221,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What a launcher tells each rank."""
+    """Environment variables that a launcher sets for a rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -231,28 +233,31 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _wait(ranks: list[PreparedRank], timeout: float) -> tuple[list[int], bool]:
-    """What the scripts of all ranks ended with, and whether they took too long.
+    """Wait for all ranks; return their exit codes, and whether they took too long.
 
-    Where one fails, the others are stopped, as torchrun does.
+    If one fails, the others are stopped, as torchrun does.
     """
     running, codes = list(ranks), list[int]()
     end = time.monotonic() + timeout
-    while running and not any(codes) and (ended := _ended(running, end)):
+    while running and not any(codes) and (ended := _wait_for_ended(running, end)):
         codes += ended
     is_late = bool(running) and not any(codes)
     if not is_late:
         _stop(running, signal.SIGTERM)
         end = min(end, time.monotonic() + GRACE_SECS)
-        while running and (ended := _ended(running, end)):
+        while running and (ended := _wait_for_ended(running, end)):
             codes += ended
     _stop(running, signal.SIGKILL)
     while running:
-        codes += _ended(running)
+        codes += _wait_for_ended(running)
     return codes, is_late
 
 
-def _ended(running: list[PreparedRank], end: float | None = None) -> list[int]:
-    """The codes of those that end next, taken out of ``running``; none if ``end`` comes first."""
+def _wait_for_ended(running: list[PreparedRank], end: float | None = None) -> list[int]:
+    """Wait for the next ranks to end; remove them from ``running`` and return their exit codes.
+
+    The result is empty if the time ``end`` comes first.
+    """
     left = None if end is None else max(0.0, end - time.monotonic())
     ready = select.select(running, [], [], left)[0]
     running[:] = [rank for rank in running if rank not in ready]
@@ -271,6 +276,6 @@ def _environments(environment: dict[str, str], processes: int) -> list[dict[str,
     return [{**environment, **rank_environment(rank, processes, port)} for rank in range(processes)]
 
 
-def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what changes with every test."""
+def _without_test_name(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variable that changes with every test."""
     return {key: value for key, value in environment.items() if key != "PYTEST_CURRENT_TEST"}

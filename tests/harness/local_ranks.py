@@ -1,4 +1,4 @@
-"""``local_ranks.py ARGUMENT...``: ``python ARGUMENT...`` on two ranks of this machine."""
+"""``local_ranks.py ARGUMENT...`` runs ``python ARGUMENT...`` on two ranks of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of one test run do once: build what all of them use, and take turns."""
+"""Coordination of the workers of one test run: build shared things once, and take turns."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ _POLL_SECS = 0.2
 
 
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this run see, and no other run."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    """A folder that all workers of this run share, and no other run."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 def once_per_run(folder_of_run: Path, name: str, build: Callable[[Path], object]) -> Path:
-    """The folder ``name`` that ``build`` fills: by the worker that asks first, others wait for it.
+    """The folder that ``build`` fills under ``name``; the first worker builds, others wait.
 
-
-    Where ``build`` fails, the next worker that asks tries again, in an empty folder.
+    If ``build`` fails, the next worker tries again in an empty folder.
     """
     parent = folder_of_run / "once"
     parent.mkdir(exist_ok=True)
@@ -45,34 +44,34 @@ def once_per_run(folder_of_run: Path, name: str, build: Callable[[Path], object]
 
 
 class Turns:
-    """Turns for what starts several busy processes: so many at a time that each has its core."""
+    """Turns for tests that start several busy processes: only as many at once as cores allow."""
 
     def __init__(self) -> None:
         self.count = max(1, len(os.sched_getaffinity(0)) // 2)
-        self.was_taken = False  # since the test began
+        self.was_taken = False  # by the current test
         self._folder: Path | None = None
         self._depth = 0
         self._waited = 0.0
 
     def begin(self, folder: Path) -> None:
-        """Take turns with the other workers whose run has this ``folder``."""
+        """Take turns with the workers that use the same ``folder``."""
         self._folder = folder / "turns"
         self._folder.mkdir(exist_ok=True)
 
     def now(self) -> float:
-        """Seconds of a clock that stands still while this worker waits for its turn."""
+        """Seconds of a clock that stops while this worker waits for its turn."""
         return time.monotonic() - self._waited
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """A turn, waited for; inside it this worker has further ones at once."""
+        """Wait for a turn and hold it in the block. Nested turns need no wait."""
         self.was_taken = True
         if self._folder is None or self._depth > 0:
             yield
             return
-        before = time.monotonic()
+        started = time.monotonic()
         lock = self._wait()
-        self._waited += time.monotonic() - before
+        self._waited += time.monotonic() - started
         self._depth += 1
         try:
             yield

@@ -1,10 +1,10 @@
 """Import the libraries once, then fork for every script that a test starts.
 
-``python tests/harness/prepared_process.py`` is one rank. It reads jobs from its input, one line of
-JSON each (``tests/harness/launching.py`` writes them), and prints a line when a job's script begins
-and another when the script has ended. At the end of its input the process ends, and so does a
-script that still runs. It imports nothing of this package, so that every script sees its own state,
-and has a single thread when it forks.
+``python tests/harness/prepared_process.py`` is one rank. It reads jobs from stdin, one line of JSON
+each, written by ``tests/harness/launching.py``. It prints one line when a job's script begins and
+another when the script has ended. When stdin closes, the process ends and kills a script that still
+runs. It imports nothing of this package, so that every script starts from the same state, and it
+has a single thread when it forks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_SECS = 0.01
 
 
 def main() -> dict[str, Any] | None:
-    """Serve until the end of input; in a fork, what to run there."""
+    """Serve jobs until stdin closes. In a forked child, return the job to run there."""
     for name in LIBRARIES:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a library started a thread: it may not fork"
@@ -45,19 +45,19 @@ def main() -> dict[str, Any] | None:
 
 
 def wait(pid: int) -> int:
-    """Until the script has ended, which is killed where nobody waits for it any more."""
+    """Wait for the script and return its exit code; kill it if stdin closes meanwhile."""
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        # A job comes after the last one's end: what can be read before that is the end of input.
+        # A new job comes only after the last one has ended, so readable means that stdin closed.
         if select.select([sys.stdin], [], [], POLL_SECS)[0]:
             os.kill(pid, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def become(job: dict[str, Any]) -> None:
-    """What a process of its own would have: environment, folder, files, arguments."""
+    """Give the fork the job's environment, working directory, standard files and arguments."""
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
@@ -74,7 +74,7 @@ def become(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    told = main()
-    if told is not None:
-        become(told)
-        runpy.run_path(told["command"][0], run_name="__main__")
+    forked_job = main()
+    if forked_job is not None:
+        become(forked_job)
+        runpy.run_path(forked_job["command"][0], run_name="__main__")

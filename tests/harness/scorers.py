@@ -1,4 +1,4 @@
-"""Scorers whose rewards are known, and the rewards of token ids."""
+"""Scorers that compute rewards by a given function, and a function that scores token ids."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FunctionScorer:
 
 @dataclass
 class EncodingScorer(FunctionScorer):
-    """One that has a tokenizer, which rejects samples before they are scored."""
+    """A FunctionScorer with a tokenizer, which can reject samples before they are scored."""
 
     encoding: Callable[[Text], EncodedText | None] = lambda text: None
 
@@ -61,19 +61,19 @@ class EncodingScorer(FunctionScorer):
 
 
 def source_of(function: Callable[..., np.ndarray], *more: Any, **settings: Any) -> RewardSource:
-    """A source of known rewards; with ``encoding`` one that has a tokenizer."""
+    """A reward source that scores by ``function``; with ``encoding`` it has a tokenizer."""
     kind = EncodingScorer if "encoding" in settings else FunctionScorer
     return RewardSource.of(kind(function, *more, **settings))
 
 
 def measured(measure: Callable[..., Any], source: RewardSource, records: Sequence[Any]) -> Any:
-    """What ``measure``, such as ``evaluate_ratings``, makes of the source's rewards of records."""
+    """Score the samples of ``records`` and call ``measure``, such as ``evaluate_ratings``."""
     texts = [text for record in records for text in record.texts]
     return measure(source, records, source.scorer.score_rows(texts))
 
 
 def score_tokens(scorer: Any, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
-    """Rewards of token ids as they stand, which the contract has to accept."""
+    """Rewards ``[N, A]`` of token ids, used unchanged; the contract must accept them."""
     for token_ids in token_lists:
         scorer.check_tokens(token_ids)
     return scorer.score_token_lists([list(token_ids) for token_ids in token_lists])

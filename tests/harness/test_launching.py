@@ -1,4 +1,4 @@
-"""Prepared processes run scripts as fresh ones do; workers build a thing once, and take turns."""
+"""Prepared processes run scripts like fresh ones; workers build things once and take turns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_script_says_ends_fails_and_takes_too_long_alike(script: str, fresh: boo
     folder, root = Path(script).parent, tiny.ROOT
     assert line == f'[["{script}", "tell", "a b"], "{folder}", "{root}", null, "__main__"]'
     assert (end, done.stderr) == ("the end", "rank 0 of 1\n")
-    # Another environment than others had is set before the libraries are imported.
+    # A script's environment is set before its libraries are imported.
     assert '"so"' in tiny.run_script(script, "tell", env={"TOLD": "so"}, fresh=fresh).stdout
     done = tiny.run_script(script, "exit", check=False, fresh=fresh)
     assert (done.returncode, done.stderr) == (1, "rank 0 of 1\nno more\n")
@@ -83,11 +83,11 @@ def test_script_says_ends_fails_and_takes_too_long_alike(script: str, fresh: boo
 @pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
 def test_the_others_end_with_a_rank_that_fails(script: str, fresh: bool) -> None:
     there = Path(script).parent / "there"
-    for how in ("kill", "fail"):
-        there.unlink(missing_ok=True)  # so that the one that fails waits for the other again
-        done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
-        assert done.returncode == 1, how
-        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), how
+    for accident in ("kill", "fail"):
+        there.unlink(missing_ok=True)  # so that the failing rank waits for the other again
+        done = tiny.run_script(script, accident, processes=2, check=False, timeout=50, fresh=fresh)
+        assert done.returncode == 1, accident
+        assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), accident
 
 
 def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +100,10 @@ def test_a_rank_that_will_not_end_is_killed(script: str, monkeypatch: pytest.Mon
 def test_each_rank_hashes_strings_in_its_own_way(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so do the processes that it starts: no seed is passed on."""
+    """Its child processes do, too: no hash seed is passed on."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     output = tiny.run_script(script, "hash", processes=2).stdout
-    # What the ranks say at their end may share a line, or leave an empty one.
+    # The last lines of two ranks may share a line, or leave an empty one.
     lines = sorted(line.split() for line in output.splitlines() if line[:1].isdigit())
     assert [(rank, seed) for rank, _, _, seed in lines] == [("0", "None"), ("1", "None")]
     assert len({number for line in lines for number in line[1:3]}) == 4
@@ -176,9 +176,9 @@ def test_workers_build_a_thing_once_and_take_turns(tmp_path: Path) -> None:
     workers = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
-    said = [worker.communicate()[0] for worker in workers]
+    outputs = [worker.communicate()[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * 4
-    assert sorted(said) == ["", "", "", "built\n"]
+    assert sorted(outputs) == ["", "", "", "built\n"]
 
 
 def test_what_failed_is_built_again_in_an_empty_folder(tmp_path: Path) -> None:

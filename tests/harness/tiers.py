@@ -1,7 +1,7 @@
-"""Which tests the quick tier has, and how workers share them out: by durations that were measured.
+"""The quick tier and the distribution of tests over workers, by measured durations.
 
-``tests/durations.json`` has what each test of two seconds and more took, as ``--store-durations``
-measured it: its own time and that of all fixtures it shares with others, without waiting for turns.
+``tests/durations.json`` has the duration of each test of two seconds or more, as measured by
+``--store-durations``: its own time plus that of all shared fixtures, without waiting for turns.
 """
 
 from __future__ import annotations
@@ -24,26 +24,29 @@ _PROPERTY = "measured"
 
 
 class Durations:
-    """Seconds of each test, and those that start several ranks, as they were measured last."""
+    """The stored seconds of each test, and the names of tests that start several ranks."""
 
     def __init__(self) -> None:
-        kept = json.loads(FILE.read_text()) if FILE.exists() else {}
-        self.seconds: dict[str, float] = kept.get("seconds", {})
-        self.several_ranks = frozenset(kept.get("several_ranks", []))
+        stored = json.loads(FILE.read_text()) if FILE.exists() else {}
+        self.seconds: dict[str, float] = stored.get("seconds", {})
+        self.several_ranks = frozenset(stored.get("several_ranks", []))
 
     def is_quick(self, item: pytest.Item) -> bool:
         is_smoke = item.get_closest_marker("smoke") is not None
         return is_smoke or self.seconds.get(item.nodeid, 0.0) <= QUICK_SECS
 
     def group(self, nodeid: str) -> str:
-        """What one worker runs in a row: a file, or those that would wait for each other's turn."""
+        """The group of a test, which one worker runs: its file, or a share of multi-rank tests.
+
+        Tests of several ranks would otherwise wait for each other's turns in different workers.
+        """
         file = nodeid.partition("::")[0]
         if nodeid in self.several_ranks:
             return f"several ranks {zlib.crc32(file.encode()) % TURNS.count}"
         return file
 
     def longest_first(self, items: list[pytest.Item]) -> None:
-        """Sort by groups, so that the workers end together; a file's own order stays."""
+        """Sort by the groups' total time, longest first; the order within a group stays."""
         total: Counter[str] = Counter()
         for item in items:
             total[self.group(item.nodeid)] += self.seconds.get(item.nodeid, 0.0)
@@ -51,17 +54,17 @@ class Durations:
 
 
 class Clock:
-    """Times the tests of a worker, and the fixtures that several of them share."""
+    """A pytest plugin that times the tests of a worker and their shared fixtures."""
 
     def __init__(self) -> None:
-        self._shared: dict[int, float] = {}  # by fixture
-        self._takes_turns: set[int] = set()  # fixtures, whose tests all belong to one worker
+        self._shared: dict[int, float] = {}  # seconds by the id of a fixture
+        self._takes_turns: set[int] = set()  # ids of fixtures that took a turn
         self._began = 0.0
-        self._apart = 0.0  # what this test spent on fixtures that others share
+        self._apart = 0.0  # seconds of this test in shared fixtures
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
-        before, apart = TURNS.now(), self._apart
+        started, apart = TURNS.now(), self._apart
         was_taken, TURNS.was_taken = TURNS.was_taken, False
         try:
             return (yield)
@@ -70,8 +73,8 @@ class Clock:
                 self._takes_turns.add(id(fixturedef))
             TURNS.was_taken |= was_taken
             if fixturedef.scope != "function":
-                # What it asked for while it was made is counted there.
-                took = TURNS.now() - before
+                # Fixtures requested while this one was made are counted separately.
+                took = TURNS.now() - started
                 self._shared[id(fixturedef)] = took - (self._apart - apart)
                 self._apart = apart + took
 
@@ -83,7 +86,9 @@ class Clock:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Function, call: Any) -> Iterator[Any]:
         if call.when == "teardown":
-            fixtures = {id(found[-1]) for found in item._fixtureinfo.name2fixturedefs.values()}
+            fixtures = {
+                id(definitions[-1]) for definitions in item._fixtureinfo.name2fixturedefs.values()
+            }
             shared = sum(self._shared.get(fixture, 0.0) for fixture in fixtures)
             seconds = TURNS.now() - self._began - self._apart + shared
             takes_turns = TURNS.was_taken or not self._takes_turns.isdisjoint(fixtures)
@@ -92,7 +97,7 @@ class Clock:
 
 
 def store(reports: Iterable[pytest.TestReport], of_whole_files: bool) -> None:
-    """Write what tests took over what is kept of them; of ``of_whole_files`` others are gone."""
+    """Update ``tests/durations.json``; ``of_whole_files`` also drops tests that no longer exist."""
     measured = {
         report.nodeid: value
         for report in reports
@@ -100,14 +105,14 @@ def store(reports: Iterable[pytest.TestReport], of_whole_files: bool) -> None:
         if name == _PROPERTY and report.when == "teardown"
     }
     files = {nodeid.partition("::")[0] for nodeid in measured} if of_whole_files else set()
-    kept = Durations()
+    stored = Durations()
 
     def is_kept(nodeid: str) -> bool:
         file = nodeid.partition("::")[0]
         return nodeid not in measured and file not in files and (ROOT / file).exists()
 
-    seconds = {nodeid: value for nodeid, value in kept.seconds.items() if is_kept(nodeid)}
-    several = {nodeid for nodeid in kept.several_ranks if is_kept(nodeid)}
+    seconds = {nodeid: value for nodeid, value in stored.seconds.items() if is_kept(nodeid)}
+    several = {nodeid for nodeid in stored.several_ranks if is_kept(nodeid)}
     for nodeid, (took, takes_turns) in measured.items():
         if took >= KEPT_SECS:
             seconds[nodeid] = round(took, 1)

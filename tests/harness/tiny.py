@@ -1,4 +1,4 @@
-"""Tiny real things for tests: a Llama checkpoint, preference files, and a launcher."""
+"""Tiny real models, tokenizers and data for tests, and functions that run commands on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.harness.launching import PREPARED, ROOT, launch_script
 
-# The environment of the test run: libraries and launches in this process put more into it.
+# The environment at the start of the test run; libraries and launches in this process change it.
 GIVEN = dict(os.environ)
 TEXT = (
     "the a cat dog bird tree house river stone blue red green warm cold quick slow runs sleeps "
@@ -37,7 +37,7 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 
-# The smallest that megatron-core builds, as its model_config.yaml says it.
+# The smallest model that megatron-core builds, as a model_config.
 SMALLEST = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -86,13 +86,13 @@ def write_hf_checkpoint(folder: Path, **changes: object) -> None:
 
 
 def write_hf_reward_model(folder: Path, labels: int = 1, **changes: object) -> None:
-    """A random LlamaForSequenceClassification, whose norms and head are no one's defaults."""
+    """A random LlamaForSequenceClassification with ``labels`` outputs and random norms."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(1)
     settings = {**SHAPE, "initializer_range": 0.1, "num_labels": labels, "pad_token_id": 0}
-    # transformers takes several outputs for classes otherwise.
+    # Otherwise transformers treats several outputs as classes.
     settings["problem_type"] = "regression"
     model = LlamaForSequenceClassification(LlamaConfig(**{**settings, **changes}))
     for name, parameter in model.named_parameters():
@@ -113,9 +113,9 @@ def write_base_nemo(path: Path, **changes: object) -> Path:
 
 
 def write_reward_nemo(path: Path, reads: str = "last_token", **data: Any) -> Path:
-    """A reward model's ``.nemo`` with two attributes, norms that are not 1, and label means.
+    """Write a reward model's ``.nemo`` with two attributes, random norms and label means.
 
-    ``data`` are settings of a DataConfig, ``reads`` that of the head.
+    ``data`` are fields of its DataConfig, ``reads`` is the head's scored position.
     """
     import torch
 
@@ -203,7 +203,7 @@ def write_ratings(path: Path, count: int, attributes: tuple[str, ...], seed: int
 def training(
     base: Path, folder: Path, train: Path | Sequence[Path], validation: Path | Sequence[Path] = ()
 ) -> list[str]:
-    """Settings of a short run in ``folder``; those that are added behind them count."""
+    """Settings of a short training run in ``folder``; settings appended to them override them."""
 
     def listed(files: Path | Sequence[Path]) -> str:
         return ",".join(map(str, [files] if isinstance(files, Path) else files))
@@ -225,19 +225,19 @@ def training(
 
 
 def logged(run: Path) -> dict[str, dict[int, float]]:
-    """What a run logged, by name and step; each once, but times. A NaN is ``math.nan``.
+    """The metrics that a run logged, by name and step; a null is ``math.nan``.
 
-    Two checkpoints may be published in one step, where a stopped run saves.
+    Only times may be logged twice in a step: a run that stops may publish two checkpoints in it.
     """
-    found: dict[str, dict[int, float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         step = row.pop("step")
         for name, value in row.items():
-            of_name = found.setdefault(name, {})
+            of_name = metrics.setdefault(name, {})
             assert step not in of_name or is_of_time(name), (name, step)
             of_name[step] = math.nan if value is None else value
-    return found
+    return metrics
 
 
 def is_of_time(name: str) -> bool:
@@ -245,7 +245,7 @@ def is_of_time(name: str) -> bool:
 
 
 def numbers(run: Path) -> dict[tuple[str, int], float]:
-    """What a run logged, by name and step, without times."""
+    """The metrics that a run logged by (name, step), without times."""
     return {
         (name, step): value
         for name, values in logged(run).items()
@@ -255,21 +255,21 @@ def numbers(run: Path) -> dict[tuple[str, int], float]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a script, on a machine without a GPU."""
-    # What was given stays: packages may lie beside the environment's.
+    """Environment variables of a script on a machine without a GPU, updated by ``more``."""
+    # The caller's PYTHONPATH stays in effect: it may name folders with more packages.
     path = os.pathsep.join(filter(None, (str(ROOT), GIVEN.get("PYTHONPATH"))))
     ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return {**GIVEN, **ours, **more}
 
 
-# Whatever a worker starts first, its prepared processes have what most scripts are given.
+# Prepared processes start in the environment of most scripts, whichever script comes first.
 PREPARED.fits(environment())
 
 
 def temporary_files_in(folder: Path) -> dict[str, str]:
-    """Of the environment: all temporary files lie there.
+    """Environment variables that send temporary files to ``folder``.
 
-    But those of torch's compiler, which megatron-core 0.19 imports: it keeps a folder for kernels.
+    The cache of torch's compiler, which megatron-core 0.19 imports, goes next to it.
     """
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder.with_suffix(".kernels"))}
 
@@ -284,10 +284,10 @@ def run_script(
     fresh: bool = False,
     folder: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script on so many ranks, its output returned; ``check``: it has to succeed.
+    """Run a script on ``processes`` ranks and return its output and exit code.
 
-    ``fresh``: by plain python, or by torchrun for several ranks, as a user would (see launching).
-    ``folder`` is the current one.
+    With ``check`` it must succeed. With ``fresh`` python or torchrun starts it, as a user would
+    (see launching.py). ``folder`` is the working directory.
     """
     command = [str(ROOT / script), *arguments]
     done = launch_script(command, environment(**(env or {})), processes, timeout, fresh, folder)
@@ -298,6 +298,6 @@ def run_script(
     return done
 
 
-def run_verb(verb: str, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    """``nemo-aligner VERB ...`` by ``run_script``, which has the options."""
-    return run_script("nemo_aligner/__main__.py", *verb.split(), *arguments, **how)
+def run_verb(verb: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``nemo-aligner VERB ARGUMENTS``; ``options`` are those of ``run_script``."""
+    return run_script("nemo_aligner/__main__.py", *verb.split(), *arguments, **options)

@@ -1,4 +1,4 @@
-"""Lines that fit, durations, and progress in a log file."""
+"""Lines that fit the terminal, durations, and progress in a log file."""
 
 from __future__ import annotations
 
@@ -132,24 +132,24 @@ def test_bar_is_there_from_the_start_and_says_what_is_at_work_beside(
 def test_work_without_a_measure_says_how_long_it_takes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     enough = threading.Event()
 
     def tell(text: str) -> None:
-        said.append(text)
-        if len(said) == 2:
+        lines.append(text)
+        if len(lines) == 2:
             enough.set()
 
     with waiting_for("loading", tell, first=0.01):
         assert enough.wait(10)
-    count = len(said)
-    assert said[:2] == ["loading (0 s)", "loading (0 s)"]
+    count = len(lines)
+    assert lines[:2] == ["loading (0 s)", "loading (0 s)"]
     time.sleep(0.1)
-    assert len(said) == count
-    # What is soon over says nothing, neither does text in a log file change.
-    said.clear()
-    with pytest.raises(KeyError), waiting_for("loading", said.append):
+    assert len(lines) == count
+    # Work that ends soon prints nothing, and a log file gets lines unwrapped.
+    lines.clear()
+    with pytest.raises(KeyError), waiting_for("loading", lines.append):
         raise KeyError
-    assert said == []
+    assert lines == []
     say("word " * 40)
     assert capsys.readouterr().out == "word " * 40 + "\n"

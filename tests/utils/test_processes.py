@@ -1,4 +1,4 @@
-"""Which rank this is by torchrun's and Slurm's environment, and which rank says what went wrong."""
+"""Ranks from the variables of torchrun and Slurm, who reports an error, temporary folders."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
         (SLURM, (9, 16, 1, 8), ("gpu003", 29402)),
         ({**SLURM, "MASTER_ADDR": "head"}, (9, 16, 1, 8), ("head", 29402)),
     ):
-        found = find_process(environment)
-        ranks = (found.rank, found.world_size, found.local_rank, found.local_world_size)
-        assert (ranks, found.master) == (numbers, master)
-    # A batch shell without srun is one process.
+        process = find_process(environment)
+        ranks = (process.rank, process.world_size, process.local_rank, process.local_world_size)
+        assert (ranks, process.master) == (numbers, master)
+    # A batch shell without srun is a single process.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
     assert find_process(shell).world_size == 1
     hosts = {
@@ -68,7 +68,7 @@ def test_missing_and_malformed_variables_are_named() -> None:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Where no launcher is, and how long one would have been waited for."""
+    """No launcher's variables; the fixture collects the seconds that report() sleeps."""
     for key in (*TORCHRUN, *SLURM, "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(key, raising=False)
     waited: list[float] = []
@@ -84,33 +84,35 @@ def start_as(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_error_is_said_by_one_rank_and_others_wait(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The only process; before ranks know each other the first; one that speaks for others."""
+    """In turn: the only process, the first rank, and one rank that reports for all."""
 
-    def said(error: Exception, *how: Callable[[Exception], str]) -> tuple[str, list[float]]:
+    def reported(
+        error: Exception, *renderers: Callable[[Exception], str]
+    ) -> tuple[str, list[float]]:
         waits.clear()
-        assert report(error, *how) == 1
+        assert report(error, *renderers) == 1
         return capsys.readouterr().err, list(waits)
 
     error, held_back = ConfigError("x: got 3"), [processes.HOLD_BACK_S]
-    assert said(error) == ("ConfigError: x: got 3\n", [])
-    assert said(error, lambda error: f"no: {error}") == ("no: x: got 3\n", [])
+    assert reported(error) == ("ConfigError: x: got 3\n", [])
+    assert reported(error, lambda error: f"no: {error}") == ("no: x: got 3\n", [])
     start_as(0, monkeypatch)
-    assert said(error) == ("ConfigError: x: got 3\n", [])
-    # One whose peer failed is silent.
-    assert said(PeerError("another")) == ("", held_back)
+    assert reported(error) == ("ConfigError: x: got 3\n", [])
+    # A rank whose peer failed is silent.
+    assert reported(PeerError("another")) == ("", held_back)
     start_as(5, monkeypatch)
-    assert said(error) == ("rank 5: ConfigError: x: got 3\n", held_back)
+    assert reported(error) == ("rank 5: ConfigError: x: got 3\n", held_back)
     settle(error, "")
-    assert said(error) == ("ConfigError: x: got 3\n", [])
-    # Nonsense in the environment is said by every rank.
+    assert reported(error) == ("ConfigError: x: got 3\n", [])
+    # Every rank reports invalid variables.
     monkeypatch.delenv("MASTER_PORT")
-    assert said(ConfigError("MASTER_PORT"))[0] == "ConfigError: MASTER_PORT\n"
+    assert reported(ConfigError("MASTER_PORT"))[0] == "ConfigError: MASTER_PORT\n"
 
 
 def test_the_first_rank_alone_has_an_exit_code_and_leaves_last(
     waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert leave_together(138) == 138  # without a launcher there is nobody to wait for
+    assert leave_together(138) == 138  # without a launcher there is no rank to wait for
     start_as(5, monkeypatch)
     assert leave_together(138) == 0
     start_as(0, monkeypatch)
@@ -126,8 +128,8 @@ def test_torchrun_is_told(
     for file in (tmp_path / "error.json", tmp_path / "nowhere" / "error.json"):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         assert report(ConfigError("x: got 3")) == 1
-    told = json.loads((tmp_path / "error.json").read_text())
-    assert told["message"]["message"] == "ConfigError: x: got 3"
+    content = json.loads((tmp_path / "error.json").read_text())
+    assert content["message"]["message"] == "ConfigError: x: got 3"
 
 
 SCRIPT = """
@@ -159,7 +161,7 @@ def test_a_folder_goes_with_its_process(order: int, tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"\n"
     assert [file.read_text() for file in tmp_path.glob("*/weights")] == ["many"]
-    if order:  # to the whole group, as a terminal does
+    if order:  # to the whole process group, as a terminal does
         os.killpg(process.pid, order)
     process.communicate()
     assert process.returncode != 0

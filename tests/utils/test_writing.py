@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and an error of a full disk says how much is free."""
+"""Files are written completely or not at all, and a full disk's error says how much is free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.checkpoint.weights.save import _as_checkpoint_error
-from nemo_aligner.cli.main import _describe
+from nemo_aligner.cli.main import _describe_for_user
 from nemo_aligner.data.records import write_lines, write_records
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem, write_whole
 from tests.checkpoint.refusals import refusals
 
 FREE = r", with \d+\.\d [GM]B free .*\. Free some space, or choose another disk"
-# Words of torch, safetensors and the system.
+# Messages of torch, safetensors and the system.
 CUT_OFF = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
 RUST = "Error while serializing: I/O error: No space left on device (os error 28)"
 
@@ -43,14 +43,14 @@ def test_write_problem_of_a_full_disk_has_its_free_space(tmp_path: Path) -> None
 
 
 def full_disk(path: Path) -> Path:
-    """Have every write to a path fail as on a full disk."""
+    """Make every write to a path fail as on a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to("/dev/full")
     return path
 
 
 def test_full_disk_is_named_by_whatever_writes(tmp_path: Path) -> None:
-    """And what was there before stays."""
+    """The previous content stays."""
     for name in ("lines.jsonl", "records.jsonl", "model.nemo", "run/run.lock"):
         full_disk(tmp_path / f"{name}.partial")
     full_disk(tmp_path / ".model.nemo.partial")
@@ -78,7 +78,7 @@ def test_full_disk_is_named_by_whatever_writes(tmp_path: Path) -> None:
     assert not scratch.exists()
     assert not (tmp_path / "model.nemo").exists()
     error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
-    assert _describe(error).startswith(f"{tmp_path}/x: the disk is full, with ")
+    assert _describe_for_user(error).startswith(f"{tmp_path}/x: the disk is full, with ")
 
 
 def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def write_run(folder: Path, archive: Path) -> Path:
 def test_export_has_tensors_config_card_and_tokenizer_of_the_archive(
     three: Path, layout: Any, tmp_path: Path
 ) -> None:
-    """The tokenizer's class exists in transformers 4, too; tests/readers loads it there."""
+    """transformers 4 has the tokenizer's class; tests/paths/readers reads the export by it."""
     with open_nemo(three) as folder:
         padded = folder.store.tensors["model.embedding.word_embeddings.weight"][0]
     assert padded == (384, 64)

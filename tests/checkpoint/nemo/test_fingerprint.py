@@ -28,8 +28,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import tiny
 
-# An archive of a version without fingerprints.
-OLD = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
+# Written before archives had fingerprints.
+OLD = tiny.ROOT / "tests/paths/compatibility/files/regression.nemo"
 Save = Callable[..., str]
 
 

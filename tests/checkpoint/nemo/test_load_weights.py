@@ -157,8 +157,8 @@ def test_ranks_get_what_was_written_and_save_it_as_it_was(
 def test_checkpoint_that_is_opened_has_its_index_read_once(
     index_reads: list[str], layout: Any, tmp_path: Path
 ) -> None:
-    """For training and for scoring; without checksums all shards are read for the check, too."""
-    path = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"
+    """To train and to score; without checksums every piece is read to be checked, too."""
+    path = tiny.ROOT / "tests/paths/compatibility/files/regression.nemo"
     shutil.unpack_archive(path, tmp_path / "folder", "tar")
     (tmp_path / "folder" / "checksums.json").unlink()
     uses = (partial(load, attributes=2), load_reward_model)

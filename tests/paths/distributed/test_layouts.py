@@ -125,15 +125,23 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
 def test_layout_of_four_ranks_trains_like_one_process(
     inputs: Path, one_process: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
-    """With two stages and two replicas, the stage of the frozen layers has nothing to train."""
+    """Every two kinds of parallelism together, with LoRA and with process rewards.
+
+    "trajectories" and "expert_steps" are both. In "frozen" one of the two stages has nothing to
+    train.
+    """
     at = {
         "tp2_pp2": ("ranking",),
+        "tp2_sp_pp2": ("trajectories",),
         "pp2_dp2": ("frozen",),
-        "tp2_cp2": ("lora",),
+        "tp2_cp2": ("lora", "trajectories"),
         "tp2_cp2_ring": ("ranking",),
         "cp4_ring": ("lora",),
-        "pp2_cp2": ("ranking",),
+        "pp2_cp2": ("ranking", "trajectories"),
         "cp2_dp2": ("plackett_luce",),
+        "ep2_tp2": ("experts", "expert_steps"),
+        "ep2_cp2": ("experts", "expert_steps"),
+        "ep2_pp2": ("experts", "expert_steps"),
     }
     layouts.train(inputs, at, 4, tmp_path)
     for name, cases in at.items():
