@@ -174,7 +174,7 @@ def _by_c_file(
     heads: Heads, segments: PackedSegments, case: Case, plan: kernel_attention.KernelPlan
 ) -> Tensor:
     joined, pooled = heads.joined, None
-    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    key, value = segments.gather(joined[:, :, -1], heads.value)
     if segments.cached is not None and segments.pool is not None:
         layer = segments.pool.layer(heads.layer_number)
         use = segments.cached
@@ -194,7 +194,7 @@ def _by_blocks(
     heads: Heads, segments: PackedSegments, case: Case, plan: block_attention.BlockPlan
 ) -> Tensor:
     joined = heads.joined.contiguous()
-    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    key, value = segments.gather(joined[:, :, -1], heads.value)
     key, value = segments.with_cached(heads.layer_number, key, value)
     scale, soft_cap = case.scores.scale, case.scores.soft_cap
     return block_attention.attend_in_blocks(joined, key, value, plan, scale, soft_cap)
@@ -251,7 +251,7 @@ def _to_all_keys(
                 layout, index = segments.gathered_layout
             with gathering_again(key, value, index) as (key, value):
                 return attend(query, key, value, layout, case, plan)
-        key, value = segments.gathered(key, value)
+        key, value = segments.gather(key, value)
         key, value = segments.with_cached(heads.layer_number, key, value)
         return attend(query, key, value, segments, case, plan)
 
