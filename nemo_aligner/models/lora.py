@@ -257,11 +257,11 @@ def fold_adapters(model: torch.nn.Module) -> None:
             low, high = adapter.matrices()
         else:
             low, high = adapter.linear_in.weight, adapter.linear_out.weight
-        linear.weight.copy_(folded(linear.weight, low, high, adapter.scale))
+        linear.weight.copy_(fold_into_weight(linear.weight, low, high, adapter.scale))
         linear.adapter = None
 
 
-def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
+def fold_into_weight(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
     """Compute ``W + scale * B A`` in fp32, returned in the dtype of ``weight [out, in]``.
 
     ``low [rank, in]`` is A, ``high [out, rank]`` is B. The tensors of experts have one more axis in

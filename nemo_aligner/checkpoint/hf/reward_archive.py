@@ -34,7 +34,7 @@ from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import SIGMOID
-from nemo_aligner.models.lora import folded
+from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.shape import LORA_A, LORA_B, LoraShape, ModelShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -121,7 +121,7 @@ class RewardArchive:
         if matrices is None or self.lora is None:
             return data
         high, low = matrices
-        return folded(data, low, high, self.lora.scale)
+        return fold_into_weight(data, low, high, self.lora.scale)
 
     def _matrices(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
         """LoRA's B and A beside a tensor, if it has them."""
