@@ -302,7 +302,7 @@ class ExpertMLP(MegatronModule):
         self.linear_fc2 = ExpertLinear(config, (hidden, width), count)
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """Compute ``given [N, hidden]``, sorted by expert."""
+        """Compute ``inputs [N, hidden]``, whose rows are sorted by expert."""
         inner = self.activation_func(self.linear_fc1(inputs, counts, rows))
         return self.linear_fc2(inner, counts, rows)
 

@@ -184,7 +184,7 @@ def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | Non
     """
     if group.size() == 1:
         return partial
-    # a + b == b + a, so two ranks need nothing; with more, NCCL's algorithm picks the order.
+    # The order does not matter for two ranks; for more, NCCL's algorithm would choose it.
     if rows is not None and group.size() > 2:
         return sum_in_rank_order(partial, group, is_scattered)
     if is_scattered:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -140,7 +140,10 @@ class Backend(Generic[Plan]):
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
         """Compute the output ``[n, heads, c]`` of a layer's heads."""
-        return self.compute(heads, segments, case, segments.plan(self, case))
+        # Looking up a plan takes some microseconds in every layer.
+        has_plan = self.plan is not _plan_nothing
+        plan = segments.plan(self, case) if has_plan else cast(Plan, None)
+        return self.compute(heads, segments, case, plan)
 
     def fits(self, case: Case) -> bool:
         """Tell if this backend computes ``case``."""

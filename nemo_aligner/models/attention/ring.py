@@ -75,7 +75,7 @@ class _Ring(Function):
             )
             if arriving is not None:
                 to_arrived += arriving()
-                del arriving  # and with it what was sent
+                del arriving  # frees the tensor that was sent
             arriving = _pass_on(to_arrived, _GRADIENTS)
         assert arriving is not None
         to_key, to_value = arriving()
