@@ -94,7 +94,7 @@ def _stub_torch_cuda() -> None:
     import torch
 
     def of_cpu(name: str) -> Any:
-        # A new function, because torch.compile rejects torch.cuda.synchronize is torch.cpu's.
+        # A new function: torch.compile rejects a torch.cuda.synchronize that is torch.cpu's.
         function = getattr(torch.cpu, name)
         return lambda *args, **kwargs: function(*args, **kwargs)
 

@@ -82,13 +82,13 @@ def attend_in_blocks(
                 put(plan.targets[first:last].view(-1), rows, lse.transpose(1, 2).flatten())
             first = last
     if complete:
-        outputs.out.index_copy_(0, plan.complete, _joined(complete))
+        outputs.out.index_copy_(0, plan.complete, _join(complete))
     if ends:
-        outputs.add(plan.ends, *(_joined(pieces) for pieces in zip(*ends, strict=True)))
+        outputs.add(plan.ends, *(_join(pieces) for pieces in zip(*ends, strict=True)))
     return outputs.out[:-1].view(tokens, heads, channels).to(joined.dtype)
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
+def _join(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
@@ -249,21 +249,21 @@ def plan_blocks(
     """
     steps: list[_Span | _Run] = []
     rows: list[np.ndarray] = []
-    for number, keys, seeing in _spans(segments) if scores.takes_spans else ():
+    for number, keys, seeing in _list_spans(segments) if scores.takes_spans else ():
         blocks = np.pad(seeing, (0, -len(seeing) % BLOCK), constant_values=-1).reshape(-1, BLOCK)
         rows += list(blocks)
         steps.append(_Span(torch.from_numpy(keys), len(blocks), is_first=number == 0))
     ends = len(rows)
     is_complete: list[bool] = []
-    for members in _runs(segments):
+    for members in _group_runs(segments):
         run, its_rows = _plan_run(members, scores)
         rows += its_rows
         steps.append(run)
         for count, _, is_first in run.blocks:
             is_complete += [is_first] * count
-    mask = _mask(max(segment.num_blocks for segment in segments) * BLOCK, scores.window)
+    mask = _causal_mask(max(segment.num_blocks for segment in segments) * BLOCK, scores.window)
     tokens = sum(segment.end - segment.start for segment in segments)
-    queries, targets = _of_heads(np.stack(rows), tokens, heads, groups)
+    queries, targets = _place_heads(np.stack(rows), tokens, heads, groups)
     complete = torch.tensor(is_complete)
     return BlockPlan(
         tuple(steps),
@@ -329,7 +329,7 @@ def list_segment_keys(
     return segments
 
 
-def _spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
     rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for segment in segments:
@@ -343,7 +343,7 @@ def _spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarray, n
         yield number, np.frombuffer(keys, np.int64).copy(), np.concatenate(rows)
 
 
-def _runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
+def _group_runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
     """Group segments that start in the same block, with lengths within a factor of 2."""
     alike: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
     for segment in segments:
@@ -363,7 +363,7 @@ def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run,
         first = _first_key(block, scores)
         seen = slice(first - start, (block + 1) * BLOCK - start)
         blocks.append((len(reaching), seen, first == 0 or not scores.takes_spans))
-    keys = _filled(
+    keys = _stack_keys(
         [segment.keys[start:] for segment in members], numbers[-1] * BLOCK + BLOCK - start
     )
     return _Run(torch.from_numpy(keys), tuple(blocks)), rows
@@ -378,7 +378,7 @@ def _first_key(block: int, scores: ScoreShape) -> int:
     return max(0, block * BLOCK - scores.window + 1) // BLOCK * BLOCK
 
 
-def _mask(keys: int, window: int | None) -> Tensor:
+def _causal_mask(keys: int, window: int | None) -> Tensor:
     """Make the causal mask ``[BLOCK, keys]``: -inf for keys that a query does not see, else 0."""
     behind = keys - BLOCK
     hidden = torch.ones(BLOCK, keys, dtype=torch.bool).triu(behind + 1)
@@ -387,13 +387,13 @@ def _mask(keys: int, window: int | None) -> Tensor:
     return torch.zeros(BLOCK, keys).masked_fill_(hidden, float("-inf"))
 
 
-def _filled(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
+def _stack_keys(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Stack to ``[n, length]``, padding with a sequence's last key, which the mask hides."""
     filled = [np.pad(row, (0, length - len(row)), mode="edge") for row in keys]
     return np.stack(filled)
 
 
-def _of_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
+def _place_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
     """Compute ``BlockPlan.queries`` and ``targets`` of ``rows [N, BLOCK]``."""
     # Head g * repeats + i is the i-th query head of group g, behind which its key lies.
     repeats = heads // groups

@@ -109,7 +109,7 @@ class _Source(ctypes.Structure):
 
     @classmethod
     def of(cls, pool: Tensor | None, local: Tensor) -> _Source:
-        """Describe ``pool [slots, groups, c]`` and ``own [T, groups, c]``."""
+        """Describe ``pool [slots, groups, c]`` and ``local [T, groups, c]``."""
         address, strides = (None, (0, 0)) if pool is None else (pool.data_ptr(), pool.stride()[:2])
         return cls(address, local.data_ptr(), *strides, *local.stride()[:2])
 

@@ -156,7 +156,7 @@ def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) ->
     global _is_off
     if not dist.is_initialized() or dist.get_world_size() == 1 or device.type != "cpu":
         return
-    library, problem = _compiled()
+    library, problem = _load_once()
     problems = gather(problem if library is None else None)
     _is_off = any(reason is not None for reason in problems)
     # No warning if every rank has them switched off, which was asked for.
@@ -171,7 +171,7 @@ def _library() -> Any:
     """Return the compiled library, compiling it at the first call; None if it is not available."""
     if _is_off:
         return None
-    library, problem = _compiled()
+    library, problem = _load_once()
     if library is None and problem != _SWITCHED_OFF:
         _warn(problem)
     return library
@@ -186,7 +186,7 @@ _SWITCHED_OFF = f"{SWITCH}=0"
 
 
 @cache
-def _compiled() -> tuple[Any, str]:
+def _load_once() -> tuple[Any, str]:
     """Return the compiled library and an empty string, or None and the reason."""
     if os.environ.get(SWITCH) == "0":
         return None, _SWITCHED_OFF

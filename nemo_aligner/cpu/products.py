@@ -104,12 +104,12 @@ def invariant_linear_on_cpu(
     num_rows = input.numel() // width
     # The usual case: a single matmul, without padding.
     is_filled = num_rows <= MOST_ROWS and num_rows % row_multiple(num_rows) == 0
-    if is_filled and num_rows == _size(num_rows, weight, bias, rows):
+    if is_filled and num_rows == _chunk_size(num_rows, weight, bias, rows):
         return _any_product(input, weight, bias)
     outputs = []
     for chunk in input.reshape(-1, width).split(MOST_ROWS):
         count = chunk.size(0)
-        size = _size(count + -count % row_multiple(count), weight, bias, rows)
+        size = _chunk_size(count + -count % row_multiple(count), weight, bias, rows)
         outputs += [
             _any_product(filled, weight, bias)[:count]
             for filled, count in _chunks(chunk, size, size)
@@ -130,7 +130,7 @@ def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
     if weight.is_cpu:
         for size in range(_STEP // 2, MOST_ROWS + 1, _STEP // 2):
             if size % row_multiple(size) == 0:
-                _size(size, weight, bias, rows)
+                _chunk_size(size, weight, bias, rows)
 
 
 # Results of trials. One weight of each shape is tried, as the order of sums depends only on shapes.
@@ -138,7 +138,7 @@ _TRIED: dict[tuple[Any, ...], int] = {}
 _FEW, _PROBED = 64, range(48, MOST_ROWS, 64)
 
 
-def _size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
+def _chunk_size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
     """Return the chunk size for ``size`` rows: the smallest bit-identical one, or the reference."""
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)

@@ -33,21 +33,21 @@ class Block:
 
     Attributes:
         is_causal: queries and keys are the same tokens, under a causal mask.
-        before: of n queries and m keys, query i sees key j if ``j - i >= m - n - before``, which
+        window_left: query i of n sees key j of m if ``j - i >= m - n - window_left``, which
             a window causes; None is all keys.
     """
 
     queries: slice
     keys: slice
     is_causal: bool
-    before: int | None = None
+    window_left: int | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """Make the mask ``[n, m]`` to add to the scores; None if the kernel needs none."""
-        if self.before is None:
+        if self.window_left is None:
             return None
         size = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
-        hidden = torch.ones(size, dtype=torch.bool).tril(size[1] - size[0] - self.before - 1)
+        hidden = torch.ones(size, dtype=torch.bool).tril(size[1] - size[0] - self.window_left - 1)
         return torch.zeros(size, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 

@@ -178,7 +178,7 @@ class ActivationOffload:
             shared: objects whose tensors all layers read, so that they stay on the GPU anyway.
         """
         self._number, self._shared = -1, shared
-        self._resident = {_address(parameter) for parameter in self._decoder.parameters()}
+        self._resident = {_storage_address(parameter) for parameter in self._decoder.parameters()}
         # Tensors that are saved before the first layer count as the first layer's.
         self._layer = self._new_layer(None)
         try:
@@ -210,7 +210,7 @@ class ActivationOffload:
         storage_bytes = tensor.untyped_storage().nbytes()
         if tensor.device.type != self._kind or storage_bytes < self._smallest:
             return tensor
-        address = _address(tensor)
+        address = _storage_address(tensor)
         if address in self._resident:
             return tensor
         storage = layer.storages.get(address)
@@ -226,7 +226,7 @@ class ActivationOffload:
         self._release_leaving()
         if layer.stays:
             return
-        for address in map(_address, _tensors(self._shared)):
+        for address in map(_storage_address, _find_tensors(self._shared)):
             layer.storages.pop(address, None)
         if layer.storages:
             self._copy_to_host(layer)
@@ -237,13 +237,13 @@ class ActivationOffload:
         flats = [storage.flat for storage in storages if storage.flat is not None]
         layer.buffer = self._buffers.borrow(sum(map(_padded_bytes, flats)))
         start = 0
-        with self._beside():
+        with self._on_side_stream():
             for storage, flat in zip(storages, flats, strict=True):
                 place = layer.buffer[start : start + flat.nbytes]
                 storage.host = place.view(flat.dtype)
                 storage.host.copy_(flat, non_blocking=True)
                 start += _padded_bytes(flat)
-            layer.copied = _event(self._side)
+            layer.copied = _record_event(self._side)
 
     def _release_leaving(self) -> None:
         """Free the GPU memory of the layer that is being copied."""
@@ -295,18 +295,18 @@ class ActivationOffload:
             assert storage.host is not None
             host = storage.host
             storage.flat = torch.empty(host.shape, dtype=host.dtype, device=self._kind)
-        with self._beside():
+        with self._on_side_stream():
             for storage in storages:
                 assert storage.flat is not None
                 assert storage.host is not None
                 storage.flat.copy_(storage.host, non_blocking=True)
                 storage.host = None
-            layer.arrived = _event(self._side)
+            layer.arrived = _record_event(self._side)
         layer.is_on_device = True
         layer.return_buffer()
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Run copies on the side stream, after all work queued so far on the compute stream."""
         if self._side is None:
             yield
@@ -341,19 +341,19 @@ def offload_activations(model: Any) -> ActivationOffload:
         )
     forward = decoder.forward
 
-    def learning(*arguments: Any, **options: Any) -> Any:
+    def forward_with_offload(*arguments: Any, **options: Any) -> Any:
         learns = decoder.training and torch.is_grad_enabled()
         # The pipeline's schedule holds a stage's input until its gradient was sent back.
         shared = [options.get("packed_seq_params"), decoder.input_tensor]
         with offload.forward_pass(shared) if learns else nullcontext():
             return forward(*arguments, **options)
 
-    decoder.forward = learning
+    decoder.forward = forward_with_offload
     decoder.activation_offload = offload
     return offload
 
 
-def _address(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Return the storage's address in C++, which stays the same when its data moves."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
@@ -363,11 +363,11 @@ def _padded_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64
 
 
-def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+def _record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     return None if stream is None else stream.record_event()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _find_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors inside lists, tuples, dicts and dataclasses."""
     waiting, seen = [value], set[int]()
     while waiting:

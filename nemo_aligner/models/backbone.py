@@ -206,7 +206,7 @@ class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
         super().__init__(config, self.heads * hidden_size, eps)
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._is_plain = self._group.size() == 1 and self.zero_heads == 0
-        self._shared = Shared((self.heads - self.zero_heads) * hidden_size, self._total)
+        self._shared = Shared((self.heads - self.zero_heads) * hidden_size, self._sum_over_ranks)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         rows = x.flatten(1)
@@ -218,7 +218,7 @@ class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
             weight = weight.float() + self._offset
         return rms_norm(rows, weight, self._eps, self._dtype, self._shared).view(x.shape)
 
-    def _total(self, partial: Tensor) -> Tensor:
+    def _sum_over_ranks(self, partial: Tensor) -> Tensor:
         if self._group.size() > 2 and not learns(self):
             return sum_in_rank_order(partial, self._group, is_scattered=False)
         dist.all_reduce(partial, group=self._group)
@@ -308,10 +308,10 @@ def layer_spec(
     """Make the spec of the decoder layers of this rank's pipeline stage."""
     has_engine = use_transformer_engine(shape, config.params_dtype)
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
-    spec = _layer(parts, shape, PackedLayer, PackedAttention)
+    spec = _layer_module(parts, shape, PackedLayer, PackedAttention)
     specs = [spec] * get_num_layers_to_build(config)
     if is_last_stage:
-        specs[-1] = _layer(parts, shape, LastLayer, LastTokenAttention)
+        specs[-1] = _layer_module(parts, shape, LastLayer, LastTokenAttention)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.other_norm)
 
 
@@ -345,7 +345,9 @@ def _query_key_norms(parts: _Parts, shape: ModelShape) -> tuple[Any, Any]:
     return type("QueryNorm", across, query), type("KeyNorm", across, key)
 
 
-def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) -> ModuleSpec:
+def _layer_module(
+    parts: _Parts, shape: ModelShape, layer: type, core_attention: type
+) -> ModuleSpec:
     query_norm, key_norm = _query_key_norms(parts, shape)
     add = _residual_add(shape.residual_multiplier)
     attention = SelfAttentionSubmodules(
@@ -370,7 +372,7 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
         ),
         self_attn_bda=add,
         pre_mlp_layernorm=mlp_norm,
-        mlp=mlp_spec(mlp) if shape.experts is None else _mixture(shape),
+        mlp=mlp_spec(mlp) if shape.experts is None else _expert_mlp(shape),
         mlp_bda=add,
         sharded_state_dict_keys_map=key_map,
     )
@@ -378,6 +380,6 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
     return ModuleSpec(module=layer, params=options, submodules=submodules)
 
 
-def _mixture(shape: ModelShape) -> type:
+def _expert_mlp(shape: ModelShape) -> type:
     options = {"shape": shape.experts, "activation": ACTIVATIONS[shape.activation]}
     return type("Experts", (MixtureOfExperts,), options)

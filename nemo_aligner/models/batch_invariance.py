@@ -68,7 +68,7 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     for layer in engine:
         layer.invariant_rows = rows
         if "forward" not in vars(layer):
-            layer.forward = _in_chunks(layer)  # type: ignore[method-assign]
+            layer.forward = _wrap_in_chunks(layer)  # type: ignore[method-assign]
     model.smallest_chunk = None
     if is_on_gpu and rows is not None:
         model.smallest_chunk = _try_on_gpu(model, rows)
@@ -76,7 +76,7 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
 
 def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
     """Try a model's matmuls on its GPU; return the fewest rows of any of the decoder's."""
-    for weight, bias in _products(model):
+    for weight, bias in _list_matmuls(model):
         gpu_products.chunk_sizes(weight, bias, rows)
     layers = _invariant_layers(model)
     smallest = [min(gpu_products.chunk_sizes(layer.weight, layer.bias, rows)) for layer in layers]
@@ -85,7 +85,7 @@ def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
     return max_over_model_ranks(max(smallest, default=rows))
 
 
-def _products(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _list_matmuls(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the weight ``[o, i]`` and the bias of every matmul; for experts only the first's."""
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
@@ -119,7 +119,7 @@ def _invariant_layers(model: GPTRewardModel) -> list[Any]:
     return [layer for layer in layers if layer.invariant_rows is not None]
 
 
-def _in_chunks(layer: Any) -> Any:
+def _wrap_in_chunks(layer: Any) -> Any:
     """Wrap a TransformerEngine layer's ``forward`` to run in chunks of its ``invariant_rows``."""
     forward = layer.forward
 

@@ -121,13 +121,13 @@ class CudaCapture:
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         graph = torch.cuda.CUDAGraph()
-        with self._capturing(graph):
+        with self._capture_on_stream(graph):
             result = work()
         return result, graph.replay
 
     def backward(self, work: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with self._capturing(graph):
+        with self._capture_on_stream(graph):
             work()
         return graph.replay
 
@@ -141,7 +141,7 @@ class CudaCapture:
         return total - free
 
     @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def _capture_on_stream(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         current = torch.cuda.current_stream()
         # A server's other threads, and NCCL's, may call CUDA meanwhile.
         mode = "thread_local"
@@ -259,18 +259,18 @@ class _Graph:
         self._forward()
         return self.output.detach()
 
-    def _decoded(self) -> Tensor:
+    def _decode_buffers(self) -> Tensor:
         # A copy without cached properties, which may hold values of an earlier pack.
         context = replace(self._inputs.context, segments=replace(self._inputs.context.segments))
         return self._decode(replace(self._inputs, context=context))
 
     def _infer(self) -> Tensor:
-        return self._decoded()
+        return self._decode_buffers()
 
     def _learn(self) -> Tensor:
         assert self._leaves is not None
         with self._leaves.in_place(), torch.enable_grad():
-            self._hidden = self._decoded()
+            self._hidden = self._decode_buffers()
         return self._hidden
 
     def _learn_back(self) -> None:
@@ -343,7 +343,7 @@ class DecoderGraphs:
         # Listed once, because listing the parameters takes longer than launching a graph.
         self._parameters: list[torch.nn.Parameter] = []
         self._addresses: dict[bool, list[int]] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._failed = False
         self._replays: Counter[str] = Counter()
         self.eager = 0
@@ -359,7 +359,7 @@ class DecoderGraphs:
             return False
         reason = self._why_not() if is_training else None
         if reason is not None:
-            self._say(f"model.cuda_graphs: not in training, because {reason}")
+            self._warn_once(f"model.cuda_graphs: not in training, because {reason}")
         return reason is None
 
     def run(self, inputs: DecoderInputs, is_training: bool) -> Tensor:
@@ -425,10 +425,10 @@ class DecoderGraphs:
         self._graphs.clear()
         self._capture.reset()
 
-    def _say(self, text: str) -> None:
-        if text not in self._said and is_main():
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and is_main():
             logger.warning(text)
-        self._said.add(text)
+        self._warned.add(text)
 
 
 def why_not_graphed(model: Any) -> str | None:

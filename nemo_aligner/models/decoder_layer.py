@@ -60,7 +60,7 @@ class PackedLayer(TransformerLayer):
         attended, _ = self.self_attention(
             self.input_layernorm(hidden), attention_mask=None, packed_seq_params=context
         )
-        hidden = torch.add(self._read(hidden, context), attended, alpha=self._multiplier)
+        hidden = torch.add(self._select_rows(hidden, context), attended, alpha=self._multiplier)
         normed = self.pre_mlp_layernorm(hidden)
         if isinstance(self.mlp, MixtureOfExperts):
             added, _ = self.mlp(normed, self._balance(context))
@@ -76,7 +76,7 @@ class PackedLayer(TransformerLayer):
         """
         attended = self._attend_in_training(self.input_layernorm(hidden), context)
         added, _ = self.self_attention.linear_proj(attended, context=context)
-        hidden = self._read(hidden, context)
+        hidden = self._select_rows(hidden, context)
         if isinstance(self.mlp, MixtureOfExperts):
             # Not fused, and neither is the split of heads, so that resumed runs round as before.
             hidden = torch.add(hidden, added, alpha=self._multiplier)
@@ -103,13 +103,13 @@ class PackedLayer(TransformerLayer):
             heads = self._split_and_rotate(mixed, context)
             attend = partial(core.attend, context=context)
         else:
-            heads = self._split(mixed)
+            heads = self._split_heads(mixed)
             attend = partial(core, packed_seq_params=context)
         if attention.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(attend, False, *heads)
         return attend(*heads)
 
-    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split what linear_qkv returns as megatron-core's SelfAttention does.
 
         Args:
@@ -156,15 +156,15 @@ class PackedLayer(TransformerLayer):
     def _infer(self, hidden: Tensor, context: PackContext) -> Tensor:
         mixed = self.self_attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
         attended = self._attend(mixed, context)
-        hidden = self._read(hidden, context)
+        hidden = self._select_rows(hidden, context)
         is_by_rows = not (self.config.sequence_parallel or isinstance(self.mlp, MixtureOfExperts))
         if hidden.is_cpu and is_by_rows and hidden.size(0) > MOST_ROWS:
             # Matmuls are cut into such chunks anyway; here what lies between them is not joined.
             parts = zip(attended.split(MOST_ROWS), hidden.split(MOST_ROWS), strict=True)
-            return torch.cat([self._finish(*part) for part in parts])
-        return self._finish(attended, hidden)
+            return torch.cat([self._infer_behind_attention(*part) for part in parts])
+        return self._infer_behind_attention(attended, hidden)
 
-    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+    def _infer_behind_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Compute the rest of the layer behind attention; the rows are independent."""
         added = self.self_attention.linear_proj.infer(attended)
         norm = self.pre_mlp_layernorm
@@ -174,9 +174,9 @@ class PackedLayer(TransformerLayer):
         elif hidden.is_cuda:
             hidden, normed = self._add_and_norm(hidden, added)
         else:
-            hidden = self._sum(added, hidden)
+            hidden = self._add_to_stream(added, hidden)
             normed = norm.forward(hidden)
-        return self._sum(self._mlp(normed), hidden)
+        return self._add_to_stream(self._mlp(normed), hidden)
 
     def _mlp(self, normed: Tensor) -> Tensor:
         mlp = self.mlp
@@ -185,7 +185,7 @@ class PackedLayer(TransformerLayer):
         inner = mlp.linear_fc1.infer(normed)
         return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
-    def _sum(self, added: Tensor, hidden: Tensor) -> Tensor:
+    def _add_to_stream(self, added: Tensor, hidden: Tensor) -> Tensor:
         """Add to the residual stream in place, in its memory or in that of ``added``."""
         if self._multiplier == 1 and kernels.can_add(hidden, added):
             kernels.add(hidden, added)
@@ -212,7 +212,7 @@ class PackedLayer(TransformerLayer):
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
         return infer(joined, value, context)
 
-    def _read(self, hidden: Tensor, context: PackContext) -> Tensor:
+    def _select_rows(self, hidden: Tensor, context: PackContext) -> Tensor:
         """Return the rows of the residual stream that the rest of the layer computes."""
         return hidden
 
@@ -227,7 +227,7 @@ class LastLayer(PackedLayer):
     def _balance(self, context: PackContext) -> Balance:
         return context.balance_of_read_rows
 
-    def _read(self, hidden: Tensor, context: PackContext) -> Tensor:
+    def _select_rows(self, hidden: Tensor, context: PackContext) -> Tensor:
         rows = context.read_rows
         if not self.config.sequence_parallel:
             return hidden[rows]

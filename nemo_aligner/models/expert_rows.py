@@ -33,7 +33,7 @@ class RowCounts:
             self.on_host_counts = self.per_expert.tolist()
         return self.on_host_counts
 
-    def ends(self, rows: Tensor, matrices: Tensor) -> Tensor | None:
+    def group_ends(self, rows: Tensor, matrices: Tensor) -> Tensor | None:
         """Return where each expert's rows end, for ``grouped_mm``; None where it is not used.
 
         torch has ``grouped_mm``, one kernel for all experts, from 2.10 on. It takes bf16, and rows
@@ -83,12 +83,12 @@ class Exchange:
         own_counts = RowCounts(received_counts.sum(0), per_expert.tolist())
         return cls(sent.tolist(), received.tolist(), own_counts, order, inverse, group)
 
-    def there(self, rows: Tensor) -> Tensor:
+    def send(self, rows: Tensor) -> Tensor:
         """Send rows to the ranks of their experts."""
         arrived = _AllToAll.apply(rows, self.sent, self.received, self.group)
         return _Permute.apply(arrived, self.order, self.inverse)
 
-    def back(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Tensor:
         """Send the experts' outputs back."""
         sorted_back = _Permute.apply(rows, self.inverse, self.order)
         return _AllToAll.apply(sorted_back, self.received, self.sent, self.group)
@@ -113,15 +113,15 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         ctx.sizes, ctx.group = (sent, received), group
-        return _exchanged(rows, sent, received, group)
+        return _exchange_rows(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received = ctx.sizes
-        return _exchanged(grads[0], received, sent, ctx.group), None, None, None
+        return _exchange_rows(grads[0], received, sent, ctx.group), None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     received_rows = rows.new_empty(sum(received), rows.size(1))
     dist.all_to_all_single(received_rows, rows.contiguous(), received, sent, group=group)
     return received_rows

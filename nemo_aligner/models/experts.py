@@ -66,13 +66,13 @@ class MixtureOfExperts(MegatronModule):
         self, hidden: Tensor, balance: Balance | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
         """Compute the layer's MLP; training needs the ``balance`` that the router counts."""
-        return self._mix(hidden.squeeze(1), rows_now(self), balance).unsqueeze(1), None
+        return self._compute(hidden.squeeze(1), rows_now(self), balance).unsqueeze(1), None
 
     def infer(self, hidden: Tensor) -> Tensor:
         """Compute as ``ColumnLinear.infer``."""
-        return self._mix(hidden.squeeze(1), self.invariant_rows, None).unsqueeze(1)
+        return self._compute(hidden.squeeze(1), self.invariant_rows, None).unsqueeze(1)
 
-    def _mix(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
+    def _compute(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
         """``[T, hidden] -> [T, hidden]``, in matmuls of ``rows`` rows unless None."""
         chosen, weights = self.router(tokens, rows, balance)
         is_split, group = self.config.sequence_parallel, self._group
@@ -84,7 +84,7 @@ class MixtureOfExperts(MegatronModule):
             # Forward nothing; backward the sum over ranks, each with a part of every expert.
             tokens = copy_to_tensor_model_parallel_region(tokens, group=group)
             weights = copy_to_tensor_model_parallel_region(weights, group=group)
-        total = self._routed(tokens, chosen, weights[:, : self.shape.top_k], rows)
+        total = self._run_experts(tokens, chosen, weights[:, : self.shape.top_k], rows)
         if self.shared_experts is not None:
             added = self.shared_experts(tokens, RowCounts(None, [len(tokens)]), rows)
             if self.shape.shared_gate:
@@ -92,13 +92,15 @@ class MixtureOfExperts(MegatronModule):
             total = total + added
         return sum_partial(total.to(tokens.dtype), group, is_split, rows)
 
-    def _routed(self, tokens: Tensor, chosen: Tensor, weights: Tensor, rows: int | None) -> Tensor:
+    def _run_experts(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, rows: int | None
+    ) -> Tensor:
         """Compute the weighted sums of the outputs of the ``chosen [T, k]`` experts, in fp32."""
         by_expert = chosen.flatten().sort(stable=True).indices
         places = torch.empty_like(by_expert)
         places[by_expert] = torch.arange(len(places), device=places.device)
         places = places.view_as(chosen)
-        counts = _choices(chosen, self.shape.count)
+        counts = _count_choices(chosen, self.shape.count)
         rows_of_experts = _Spread.apply(tokens, by_expert // self.shape.top_k, places)
         group = self.experts.group
         if group.size() == 1:
@@ -107,8 +109,8 @@ class MixtureOfExperts(MegatronModule):
             )
         exchange = Exchange.of(counts, group)
         # The same name, so that the rows that were sent are freed.
-        rows_of_experts = exchange.there(rows_of_experts)
-        rows_of_experts = exchange.back(self.experts(rows_of_experts, exchange.counts, rows))
+        rows_of_experts = exchange.send(rows_of_experts)
+        rows_of_experts = exchange.send_back(self.experts(rows_of_experts, exchange.counts, rows))
         return _Combine.apply(rows_of_experts, weights, places)
 
 
@@ -161,13 +163,13 @@ class Router(torch.nn.Module):
             gated shared expert the weights are ``[T, k + 1]``, the last one being its factor.
         """
         wide = tokens.float()
-        shares = _product(wide, self.weight.float(), rows).softmax(-1)
+        shares = _multiply(wide, self.weight.float(), rows).softmax(-1)
         # A stable sort, because topk does not define which of two equal values comes first.
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self._shape.top_k].contiguous()
         if self.training and torch.is_grad_enabled():  # once if it is recomputed, too
             assert balance is not None
-            shares = self._balanced(shares, chosen, balance)
+            shares = self._add_balance_gradient(shares, chosen, balance)
         weights = shares.gather(-1, chosen)
         if self._shape.renormalized:
             total, *less_probable = weights.unbind(-1)
@@ -177,13 +179,13 @@ class Router(torch.nn.Module):
         if self.shared_gate is None:
             return chosen, weights
         # sigmoid(x) as softmax(x, 0): torch's sigmoid on a CPU is not bit-identical for any T.
-        logits = F.pad(_product(wide, self.shared_gate.float(), rows), (0, 1))
+        logits = F.pad(_multiply(wide, self.shared_gate.float(), rows), (0, 1))
         return chosen, torch.cat([weights, logits.softmax(-1)[:, :1]], dim=1)
 
-    def _balanced(self, shares: Tensor, chosen: Tensor, balance: Balance) -> Tensor:
+    def _add_balance_gradient(self, shares: Tensor, chosen: Tensor, balance: Balance) -> Tensor:
         """Count the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
         counted = min(max(0, balance.tokens - self._part * len(chosen)), len(chosen))
-        counts = _choices(chosen[:counted], self._shape.count)
+        counts = _count_choices(chosen[:counted], self._shape.count)
         self.load += counts
         if not self.aux_loss_coeff:
             return shares
@@ -196,7 +198,7 @@ class Router(torch.nn.Module):
         return _WithSlope.apply(shares, slope, counted)
 
 
-def _choices(chosen: Tensor, count: int) -> Tensor:
+def _count_choices(chosen: Tensor, count: int) -> Tensor:
     """Count how often each of ``count`` experts was ``chosen [T, k]`` -> ``[count]`` int64.
 
     ``bincount`` would make the host wait for the GPU, because it needs the largest number.
@@ -267,7 +269,7 @@ def describe_load(load: Tensor) -> dict[str, float]:
     }
 
 
-def _product(input: Tensor, weight: Tensor, rows: int | None) -> Tensor:
+def _multiply(input: Tensor, weight: Tensor, rows: int | None) -> Tensor:
     if rows is None:
         return F.linear(input, weight)
     return invariant_linear(input, weight, None, rows)
@@ -300,7 +302,7 @@ class ExpertMLP(MegatronModule):
         self.linear_fc2 = ExpertLinear(config, (hidden, width), count)
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """Compute ``given [N, hidden]``, sorted by expert."""
+        """Compute ``inputs [N, hidden]``, whose rows are sorted by expert."""
         inner = self.activation_func(self.linear_fc1(inputs, counts, rows))
         return self.linear_fc2(inner, counts, rows)
 
@@ -347,25 +349,25 @@ class ExpertLinear(torch.nn.Module):
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         """Compute ``[N, in] -> [N, out]`` for rows sorted by expert."""
-        product = self._product(inputs, counts, rows)
+        product = self._multiply(inputs, counts, rows)
         return product if self.adapter is None else product + self.adapter(inputs, counts, rows)
 
     @property
     def splits_outputs(self) -> bool:
         return self.axis < len(self.size)
 
-    def own(self, full: Tensor) -> Tensor:
+    def take_part(self, full: Tensor) -> Tensor:
         """Return this rank's part of ``full [count, *size]``."""
         local = full[self.first : self.first + len(self.weight)]
         return local.chunk(self.group.size(), self.axis)[self.group.rank()]
 
-    def gathered(self) -> Tensor:
+    def gather(self) -> Tensor:
         """Gather the full weights of this rank's experts from the TP ranks; collective."""
         parts = [torch.empty_like(self.weight) for _ in range(self.group.size())]
         dist.all_gather(parts, self.weight.detach().contiguous(), group=self.group)
         return torch.cat(parts, self.axis)
 
-    def _product(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+    def _multiply(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         if rows is None:
             return _Products.apply(inputs, self.weight, counts)
         inputs_of_experts = inputs.split(counts.on_host())
@@ -412,14 +414,14 @@ class _Products(Function):
         ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None)
         # An attribute, as hooks on saved tensors would return an alias without Megatron's marks.
         ctx.weight, ctx.counts = weight, counts
-        return _rows_times(inputs, weight.flatten(1, -2).mT, counts)
+        return _multiply_by_expert(inputs, weight.flatten(1, -2).mT, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,), (inputs,), weight = grads, ctx.saved_tensors, ctx.weight
         to_given = to_weight = None
         if ctx.needs_input_grad[0]:
-            to_given = _rows_times(grad, weight.flatten(1, -2), ctx.counts)
+            to_given = _multiply_by_expert(grad, weight.flatten(1, -2), ctx.counts)
         if ctx.needs_input_grad[1]:
             main = getattr(weight, "main_grad", None)
             summed = torch.zeros_like(weight) if main is None else main
@@ -434,21 +436,21 @@ class _Products(Function):
         return to_given, to_weight, None
 
 
-def _rows_times(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
+def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
     """Multiply each expert's rows ``[n_e, i]`` by its matrix of ``[E, i, o]``: ``[N, o]``."""
-    ends = counts.ends(rows, matrices)
+    ends = counts.group_ends(rows, matrices)
     if ends is not None:
         return F.grouped_mm(rows, matrices, offs=ends)
     outputs = rows.new_empty(rows.size(0), matrices.size(2))
     multiply = linear_on_cpu if rows.is_cpu else F.linear
-    for rows_of_expert, matrix, output in _by_expert(counts, rows, matrices, outputs):
+    for rows_of_expert, matrix, output in _split_by_expert(counts, rows, matrices, outputs):
         output.copy_(multiply(rows_of_expert, matrix.t()))
     return outputs
 
 
 def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) -> None:
     """Add each expert's ``grad [n_e, o]`` times ``inputs [n_e, i]`` to ``to [E, o, i]``."""
-    ends = counts.ends(inputs, to)
+    ends = counts.group_ends(inputs, to)
     if ends is not None:
         products = F.grouped_mm(grad.mT, inputs, offs=ends)
         # For an expert without rows the product is zero on Hopper, but uninitialised memory on
@@ -456,11 +458,11 @@ def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) 
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
         to.add_(products.masked_fill_(~has_rows[:, None, None], 0))
         return
-    for rows_of_expert, grad_of_expert, sum_of_expert in _by_expert(counts, inputs, grad, to):
+    for rows_of_expert, grad_of_expert, sum_of_expert in _split_by_expert(counts, inputs, grad, to):
         add_weight_gradient(sum_of_expert, rows_of_expert, grad_of_expert)
 
 
-def _by_expert(counts: RowCounts, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _split_by_expert(counts: RowCounts, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the parts of ``tensors``, matrices ``[E, o, i]`` or rows ``[N, c]``, of each expert.
 
     Experts without rows are skipped.

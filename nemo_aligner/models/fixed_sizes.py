@@ -46,9 +46,9 @@ def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
             padding.
     """
     if batch.cached is not None:
-        batch = _with_fixed_cache(batch, batch.cached)
+        batch = _pad_cache_use(batch, batch.cached)
     longest, _ = _key_counts(batch)
-    length = _power_of_two(longest, _SHORTEST)
+    length = _round_up_to_power_of_two(longest, _SHORTEST)
     tokens = -(-round_up_tokens(batch.num_tokens) // multiple) * multiple
     filled = batch.filled_to(tokens, length)
     _, keys = _key_counts(filled)
@@ -64,7 +64,7 @@ def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
 
 def _round_up_segments(count: int) -> int:
     """Round up to a power of two, or three quarters of one."""
-    octave = _power_of_two(count, _FEWEST_SEGMENTS)
+    octave = _round_up_to_power_of_two(count, _FEWEST_SEGMENTS)
     return octave * 3 // 4 if octave > _FEWEST_SEGMENTS and count <= octave * 3 // 4 else octave
 
 
@@ -80,15 +80,15 @@ def _key_counts(batch: PackedBatch) -> tuple[int, int]:
     return max(counts), sum(counts)
 
 
-def _with_fixed_cache(batch: PackedBatch, use: CacheUse) -> PackedBatch:
+def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
     """Pad the numbers of cached and stored tokens, by a cached segment and by repeated stores."""
     taken, missing = use.taken, 0
     if use.lengths:
-        missing = _power_of_two(len(taken), _TOKEN_STEP) - len(taken)
+        missing = _round_up_to_power_of_two(len(taken), _TOKEN_STEP) - len(taken)
     stored, slots = use.stored, use.slots
     if len(stored):
         # Repeat the last store: whichever copy is written last, the slot has the same values.
-        more = _power_of_two(len(stored), _TOKEN_STEP) - len(stored)
+        more = _round_up_to_power_of_two(len(stored), _TOKEN_STEP) - len(stored)
         stored, slots = (torch.cat([index, index[-1:].expand(more)]) for index in (stored, slots))
     lengths, prefixes = use.lengths, batch.prefixes
     if missing:
@@ -97,5 +97,5 @@ def _with_fixed_cache(batch: PackedBatch, use: CacheUse) -> PackedBatch:
     return replace(batch, cached=CacheUse(lengths, taken, stored, slots), prefixes=prefixes)
 
 
-def _power_of_two(count: int, least: int) -> int:
+def _round_up_to_power_of_two(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())

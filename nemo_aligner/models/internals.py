@@ -92,10 +92,13 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 
     torch calls only the innermost hooks, so hooks inside of others have to call these.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (_unchanged, _unchanged)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (
+        _return_unchanged,
+        _return_unchanged,
+    )
 
 
-def _unchanged(saved: Tensor) -> Tensor:
+def _return_unchanged(saved: Tensor) -> Tensor:
     return saved
 
 

@@ -55,11 +55,11 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: i
 
 def in_chunks(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
     """Apply ``function`` to ``input [T, ..., i]`` in chunks of ``rows`` rows, the last padded."""
-    outputs = [function(_filled(piece, rows)) for piece in input.split(rows)]
+    outputs = [function(_pad_rows(piece, rows)) for piece in input.split(rows)]
     return torch.cat(outputs)[: input.size(0)]
 
 
-def _filled(rows: Tensor, multiple: int) -> Tensor:
+def _pad_rows(rows: Tensor, multiple: int) -> Tensor:
     """Pad ``[T, ...]`` with zero rows until ``multiple`` divides T."""
     missing = -rows.size(0) % multiple
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
@@ -109,7 +109,7 @@ class ColumnLinear(ColumnParallelLinear):
     ) -> dict[str, Any]:
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.adapter is not None:
-            entries |= _sharded(self, LORA_B, 0, prefix, sharded_offsets, metadata)
+            entries |= _shard_adapter(self, LORA_B, 0, prefix, sharded_offsets, metadata)
         return entries
 
 
@@ -147,11 +147,11 @@ class RowLinear(RowParallelLinear):
     ) -> dict[str, Any]:
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.adapter is not None:
-            entries |= _sharded(self, LORA_A, 1, prefix, sharded_offsets, metadata)
+            entries |= _shard_adapter(self, LORA_A, 1, prefix, sharded_offsets, metadata)
         return entries
 
 
-def _sharded(
+def _shard_adapter(
     layer: Any,
     name: str,
     axis: int,
@@ -184,7 +184,7 @@ def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | Non
     """
     if group.size() == 1:
         return partial
-    # a + b == b + a, so two ranks need nothing; with more, NCCL's algorithm picks the order.
+    # The order does not matter for two ranks; for more, NCCL's algorithm would choose it.
     if rows is not None and group.size() > 2:
         return sum_in_rank_order(partial, group, is_scattered)
     if is_scattered:
@@ -206,7 +206,7 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
         ``[T, ...]``, or this rank's ``[T / ranks, ...]`` if ``is_scattered``.
     """
     ranks, rows = group.size(), partial.size(0)
-    sent = _filled(partial, ranks).contiguous()
+    sent = _pad_rows(partial, ranks).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     first, *later = received.chunk(ranks)

@@ -89,9 +89,9 @@ class LoraAdapter(torch.nn.Module):
         scale = self.scale
         if self._dropout is not None and self.training:
             scale /= 1 - self._dropout.rate
-            x = self._dropped(x, self._dropout, context)
+            x = self._drop_inputs(x, self._dropout, context)
         # Scaled in the low rank, where a token has ``rank`` values instead of ``out``.
-        low = _product(x, self.linear_in, rows) * scale
+        low = _multiply(x, self.linear_in, rows) * scale
         if not self._is_by_outputs:
             low = sum_partial(low, self._group, self._is_split, rows)
         elif self._is_split:
@@ -99,9 +99,9 @@ class LoraAdapter(torch.nn.Module):
         else:
             # Identity forward; backward the sum over ranks, each with a part of the outputs.
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
-        return _product(low, self.linear_out, rows)
+        return _multiply(low, self.linear_out, rows)
 
-    def _dropped(self, x: Tensor, dropout: LoraDropout, context: PackContext | None) -> Tensor:
+    def _drop_inputs(self, x: Tensor, dropout: LoraDropout, context: PackContext | None) -> Tensor:
         keys = None
         if context is not None:
             is_last = self._reads_rows
@@ -119,7 +119,7 @@ class LoraAdapter(torch.nn.Module):
         return dropout.apply(x, keys[tokens : tokens + x.size(0)], self._number, channels)
 
 
-def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
+def _multiply(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
     # Called as a module: Megatron waits in a pre-hook for weights that are being gathered.
     return linear(x) if rows is None else invariant_linear(x, linear.weight, None, rows)
 
@@ -168,14 +168,14 @@ class ExpertAdapter(MegatronModule):
         """Return the A and B whose product is added to this rank's part of the weight."""
         low, high = self.linear_in, self.linear_out
         if low.splits_outputs:
-            return low.gathered(), high.weight
-        return low.weight, high.gathered()
+            return low.gather(), high.weight
+        return low.weight, high.gather()
 
 
 def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = None) -> None:
     """Attach adapters, all zero, to the target linear layers of ``model``'s decoder."""
     for layer in model.decoder.layers:
-        for number, name, linear in _numbered(layer):
+        for number, name, linear in _number_linears(layer):
             if isinstance(linear, ExpertLinear) and name in lora.linears:
                 linear.adapter = _make_expert_adapter(model.config, linear, lora, dropout)
             elif name in lora.linears:
@@ -195,7 +195,7 @@ def _make_expert_adapter(
     return ExpertAdapter(config, linear, lora)
 
 
-def _numbered(layer: Any) -> Iterator[tuple[int, str, Any]]:
+def _number_linears(layer: Any) -> Iterator[tuple[int, str, Any]]:
     """Yield a layer's linear layers, each with its number in the whole model, and its name."""
     is_mixture = isinstance(layer.mlp, MixtureOfExperts)
     names = {**LINEARS, **EXPERT_LINEARS} if is_mixture else LINEARS
@@ -203,10 +203,10 @@ def _numbered(layer: Any) -> Iterator[tuple[int, str, Any]]:
         yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
 
 
-def _adapted(model: Any) -> Iterator[tuple[int, Any]]:
+def _list_adapted(model: Any) -> Iterator[tuple[int, Any]]:
     """Yield the linear layers that have an adapter, numbered."""
     for layer in model.decoder.layers:
-        for number, _, linear in _numbered(layer):
+        for number, _, linear in _number_linears(layer):
             if linear.adapter is not None:
                 yield number, linear
 
@@ -221,7 +221,7 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
     without effect. A column-parallel layer's A is the same on every rank, even on one whose outputs
     all belong to such groups.
     """
-    for number, linear in _adapted(model):
+    for number, linear in _list_adapted(model):
         weight = linear.adapter.linear_in.weight
         generator = torch.Generator().manual_seed((seed * 2**20 + number) % 2**63)
         linear.adapter.linear_out.weight.zero_()
@@ -229,7 +229,7 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
             drawn = linear.adapter.linear_in
             full = torch.empty(linear.adapter.count, *drawn.size)
             full.normal_(std=drawn.size[-1] ** -0.5, generator=generator)
-            weight.copy_(drawn.own(full))
+            weight.copy_(drawn.take_part(full))
             continue
         full = torch.empty(weight.size(0), linear.input_size)
         full.normal_(std=linear.input_size**-0.5, generator=generator)
@@ -243,7 +243,7 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
 def train_adapters_alone(model: Any) -> None:
     """Freeze ``model`` except adapters and reward head."""
     model.requires_grad_(False)
-    for _, linear in _adapted(model):
+    for _, linear in _list_adapted(model):
         linear.adapter.requires_grad_(True)
     if model.post_process:
         model.rm_head.requires_grad_(True)
@@ -252,17 +252,17 @@ def train_adapters_alone(model: Any) -> None:
 @torch.no_grad()
 def fold_adapters(model: torch.nn.Module) -> None:
     """Merge the adapters into the weights, rounding once, and remove them."""
-    for _, linear in _adapted(model):
+    for _, linear in _list_adapted(model):
         adapter = linear.adapter
         if isinstance(adapter, ExpertAdapter):
             low, high = adapter.matrices()
         else:
             low, high = adapter.linear_in.weight, adapter.linear_out.weight
-        linear.weight.copy_(folded(linear.weight, low, high, adapter.scale))
+        linear.weight.copy_(fold_into_weight(linear.weight, low, high, adapter.scale))
         linear.adapter = None
 
 
-def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
+def fold_into_weight(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
     """Compute ``W + scale * B A`` in fp32, returned in the dtype of ``weight [out, in]``.
 
     ``low [rank, in]`` is A, ``high [out, rank]`` is B. The tensors of experts have one more axis in
@@ -312,10 +312,10 @@ class LoraDropout:
             first_channel: index of ``x``'s first channel, where TP ranks split the channels.
         """
         numbers = torch.arange(first_channel, first_channel + x.size(-1), device=x.device)
-        channels = _mixed(numbers, _mixed_number(self.seed, linear))
+        channels = _hash_tensor(numbers, _hash_numbers(self.seed, linear))
         bits = keys[:, None] + channels
         for shift, factor in ((15, _SHORT_FIRST), (12, _SHORT_SECOND)):
-            bits ^= _shifted(bits, shift, 32)
+            bits ^= _shift_right(bits, shift, 32)
             bits *= factor
         is_dropped = bits < int(-(2**31) + self.rate * 2**32)
         return x.masked_fill(is_dropped[:, None], 0.0)
@@ -337,12 +337,12 @@ class LoraDropout:
         of_segment = [0] * len(prefixes)
         if samples:  # a pack without any only feeds other ranks' experts
             for number, (record, place) in reversed(list(zip(ends, samples, strict=True))):
-                key = _mixed_number(self.seed, step, record, place)
+                key = _hash_numbers(self.seed, step, record, place)
                 of_segment[number] = key
                 if prefixes[number] >= 0:  # the first sample of a shared prefix decides its key
-                    of_segment[prefixes[number]] = _mixed_number(key)
+                    of_segment[prefixes[number]] = _hash_numbers(key)
         keys = torch.tensor(of_segment, dtype=torch.int64).repeat_interleave(lengths)
-        return _mixed(batch.position_ids, to_device(keys, batch.position_ids.device))
+        return _hash_tensor(batch.position_ids, to_device(keys, batch.position_ids.device))
 
 
 def _number_samples(records: Records) -> list[tuple[int, int]]:
@@ -355,7 +355,7 @@ def _number_samples(records: Records) -> list[tuple[int, int]]:
     ]
 
 
-def _mixed_number(*numbers: int) -> int:
+def _hash_numbers(*numbers: int) -> int:
     """Hash integers into an int64 by SplitMix64."""
     mixed = 0
     for number in numbers:
@@ -363,21 +363,21 @@ def _mixed_number(*numbers: int) -> int:
         mixed = ((mixed ^ mixed >> 30) * _FIRST) & _MASK
         mixed = ((mixed ^ mixed >> 27) * _SECOND) & _MASK
         mixed ^= mixed >> 31
-    return _signed(mixed)
+    return _as_signed(mixed)
 
 
-def _mixed(numbers: Tensor, keys: Tensor | int) -> Tensor:
+def _hash_tensor(numbers: Tensor, keys: Tensor | int) -> Tensor:
     """Hash int64 ``numbers`` with their ``keys`` into int32, by SplitMix64's finaliser."""
-    mixed = numbers * _signed(_STEP) + keys
-    mixed = (mixed ^ _shifted(mixed, 30, 64)) * _signed(_FIRST)
-    mixed = (mixed ^ _shifted(mixed, 27, 64)) * _signed(_SECOND)
+    mixed = numbers * _as_signed(_STEP) + keys
+    mixed = (mixed ^ _shift_right(mixed, 30, 64)) * _as_signed(_FIRST)
+    mixed = (mixed ^ _shift_right(mixed, 27, 64)) * _as_signed(_SECOND)
     return (mixed >> 32).to(torch.int32)
 
 
-def _shifted(numbers: Tensor, by: int, bits: int) -> Tensor:
+def _shift_right(numbers: Tensor, by: int, bits: int) -> Tensor:
     """Shift right without sign extension, which torch has only for signed integers."""
     return (numbers >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
-def _signed(number: int) -> int:
+def _as_signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number

@@ -174,9 +174,9 @@ class GPTRewardModel(GPTModel):
             parallelism).
         """
         rows, count = self._read_rows(batch)
-        context = self._context(batch, rows, pool)
+        context = self._make_context(batch, rows, pool)
         tokens, positions = batch.of_own(batch.tokens), batch.of_own(batch.position_ids)
-        inputs, by_length = DecoderInputs(tokens, positions, context), self._by_length(batch)
+        inputs, by_length = DecoderInputs(tokens, positions, context), self._rope_of_tokens(batch)
         if self.graphs is None or batch.sizes is None or by_length is not None:
             hidden = self._decode(inputs, by_length)
         else:
@@ -209,14 +209,16 @@ class GPTRewardModel(GPTModel):
             query_scale=self._query_scale(positions),
         )
         return self.decoder(
-            hidden_states=self._embedded(inputs.tokens, positions) if self.pre_process else None,
+            hidden_states=self._embed(inputs.tokens, positions) if self.pre_process else None,
             attention_mask=None,
             # PackedAttention rotates, in far fewer passes over memory than megatron-core.
             rotary_pos_emb=None,
             packed_seq_params=context,
         )
 
-    def _context(self, batch: PackedBatch, rows: Tensor, pool: KeyValuePool | None) -> PackContext:
+    def _make_context(
+        self, batch: PackedBatch, rows: Tensor, pool: KeyValuePool | None
+    ) -> PackContext:
         """Describe a pack, whose head reads ``rows``, to the layers; the tables are added later."""
         read_rows = self._rows_of_head(rows, batch)
         segments = PackedSegments.of(batch, read_rows.device, pool)
@@ -242,7 +244,7 @@ class GPTRewardModel(GPTModel):
             rows = batch.share.read_rows
         return rows, count
 
-    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embed ``tokens [T]`` at these ``positions`` -> ``[T, 1, hidden]``."""
         embedded = self.embedding(tokens[None], positions[None])
         embedded = embedded.to(self.stream_dtype)
@@ -293,7 +295,7 @@ class GPTRewardModel(GPTModel):
             next(self.parameters()).device,
         )
 
-    def _by_length(self, batch: PackedBatch) -> ByLength | None:
+    def _rope_of_tokens(self, batch: PackedBatch) -> ByLength | None:
         """Return which RoPE every token has; None if all sequences have that of short ones."""
         numbers = [] if self._has_one_rotation else rotations_of(batch, self.length_dependent_rope)
         distinct = sorted(set(numbers))

@@ -83,7 +83,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
         frequencies = scale_rotary_frequencies(rope, shape.rope_scaling)
     if shape.yarn is not None:
         channels, scale = 2 * len(frequencies), shape.yarn.attention_factor
-        frequencies = _yarn(frequencies, channels, shape.rotary_base, shape.yarn)
+        frequencies = _yarn_frequencies(frequencies, channels, shape.rotary_base, shape.yarn)
     if shape.longrope is not None:
         powers = shape.rotary_base ** _exponents(len(frequencies))
         short, long = (
@@ -94,7 +94,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
         frequencies, scale, of_longer = short, shape.longrope.attention_factor, lambda _: long
     elif shape.dynamic_rope_factor is not None:
         exponents = _exponents(len(frequencies)).to(frequencies.device)
-        of_longer = partial(_dynamic, shape, exponents)
+        of_longer = partial(_dynamic_frequencies, shape, exponents)
     of_all = Rotation(frequencies, rope.seq_len_interpolation_factor, scale, of_longer)
     if shape.rotary_base_local is None:
         return (of_all,)
@@ -125,7 +125,7 @@ def _exponents(count: int) -> Tensor:
     return torch.arange(0, 2 * count, 2).float() / (2 * count)
 
 
-def _dynamic(shape: ModelShape, exponents: Tensor, tokens: int) -> Tensor:
+def _dynamic_frequencies(shape: ModelShape, exponents: Tensor, tokens: int) -> Tensor:
     """Compute the frequencies ``[r]`` of a sequence of ``tokens`` by dynamic NTK-aware scaling.
 
     As transformers does for the first sequence of a process, it multiplies the base by
@@ -139,7 +139,7 @@ def _dynamic(shape: ModelShape, exponents: Tensor, tokens: int) -> Tensor:
     return 1.0 / base**exponents
 
 
-def _yarn(frequencies: Tensor, channels: int, base: float, yarn: YarnScaling) -> Tensor:
+def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: YarnScaling) -> Tensor:
     """Scale frequencies as YaRN does: section 3.2 of Peng et al. 2023, "NTK-by-parts"."""
 
     def channel(turns: float) -> float:
@@ -169,22 +169,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: ``[T, 1, 1, r]`` in the dtype of ``x``.
         sin: like ``cos``.
     """
-    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate_channels(x, cos, sin)
 
 
 class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _rotate_channels(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
+        return _rotate_channels(grads[0], cos, -sin), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_channels(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half, channels = cos.size(-1), x.size(-1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x[..., :half], x[..., half : 2 * half]

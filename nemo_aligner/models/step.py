@@ -159,7 +159,7 @@ def gather_rewards(
     Returns:
         ``[S, A]`` float32 on the CPU, the same on every rank. Collective: one all-reduce.
     """
-    return _gathered(rewards, batches, shape, layout).cpu()
+    return _gather_on_device(rewards, batches, shape, layout).cpu()
 
 
 def gather_rewards_later(
@@ -169,10 +169,10 @@ def gather_rewards_later(
     layout: ParallelLayout,
 ) -> Arriving[Tensor]:
     """``gather_rewards`` without waiting for the device."""
-    return to_host_later(_gathered(rewards, batches, shape, layout))
+    return to_host_later(_gather_on_device(rewards, batches, shape, layout))
 
 
-def _gathered(
+def _gather_on_device(
     rewards: Tensor | None,
     batches: Sequence[PackedBatch],
     shape: tuple[int, int],
@@ -208,13 +208,13 @@ def _run_schedule(
     forward_step: Callable[..., Any],
     forward_only: bool,
 ) -> list[Tensor]:
-    inside = _unwrapped(model)
+    inside = _unwrap(model)
     if layout.ep > 1:
-        batches = _as_many_as_others(batches)
+        batches = _pad_number_of_packs(batches)
         if not batches:
             return []
-    batches = [_with_rows(batch, inside) for batch in batches]
-    padded = [_prepared(batch, inside, layout) for batch in batches]
+    batches = [_attach_reply_rows(batch, inside) for batch in batches]
+    padded = [_prepare_pack(batch, inside, layout) for batch in batches]
     run = partial(
         get_forward_backward_func(),
         forward_step_func=forward_step,
@@ -238,7 +238,7 @@ def _run_schedule(
     return outputs
 
 
-def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
+def _prepare_pack(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
     """Pad a pack, or cut it for this rank of a context parallel group."""
     multiple = model.row_multiple(batch.num_tokens // layout.cp)
     if model.graphs is not None and model.graphs.are_used(model.training):
@@ -248,7 +248,7 @@ def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout)
     return batch.shared(layout.cp_rank, layout.cp, multiple, model.reads_every_token)
 
 
-def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+def _pad_number_of_packs(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     """Add packs without records until all ranks of the expert parallel group have equally many.
 
     Every layer exchanges tokens by collectives, so a rank with fewer packs would leave the others
@@ -261,7 +261,7 @@ def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     return [*batches, *[empty] * (int(max_packs) - len(batches))]
 
 
-def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
+def _attach_reply_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
     """Attach the rows of the replies, for a head that reads their mean."""
     if model.reply_marker is not None:
         batch = replace(batch, replies=find_reply_rows(batch, model.reply_marker))
@@ -274,14 +274,14 @@ def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
     If a sequence begins with cached tokens, the cached part must end before the last marker.
     """
     rows, lengths = [], []
-    for sequence in _sequences(batch):
+    for sequence in _list_sequence_rows(batch):
         start = reply_start(batch.tokens[sequence].numpy(), marker)
         rows.append(sequence[start:])
         lengths.append(len(sequence) - start)
     return ReplyRows(torch.cat(rows), tuple(lengths))
 
 
-def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
+def _list_sequence_rows(batch: PackedBatch) -> Iterator[Tensor]:
     """Yield the row indices of each sequence's tokens in the pack, prefix segments included."""
     bounds = batch.cu_seqlens.tolist()
     cached = 0 if batch.cached is None else len(batch.cached.lengths)
@@ -293,7 +293,7 @@ def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
         yield torch.cat(spans)
 
 
-def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:
+def _unwrap(model: torch.nn.Module) -> GPTRewardModel:
     """Return the model inside Megatron's data parallel wrapper, or ``model`` itself."""
     inside = getattr(model, "module", model)
     assert isinstance(inside, GPTRewardModel)
@@ -329,7 +329,7 @@ def _forward_step(
                 detached,
             )
         if isinstance(loss, Tensor):
-            total, count = _by_gradient(rewards, loss[batch.rows], len(batch.records))
+            total, count = _loss_of_gradient(rewards, loss[batch.rows], len(batch.records))
         else:
             total, count = loss(rewards, batch.records)
         if batch.share is not None and batch.share.rank > 0:
@@ -345,7 +345,7 @@ def _forward_step(
     return model(batch, pool), finish
 
 
-def _by_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
+def _loss_of_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
     """Return a loss and its count, whose gradient by ``rewards [S, A]`` is ``gradient``."""
     total = (rewards * to_device(gradient, rewards.device)).sum()
     return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

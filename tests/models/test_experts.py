@@ -110,7 +110,9 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
     for is_grouped in (False, True):
         if is_grouped:
             monkeypatch.setattr(
-                RowCounts, "ends", lambda self, *unused: self.per_expert.cumsum(0).to(torch.int32)
+                RowCounts,
+                "group_ends",
+                lambda self, *unused: self.per_expert.cumsum(0).to(torch.int32),
             )
         given, matrices = (each.detach().clone().requires_grad_() for each in (rows, weight))
         product = _Products.apply(given, matrices, RowCounts(torch.tensor([2, 0, 6, 1])))

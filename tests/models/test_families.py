@@ -29,7 +29,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import families, tiny
 from tests.harness.families import CASES, GROUPS, SEQUENCES, WINDOW
 from tests.models import layouts
-from tests.models.test_heads import modules_that_are_not_called
+from tests.models.test_reward_head import modules_that_are_not_called
 
 FP32, BF16 = Precision.fp32, Precision.bf16
 PACKS = {

@@ -278,10 +278,10 @@ def test_kernels_add_to_the_stream_and_norm_the_sum(dtype: torch.dtype) -> None:
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CC", "no-such-compiler")
-    kernels._compiled.cache_clear()
+    kernels._load_once.cache_clear()
     kernels._warn.cache_clear()
     yield
-    kernels._compiled.cache_clear()
+    kernels._load_once.cache_clear()
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -296,7 +296,7 @@ def test_without_a_compiler_torch_computes_all(
     assert "no-such-compiler" in message
     assert caplog.records[0].levelname == "WARNING"
     monkeypatch.setenv(kernels.SWITCH, "0")
-    kernels._compiled.cache_clear()
+    kernels._load_once.cache_clear()
     with torch.no_grad():
         assert not kernels.take(torch.zeros(4, 16))
     assert len(caplog.records) == 1  # who switches them off knows

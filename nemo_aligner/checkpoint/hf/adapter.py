@@ -44,7 +44,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.lora import folded
+from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.shape import EXPERT_LINEARS, LoraShape, ModelShape, check_is_linear
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError
@@ -214,5 +214,5 @@ def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
                 f"adapter has {[high.size(0), low.size(1)]}, so this is not the base of the reward "
                 "model. Pass the model from which it was trained"
             )
-        weight.data = folded(weight.data, low, high, scale)
+        weight.data = fold_into_weight(weight.data, low, high, scale)
     return model.to(current_device()).eval()

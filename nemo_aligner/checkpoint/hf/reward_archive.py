@@ -38,7 +38,7 @@ from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import SIGMOID
-from nemo_aligner.models.lora import folded
+from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.shape import LORA_A, LORA_B, LoraShape, ModelShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -141,7 +141,7 @@ class RewardArchive:
         if matrices is None or self.lora is None:
             return data
         high, low = matrices
-        return folded(data, low, high, self.lora.scale)
+        return fold_into_weight(data, low, high, self.lora.scale)
 
     def _read_lora(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
         """Read LoRA's matrices B and A for a tensor; None if it has no adapter."""

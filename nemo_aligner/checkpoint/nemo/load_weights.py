@@ -25,7 +25,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.weights.save import LazyTensor, load_into
 from nemo_aligner.checkpoint.weights.store import StoredTensors
-from nemo_aligner.models.lora import folded
+from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import (
     LORA_A,
@@ -200,7 +200,9 @@ def unread_decoder(
             return weight
         low, high = (inside(f"{linear}.{matrix}", layer) for matrix in (LORA_A, LORA_B))
         scale = lora.scale
-        return replace(weight, read=lambda: folded(weight.read(), low.read(), high.read(), scale))
+        return replace(
+            weight, read=lambda: fold_into_weight(weight.read(), low.read(), high.read(), scale)
+        )
 
     names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
     return {PREFIX + name: outside(name) for name in names}, {

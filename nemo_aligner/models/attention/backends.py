@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -140,7 +140,10 @@ class Backend(Generic[Plan]):
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
         """Compute the output ``[n, heads, c]`` of a layer's heads."""
-        return self.compute(heads, segments, case, segments.plan(self, case))
+        # Looking up a plan takes some microseconds in every layer.
+        has_plan = self.plan is not _plan_nothing
+        plan = segments.plan(self, case) if has_plan else cast(Plan, None)
+        return self.compute(heads, segments, case, plan)
 
     def fits(self, case: Case) -> bool:
         """Tell if this backend computes ``case``."""
@@ -174,7 +177,7 @@ def _by_c_file(
     heads: Heads, segments: PackedSegments, case: Case, plan: kernel_attention.KernelPlan
 ) -> Tensor:
     joined, pooled = heads.joined, None
-    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    key, value = segments.gather(joined[:, :, -1], heads.value)
     if segments.cached is not None and segments.pool is not None:
         layer = segments.pool.layer(heads.layer_number)
         use = segments.cached
@@ -194,7 +197,7 @@ def _by_blocks(
     heads: Heads, segments: PackedSegments, case: Case, plan: block_attention.BlockPlan
 ) -> Tensor:
     joined = heads.joined.contiguous()
-    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    key, value = segments.gather(joined[:, :, -1], heads.value)
     key, value = segments.with_cached(heads.layer_number, key, value)
     scale, soft_cap = case.scores.scale, case.scores.soft_cap
     return block_attention.attend_in_blocks(joined, key, value, plan, scale, soft_cap)
@@ -251,7 +254,7 @@ def _to_all_keys(
                 layout, index = segments.gathered_layout
             with gathering_again(key, value, index) as (key, value):
                 return attend(query, key, value, layout, case, plan)
-        key, value = segments.gathered(key, value)
+        key, value = segments.gather(key, value)
         key, value = segments.with_cached(heads.layer_number, key, value)
         return attend(query, key, value, segments, case, plan)
 

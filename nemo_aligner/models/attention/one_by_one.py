@@ -68,7 +68,9 @@ def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
     None is a causal mask over the part's own keys, which SDPA makes itself.
     """
     attend_segment, device = _choose_segment_kernel(case), segments.cu_seqlens.device
-    has_fused_kernel = attend_segment in (_by_sdpa, _with_equal_heads) and case.device != "cpu"
+    has_fused_kernel = (
+        attend_segment in (_attend_by_sdpa, _attend_with_equal_heads) and case.device != "cpu"
+    )
     is_plain = case.scores.window is None and case.scores.soft_cap is None
     made: dict[tuple[int, int], Tensor] = {}
     masks: list[Tensor | None] = []
@@ -81,7 +83,7 @@ def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
         size = part.length, keys
         if size not in made:
             uses_bias = is_plain and has_fused_kernel
-            made[size] = _causal_bias(*size) if uses_bias else _mask(*size, case, device)
+            made[size] = _causal_bias(*size) if uses_bias else _make_mask(*size, case, device)
         masks.append(made[size])
     return masks
 
@@ -98,15 +100,19 @@ def _choose_segment_kernel(case: Case) -> _AttendSegment:
     """
     is_on_cpu = case.device == "cpu"
     if case.scores.soft_cap is not None:
-        return _recomputed if is_on_cpu else partial(_in_blocks, _by_explicit_scores)
+        return (
+            _recompute_scores
+            if is_on_cpu
+            else partial(_attend_in_blocks, _attend_by_explicit_scores)
+        )
     if is_on_cpu:
-        return _by_sdpa
+        return _attend_by_sdpa
     if not takes_equal_heads(case.dtype, case.channels):
-        return partial(_in_blocks, _by_sdpa)
-    return _by_sdpa if case.query_heads == case.key_heads else _with_equal_heads
+        return partial(_attend_in_blocks, _attend_by_sdpa)
+    return _attend_by_sdpa if case.query_heads == case.key_heads else _attend_with_equal_heads
 
 
-def _by_explicit_scores(
+def _attend_by_explicit_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
     assert mask is not None
@@ -114,7 +120,7 @@ def _by_explicit_scores(
     return soft_capped_attention(query, key, value, mask, scores.scale, scores.soft_cap)
 
 
-def _by_sdpa(
+def _attend_by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
     # Not cuDNN's kernel: it gave wrong gradients for lengths that an earlier pack had, too (torch
@@ -131,7 +137,7 @@ def _by_sdpa(
         )
 
 
-def _with_equal_heads(
+def _attend_with_equal_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
     """Call SDPA with keys and values repeated for every query head.
@@ -141,16 +147,16 @@ def _with_equal_heads(
     """
     per_group = query.size(1) // key.size(1)
     key, value = (heads.repeat_interleave(per_group, dim=1) for heads in (key, value))
-    return _by_sdpa(query, key, value, mask, scores)
+    return _attend_by_sdpa(query, key, value, mask, scores)
 
 
-def _recomputed(
+def _recompute_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    return _without_keeping(_by_explicit_scores, query, key, value, mask, scores)
+    return _checkpointed(_attend_by_explicit_scores, query, key, value, mask, scores)
 
 
-def _in_blocks(
+def _attend_in_blocks(
     attend: _AttendSegment,
     query: Tensor,
     key: Tensor,
@@ -163,15 +169,15 @@ def _in_blocks(
     The backward pass recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
     """
     if mask is None:
-        mask = _sees(query.size(2), key.size(2), None, query.device)
+        mask = _visibility_mask(query.size(2), key.size(2), None, query.device)
     rows = max(1, _BLOCK_SCORES // (query.size(1) * key.size(2)))
     parts = zip(query.split(rows, dim=2), mask.split(rows), strict=True)
     return torch.cat(
-        [_without_keeping(attend, part, key, value, sees, scores) for part, sees in parts], dim=2
+        [_checkpointed(attend, part, key, value, sees, scores) for part, sees in parts], dim=2
     )
 
 
-def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
+def _checkpointed(attend: _AttendSegment, *arguments: Any) -> Tensor:
     # Attention draws no random numbers, so there is no generator state to restore.
     return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
 
@@ -191,13 +197,13 @@ def _causal_bias(queries: int, keys: int) -> CausalBias:
     return bias
 
 
-def _mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
+def _make_mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
     """Make a mask ``[queries, keys]``: bool on a CPU or with a soft cap, else float, to be added.
 
     From a bool mask SDPA would make a float mask again in each layer, and save it for the backward
     pass. The rows' stride is a multiple of 16, or the memory-efficient kernel would copy the mask.
     """
-    sees = _sees(queries, keys, case.scores.window, device)
+    sees = _visibility_mask(queries, keys, case.scores.window, device)
     if case.device == "cpu" or case.scores.soft_cap is not None:
         return sees
     apart = -(-keys // 16) * 16
@@ -205,7 +211,7 @@ def _mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
     return added[:, :keys].masked_fill_(sees, 0.0)
 
 
-def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _visibility_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Make a bool mask ``[queries, keys]`` of the keys that queries see; both end at one place."""
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)

@@ -118,9 +118,11 @@ class PackedAttention(MegatronModule):
         return Case(*kind, scores, is_learning, uses_ring)
 
     def _attend(self, heads: Heads, context: PackContext, case: Case) -> Tensor:
-        return self._read(choose_backend(case).attend(heads, context.segments, case), context)
+        return self._select_rows(
+            choose_backend(case).attend(heads, context.segments, case), context
+        )
 
-    def _read(self, attended: Tensor, context: PackContext) -> Tensor:
+    def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:
         """``[T, heads, c] -> [T, 1, heads * c]``."""
         return attended.flatten(1).unsqueeze(1)
 
@@ -128,5 +130,5 @@ class PackedAttention(MegatronModule):
 class LastTokenAttention(PackedAttention):
     """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``context.read_rows``."""
 
-    def _read(self, attended: Tensor, context: PackContext) -> Tensor:
-        return super()._read(attended[context.read_rows], context)
+    def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:
+        return super()._select_rows(attended[context.read_rows], context)

@@ -50,7 +50,7 @@ class _Ring(Function):
         out = torch.zeros_like(query, dtype=precise)
         lse = out.new_full(query.shape[:2], -torch.inf)
         add = _add_on_cpu if query.is_cpu else _add_on_gpu
-        for number, arrived in _around(local):
+        for number, arrived in _pass_around(local):
             add(plan[number], (query, *arrived), out, lse, scale)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, local, out, lse)
@@ -64,7 +64,7 @@ class _Ring(Function):
         grad = grads[0].contiguous()
         add = _add_gradients_on_cpu if query.is_cpu else _add_gradients_on_gpu
         arriving: Callable[[], Tensor] | None = None
-        for number, arrived in _around(local):
+        for number, arrived in _pass_around(local):
             to_arrived = torch.zeros_like(arrived)
             add(
                 ctx.plan[number],
@@ -75,7 +75,7 @@ class _Ring(Function):
             )
             if arriving is not None:
                 to_arrived += arriving()
-                del arriving  # and with it what was sent
+                del arriving  # frees the tensor that was sent
             arriving = _pass_on(to_arrived, _GRADIENTS)
         assert arriving is not None
         to_key, to_value = arriving()
@@ -87,7 +87,7 @@ class _Ring(Function):
 _KEYS, _GRADIENTS = 0, 1
 
 
-def _around(local: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _pass_around(local: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield every rank's number and its ``local`` tensor, this rank's first.
 
     The next rank's tensor arrives while the caller works on the current one.
@@ -124,10 +124,10 @@ def _pass_on(current: Tensor, tag: int, received: Tensor | None = None) -> Calla
             dist.P2POp(dist.irecv, received, ranks[rank - 1], group, tag),
         ]
     )
-    return partial(_arrived, requests, current, received)
+    return partial(_wait_for_arrival, requests, current, received)
 
 
-def _arrived(requests: Sequence[dist.Work], current: Tensor, received: Tensor) -> Tensor:
+def _wait_for_arrival(requests: Sequence[dist.Work], current: Tensor, received: Tensor) -> Tensor:
     for request in requests:
         request.wait()
     return received
@@ -171,17 +171,17 @@ def plan_ring(segments: PackedSegments, window: int | None) -> RingPlan:
     if window is not None and window >= segments.max_kv_length:
         window = None
     assert segments.share is not None
-    share, local_pieces = segments.share, list(_pieces(segments, segments.share.rank, window))
+    share, local_pieces = segments.share, list(_list_pieces(segments, segments.share.rank, window))
     blocks = [
-        _blocks(local_pieces, _pieces(segments, rank, window), segments.chains, window)
+        _list_blocks(local_pieces, _list_pieces(segments, rank, window), segments.chains, window)
         for rank in range(len(share.chunks))
     ]
     if device.type == "cpu":
         return blocks
-    return [[_Call.of(group, device) for group in _rounds(of_share)] for of_share in blocks]
+    return [[_Call.of(group, device) for group in _group_disjoint(of_share)] for of_share in blocks]
 
 
-def _pieces(segments: PackedSegments, rank: int, longest: int | None) -> Iterator[_Piece]:
+def _list_pieces(segments: PackedSegments, rank: int, longest: int | None) -> Iterator[_Piece]:
     """Yield the tokens of a rank in pieces of at most ``longest`` tokens; None is no limit."""
     assert segments.share is not None
     row = 0
@@ -193,7 +193,7 @@ def _pieces(segments: PackedSegments, rank: int, longest: int | None) -> Iterato
             row += length
 
 
-def _blocks(
+def _list_blocks(
     local: Sequence[_Piece],
     pieces: Iterator[_Piece],
     chains: Sequence[tuple[int, ...]],
@@ -228,16 +228,16 @@ def _blocks(
             elif window is None or query.end - key.position <= window:
                 seen_by[key].append(query)
             elif query.position - key.end + 1 < window:
-                partial_blocks.append(_in_window(query, key, window))
+                partial_blocks.append(_window_block(query, key, window))
     full_blocks = [
         Block(rows, key.rows, is_causal=False)
         for key, queries in seen_by.items()
-        for rows in _runs(queries)
+        for rows in _join_runs(queries)
     ]
     return causal + full_blocks + partial_blocks
 
 
-def _in_window(query: _Piece, key: _Piece, window: int) -> Block:
+def _window_block(query: _Piece, key: _Piece, window: int) -> Block:
     """Return the block of a piece's queries and keys that a window allows to see each other."""
     distance = query.position - key.end + 1
     queries = min(query.length, window - distance)
@@ -247,11 +247,11 @@ def _in_window(query: _Piece, key: _Piece, window: int) -> Block:
         slice(query.row, query.row + queries),
         slice(end - keys, end),
         is_causal=False,
-        before=window - distance - queries,
+        window_left=window - distance - queries,
     )
 
 
-def _runs(pieces: Sequence[_Piece]) -> Iterator[slice]:
+def _join_runs(pieces: Sequence[_Piece]) -> Iterator[slice]:
     """Join the rows of adjacent pieces, and yield them in order."""
     start, end = pieces[0].row, pieces[0].row
     for piece in pieces:
@@ -280,7 +280,7 @@ def _add_on_cpu(
     groups = inputs[1].size(1)
     *heads, o = (as_heads(x, groups) for x in (*inputs, out))
     for block in blocks:
-        add_block(block, heads, o, _of_groups(lse, groups), scale)
+        add_block(block, heads, o, _view_by_groups(lse, groups), scale)
 
 
 def _add_gradients_on_cpu(
@@ -299,10 +299,10 @@ def _add_gradients_on_cpu(
     groups = saved[2].size(1)
     heads, to = ([as_heads(x, groups) for x in tensors] for tensors in (saved, gradients))
     for block in blocks:
-        add_gradients(block, heads, _of_groups(lse, groups), to, scale)
+        add_gradients(block, heads, _view_by_groups(lse, groups), to, scale)
 
 
-def _of_groups(lse: Tensor, groups: int) -> Tensor:
+def _view_by_groups(lse: Tensor, groups: int) -> Tensor:
     """View ``[n, heads]`` as ``[repeats, groups, n]``."""
     return lse.unflatten(1, (groups, -1)).permute(2, 1, 0)
 
@@ -318,7 +318,7 @@ class _Call:
         queries, keys: their rows.
         bounds: ``[B + 1]`` int32 bounds of the blocks among the queries, and among the keys.
         longest: the most queries and the most keys of a block.
-        is_causal, before: as in ``Block``.
+        is_causal, window_left: as in ``Block``.
     """
 
     queries: Tensor | slice
@@ -326,18 +326,18 @@ class _Call:
     bounds: tuple[Tensor, Tensor]
     longest: tuple[int, int]
     is_causal: bool
-    before: int | None
+    window_left: int | None
 
     @classmethod
     def of(cls, blocks: Sequence[Block], device: torch.device) -> _Call:
-        queries, first, longest_queries = _laid_out([block.queries for block in blocks], device)
-        keys, second, longest_keys = _laid_out([block.keys for block in blocks], device)
-        if blocks[0].before is not None:
+        queries, first, longest_queries = _lay_out([block.queries for block in blocks], device)
+        keys, second, longest_keys = _lay_out([block.keys for block in blocks], device)
+        if blocks[0].window_left is not None:
             # The kernel limits how many keys after a query's own place are seen by the longest
             # length (flash_api.cpp, set_params_fprop). All are seen here, and with more queries
             # than keys that place can be below 0.
             longest_keys += longest_queries
-        kind = blocks[0].is_causal, blocks[0].before
+        kind = blocks[0].is_causal, blocks[0].window_left
         return cls(queries, keys, (first, second), (longest_queries, longest_keys), *kind)
 
     @property
@@ -345,7 +345,7 @@ class _Call:
         return *self.bounds, *self.longest, 0.0, self.is_causal
 
 
-def _laid_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | slice, Tensor, int]:
+def _lay_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | slice, Tensor, int]:
     """Return the rows of the slices, their bounds among these, and the longest length."""
     sizes = [span.stop - span.start for span in slices]
     bounds = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
@@ -356,15 +356,15 @@ def _laid_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | s
     return to_device(index, device), bounds, longest
 
 
-def _rounds(blocks: Sequence[Block]) -> list[list[Block]]:
+def _group_disjoint(blocks: Sequence[Block]) -> list[list[Block]]:
     """Group blocks of one kind so that no two in a group have a query or a key in common."""
     rounds: list[tuple[list[Block], set[int]]] = []
-    for block in sorted(blocks, key=lambda each: each.queries.start):
-        kind = block.is_causal, block.before
+    for block in sorted(blocks, key=lambda block: block.queries.start):
+        kind = block.is_causal, block.window_left
         for members, ends in rounds:
             last = members[-1]
             if (
-                (last.is_causal, last.before) == kind
+                (last.is_causal, last.window_left) == kind
                 and last.queries.stop <= block.queries.start
                 and block.keys.stop not in ends  # blocks on the same piece of keys end alike
             ):
@@ -392,7 +392,7 @@ def _add_on_gpu(
             *call.arguments,
             return_debug_mask=False,
             scale=scale,
-            window_size_left=call.before,
+            window_size_left=call.window_left,
         )
         added_lse = added_lse.transpose(0, 1)
         previous_lse = lse[call.queries]
@@ -425,7 +425,7 @@ def _add_gradients_on_gpu(
             no_seed,
             no_seed,
             scale=scale,
-            window_size_left=call.before,
+            window_size_left=call.window_left,
         )
         rows = call.queries, call.keys, call.keys
         for to, which, added in zip(gradients, rows, added_gradients, strict=True):

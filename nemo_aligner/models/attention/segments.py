@@ -134,8 +134,8 @@ class PackedSegments:
         if max(prefixes) >= 0 or batch.share is not None:
             cached = batch.cached.lengths if batch.cached is not None else ()
             parts = queries_of(lengths, len(cached), batch.share)
-            sizes, index = _keys_of(parts, prefixes, (*cached, *lengths))
-            queries, keys = _bounds([part.length for part in parts]), _bounds(sizes)
+            sizes, index = _index_keys(parts, prefixes, (*cached, *lengths))
+            queries, keys = _bounds_of([part.length for part in parts]), _bounds_of(sizes)
         if batch.sizes is not None:
             queries, keys, index = _pad_bounds(queries, keys, index, batch.sizes)
         if index is None:
@@ -247,7 +247,7 @@ class PackedSegments:
             for length, chain in zip(self.lengths, self.chains, strict=True)
         )
 
-    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Gather the keys and values ``[T, groups, c]`` of a pack from the ranks that share it."""
         if self.share is None:
             return key, value
@@ -290,7 +290,7 @@ def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) 
     return parts
 
 
-def _keys_of(
+def _index_keys(
     parts: Sequence[Queries], prefixes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], Tensor]:
     """Count each part's keys, and index them in order of position.
@@ -335,7 +335,7 @@ def _pad_bounds(
     return padded, bounds, torch.cat([index, index.new_zeros(missing)])
 
 
-def _bounds(lengths: Sequence[int]) -> Tensor:
+def _bounds_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
@@ -419,7 +419,7 @@ def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tens
     ``index`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K, groups,
     c]``. Their gradients are summed over the ranks, each of which has other queries.
     """
-    return _gathered(torch.stack([key, value], dim=1), index)
+    return _gather(torch.stack([key, value], dim=1), index)
 
 
 @contextmanager
@@ -429,7 +429,7 @@ def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple
     The backward pass gathers again, so a rank keeps ``1 / ranks`` of a layer's keys and values.
     """
     local = torch.stack([key, value], dim=1)
-    gathered = _gathered(local, index)
+    gathered = _gather(local, index)
     numbers = {_storage(tensor): number for number, tensor in enumerate(gathered)}
     shape, again = gathered[0].shape, dict[int, Tensor]()
     pack, unpack = saved_tensor_hooks()
@@ -443,7 +443,7 @@ def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple
         if not isinstance(saved, int):
             return unpack(saved)
         if saved not in again:
-            again.update(enumerate(_gathered(unpack(packed_local), index)))
+            again.update(enumerate(_gather(unpack(packed_local), index)))
         return again.pop(saved)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, give):
@@ -455,7 +455,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _gathered(local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def _gather(local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     gathered: tuple[Tensor, Tensor] = _Gather.apply(local, index)
     return gathered
 

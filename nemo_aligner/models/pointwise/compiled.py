@@ -101,7 +101,7 @@ def split_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``fused.Kernels.split_forward``."""
     heads = mixed.view(mixed.size(0), groups, -1, channels)
-    rotated = _rotated(heads[:, :, :-1], cos, sin)
+    rotated = _rotate(heads[:, :, :-1], cos, sin)
     query, key = rotated[:, :, :-1].flatten(1, 2), rotated[:, :, -1]
     return query.contiguous(), key.contiguous(), heads[:, :, -1].contiguous()
 
@@ -110,11 +110,11 @@ def split_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: 
     """Compute ``fused.Kernels.split_backward``."""
     groups = key.size(1)
     rotated = torch.cat([query.unflatten(1, (groups, -1)), key.unsqueeze(2)], dim=2)
-    heads = torch.cat([_rotated(rotated, cos, -sin), value.unsqueeze(2)], dim=2)
+    heads = torch.cat([_rotate(rotated, cos, -sin), value.unsqueeze(2)], dim=2)
     return heads.flatten(1).unsqueeze(1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.size(-1)
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)

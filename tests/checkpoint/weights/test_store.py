@@ -33,7 +33,7 @@ from tests.checkpoint.loading import load as load_model
 from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.weights.tensors import check_loaded, load, request, sharded
 from tests.checkpoint.weights.test_store_index import edited_index
-from tests.models.test_adapters import LORA, build, perturb
+from tests.models.test_lora import LORA, build, perturb
 
 pytestmark = pytest.mark.usefixtures("layout")
 

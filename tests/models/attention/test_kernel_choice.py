@@ -44,7 +44,7 @@ SEGMENTS: Any = SimpleNamespace(
     max_length=4,
     max_kv_length=4,
     share=None,
-    gathered=lambda key, value: (key, value),
+    gather=lambda key, value: (key, value),
     with_cached=lambda layer_number, key, value: (key, value),
 )
 

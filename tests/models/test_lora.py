@@ -29,7 +29,7 @@ from nemo_aligner.models.lora import (
     LoraDropout,
     draw_adapters,
     fold_adapters,
-    folded,
+    fold_into_weight,
     train_adapters_alone,
 )
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
@@ -250,7 +250,7 @@ def test_adapters_that_are_folded_are_rounded_once() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 5, generator=generator).bfloat16()
     low, high = torch.randn(2, 5, generator=generator), torch.randn(6, 2, generator=generator)
-    found = folded(weight, low.bfloat16(), high.bfloat16(), 0.5)
+    found = fold_into_weight(weight, low.bfloat16(), high.bfloat16(), 0.5)
     exact = weight.double() + 0.5 * high.bfloat16().double() @ low.bfloat16().double()
     assert found.dtype is torch.bfloat16
     assert torch.equal(found, exact.float().bfloat16())
