@@ -191,7 +191,7 @@ def _advise(files: Sequence[ReadFile], rule: MalformedRule) -> str:
 # Rules for the text of a record.
 
 
-def why_drop(record: Record, labelled: bool, ties: bool) -> str | None:
+def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
     """Return the reason, from the table above, for dropping a record; None keeps it.
 
     Args:
