@@ -266,7 +266,7 @@ def encode_record(
         return MalformedRecord(record.origin, str(error))
 
 
-def usable_encoded(
+def keep_usable(
     encoded: Iterable[EncodedRecord | MalformedRecord],
     counts: Counter[str],
     malformed: list[MalformedRecord],

@@ -36,8 +36,8 @@ from nemo_aligner.data.clean import (
     MalformedRule,
     check_malformed,
     encode_record,
+    keep_usable,
     list_malformed,
-    usable_encoded,
 )
 from nemo_aligner.data.dataset import as_records, label_columns
 from nemo_aligner.data.formats.prompts import count_records
@@ -405,7 +405,7 @@ def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -
         encoder = source.encoder
         encoded = (_encode(record, encoder) for record in file.records)
         error = "" if source.stops_at_overlong else None
-        kept = [each.record for each, _ in usable_encoded(encoded, counts, malformed, error)]
+        kept = [each.record for each, _ in keep_usable(encoded, counts, malformed, error)]
     malformed.sort(key=lambda record: record.origin.line)
     check_malformed([replace(file, counts=counts, malformed=malformed)], rule)
     return _with_kept(replace(file, malformed=malformed), kept, counts)
