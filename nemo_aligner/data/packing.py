@@ -404,7 +404,7 @@ class _Ordered:
         return True
 
 
-def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
+def count_fitting(sequences: Sequence[Tokens], budget: int) -> int:
     """Count how many of the first sequences fit into one pack of ``budget`` tokens, at least one.
 
     Shared prefixes are counted once. The search tries four times as many sequences until these do

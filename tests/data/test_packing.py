@@ -20,6 +20,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset, last_places
 from nemo_aligner.data.packing import (
     TokenPacking,
+    count_fitting,
     find_prefix_groups,
     largest_record,
     pack_records,
@@ -27,7 +28,6 @@ from nemo_aligner.data.packing import (
     packed_size,
     record_cost,
     share_out,
-    take_oldest,
 )
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
@@ -250,19 +250,19 @@ def test_taken_are_as_many_of_the_oldest_as_fit() -> None:
             for _ in range(100)
         ]
         for budget in (150, 400, 1000, 2500):
-            count = take_oldest(waiting, budget)
+            count = count_fitting(waiting, budget)
             assert grouped_size(waiting[:count], budget) <= budget
             # One more sequence can change the groups, and with them a few tokens.
             assert count == 100 or grouped_size(waiting[: count + 1], budget) > budget - 10
             assert len(pack_sequences(waiting[:count], budget)) == 1
-        assert take_oldest(waiting, 10**6) == 100
+        assert count_fitting(waiting, 10**6) == 100
         # At least one sequence is taken, whatever its size.
-        assert take_oldest(waiting, 3) == take_oldest(waiting[:1], 3) == 1
-    assert take_oldest([], 3) == 0
-    assert take_oldest([[1, 2], [3, 4], [5]], 4) == 2
+        assert count_fitting(waiting, 3) == count_fitting(waiting[:1], 3) == 1
+    assert count_fitting([], 3) == 0
+    assert count_fitting([[1, 2], [3, 4], [5]], 4) == 2
     # The shared prompt is counted once.
     waiting = [[*range(100), 200 + n] for n in range(50)]
-    assert (take_oldest(waiting, 120), take_oldest(waiting, 150)) == (20, 50)
+    assert (count_fitting(waiting, 120), count_fitting(waiting, 150)) == (20, 50)
 
 
 def test_prefix_groups_stand_on_one_cached_beginning_each() -> None:
