@@ -184,7 +184,7 @@ class SequenceReads(NamedTuple):
         ]
 
 
-def one_rotation(tokens: int) -> int:
+def uniform_rope(tokens: int) -> int:
     """Stand in for ``ModelShape.rotation_by_length`` if RoPE does not depend on the length."""
     return 0
 
@@ -193,7 +193,7 @@ def pack_sequences(
     sequences: Sequence[Tokens],
     micro_batch_tokens: int,
     reads: Sequence[SequenceReads] | None = None,
-    rotation_by_length: Callable[[int], int] = one_rotation,
+    rotation_by_length: Callable[[int], int] = uniform_rope,
 ) -> list[PackedBatch]:
     """Pack sequences to score, sharing their common prefixes.
 
@@ -297,7 +297,7 @@ def find_prefix_groups(
     sequences: Sequence[Tokens],
     budget: int,
     cached: Mapping[int, CachedPrefix | None] | None = None,
-    rotation_by_length: Callable[[int], int] = one_rotation,
+    rotation_by_length: Callable[[int], int] = uniform_rope,
 ) -> list[PrefixGroup]:
     """Group sequences with long common prefixes, with at most ``budget`` tokens in a group.
 
@@ -338,7 +338,7 @@ class _Ordered:
         cls,
         sequences: Sequence[Tokens],
         cached: Mapping[int, CachedPrefix | None] | None = None,
-        rotation_by_length: Callable[[int], int] = one_rotation,
+        rotation_by_length: Callable[[int], int] = uniform_rope,
     ) -> _Ordered:
         if cached is None:
             cached = dict.fromkeys(range(len(sequences)))

@@ -27,8 +27,8 @@ from nemo_aligner.data.packing import (
     PrefixGroup,
     SequenceReads,
     find_prefix_groups,
-    one_rotation,
     pack_groups,
+    uniform_rope,
 )
 from nemo_aligner.distributed.layout import ParallelLayout
 
@@ -228,7 +228,7 @@ class PrefixCache:
         layout: ParallelLayout,
         micro_batch_tokens: int,
         reply_marker: Sequence[int] | None = None,
-        rotation_by_length: Callable[[int], int] = one_rotation,
+        rotation_by_length: Callable[[int], int] = uniform_rope,
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
         self._managers = [BlockManager(blocks) for _ in range(layout.dp)]
