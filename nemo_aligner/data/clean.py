@@ -106,7 +106,7 @@ class MalformedRule:
             )
 
     def allows(self, file: ReadFile) -> bool:
-        """True if the file's remaining records may be used."""
+        """True if the rule allows the number of malformed records in a file."""
         if self.action is Malformed.error:
             return not file.malformed
         return malformed_fraction(file) <= self.max_fraction
