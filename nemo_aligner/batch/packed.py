@@ -117,9 +117,9 @@ class LabelColumns:
             raise KeyError(f"no label column {missing[0]!r}; there are {self.names}")
         # Column by column: an index tensor or a row of means would first be copied to the device.
         columns = [self.names.index(name) for name in names]
-        return torch.stack([self._centred(column) for column in columns], dim=1)
+        return torch.stack([self._centre(column) for column in columns], dim=1)
 
-    def _centred(self, column: int) -> Tensor:
+    def _centre(self, column: int) -> Tensor:
         values, mean = self.values[:, column], self.means[column]
         return values if mean is None else (values.double() - mean).float()
 
@@ -212,22 +212,22 @@ class Records:
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Return the indices ``[q]`` int64 of the samples of some records, record by record."""
-        return _within(self.sample_bounds, torch.as_tensor(indices, dtype=torch.int64))[1]
+        return _find_items(self.sample_bounds, torch.as_tensor(indices, dtype=torch.int64))[1]
 
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Return the indices ``[s]`` int64 of the rewards of some records, record by record."""
-        return _within(self.reward_bounds, self.sample_rows(indices))[1]
+        return _find_items(self.reward_bounds, self.sample_rows(indices))[1]
 
     def select(self, indices: Sequence[int] | Tensor) -> Records:
         """Select the records at ``indices``, in that order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sample_counts, samples = _within(self.sample_bounds, chosen)
-        reward_counts, rewards = _within(self.reward_bounds, samples)
+        sample_counts, samples = _find_items(self.sample_bounds, chosen)
+        reward_counts, rewards = _find_items(self.reward_bounds, samples)
         return Records(
             self.ids[chosen],
             _as_bounds(sample_counts),
             _as_bounds(reward_counts),
-            self.labels.select(_within(self.label_bounds, chosen)[1]),
+            self.labels.select(_find_items(self.label_bounds, chosen)[1]),
             self.ranks[samples],
             self.reply_lengths[rewards],
         )
@@ -255,7 +255,7 @@ def _as_bounds(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def _within(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     """Find the items of ``parts [p]``; part n has those from ``bounds[n]`` to ``bounds[n + 1]``.
 
     Returns:
@@ -522,11 +522,11 @@ class PackedBatch:
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
         """Append a filler segment so that ``multiple`` divides T."""
-        return self._filled(-self.num_tokens % multiple)
+        return self._append_filler(-self.num_tokens % multiple)
 
     def filled_to(self, tokens: int, longest: int) -> PackedBatch:
         """Append filler segments of at most ``longest`` tokens so that T is ``tokens``."""
-        return self._filled(tokens - self.num_tokens, longest)
+        return self._append_filler(tokens - self.num_tokens, longest)
 
     def shared(
         self, rank: int, ranks: int, multiple: int, every_token: bool = False
@@ -539,11 +539,11 @@ class PackedBatch:
         bounds = self.cu_seqlens.tolist()
         reads = torch.arange(self.num_tokens) if every_token else self.scored_tokens
         share = ContextShare.of(bounds, reads, rank, ranks, multiple)
-        filled = self._filled(share.gathered.numel() - self.num_tokens)
+        filled = self._append_filler(share.gathered.numel() - self.num_tokens)
         replies = None if self.replies is None else self.replies.shared(share)
         return replace(filled, share=share, replies=replies)
 
-    def _filled(self, fill: int, longest: int | None = None) -> PackedBatch:
+    def _append_filler(self, fill: int, longest: int | None = None) -> PackedBatch:
         """Append ``fill`` tokens in segments of at most ``longest`` tokens."""
         if fill == 0:
             return self

@@ -32,11 +32,11 @@ class PairRows:
 
     def of(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Select ``values [Q, ...]`` of the better and of the worse samples, ``[P, ...]`` each."""
-        return values[_on(self.better, values)], values[_on(self.worse, values)]
+        return values[_move_rows(self.better, values)], values[_move_rows(self.worse, values)]
 
     def of_records(self, values: Tensor) -> Tensor:
         """Select the ``values [R, ...]`` of each pair's record, ``[P, ...]``."""
-        return values[_on(self.records, values)]
+        return values[_move_rows(self.records, values)]
 
     def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:
         """Sum over records the mean of their pairs' ``losses [P]``; return it and their number.
@@ -51,7 +51,7 @@ class PairRows:
         return losses.sum(), count
 
 
-def _on(rows: Tensor | slice, values: Tensor) -> Tensor | slice:
+def _move_rows(rows: Tensor | slice, values: Tensor) -> Tensor | slice:
     return rows if isinstance(rows, slice) else to_device(rows, values.device)
 
 

@@ -106,7 +106,7 @@ class MalformedRule:
             )
 
     def allows(self, file: ReadFile) -> bool:
-        """True if the file's remaining records may be used."""
+        """True if the rule allows the number of malformed records in a file."""
         if self.action is Malformed.error:
             return not file.malformed
         return malformed_fraction(file) <= self.max_fraction
@@ -191,7 +191,7 @@ def _advise(files: Sequence[ReadFile], rule: MalformedRule) -> str:
 # Rules for the text of a record.
 
 
-def why_drop(record: Record, labelled: bool, ties: bool) -> str | None:
+def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
     """Return the reason, from the table above, for dropping a record; None keeps it.
 
     Args:
@@ -266,7 +266,7 @@ def encode_record(
         return MalformedRecord(record.origin, str(error))
 
 
-def usable_encoded(
+def keep_usable(
     encoded: Iterable[EncodedRecord | MalformedRecord],
     counts: Counter[str],
     malformed: list[MalformedRecord],

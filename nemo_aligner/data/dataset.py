@@ -23,7 +23,7 @@ from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left
 from nemo_aligner.data.records import Origin, Record, label_rows
-from nemo_aligner.data.report import FileReport, find_contradicted, find_in
+from nemo_aligner.data.report import FileReport, find_contradicted, find_members
 from nemo_aligner.data.token_index import (
     FileIndex,
     Origins,
@@ -82,11 +82,11 @@ class TokenizedDataset:
 
     def record(self, index: int) -> list[np.ndarray]:
         """Read the token ids of the samples of one record, ``[L]`` int32 each."""
-        return self.sequences[slice(*self._samples(index))]
+        return self.sequences[slice(*self._find_samples(index))]
 
     def lengths(self, index: int) -> list[int]:
         """Count the tokens of each sample of one record."""
-        return self.sequences.lengths(*self._samples(index)).tolist()
+        return self.sequences.lengths(*self._find_samples(index)).tolist()
 
     def num_tokens(self, index: int) -> int:
         """Count the tokens of one record, over all its samples."""
@@ -97,22 +97,22 @@ class TokenizedDataset:
         """Number of tokens of all samples."""
         return self.sequences.num_tokens
 
-    def _samples(self, index: int) -> tuple[int, int]:
+    def _find_samples(self, index: int) -> tuple[int, int]:
         bounds = self.records.sample_bounds.numpy()
         return int(bounds[index]), int(bounds[index + 1])
 
-    def _reward_bounds(self, index: int) -> list[int]:
-        first, end = self._samples(index)
+    def _find_reward_bounds(self, index: int) -> list[int]:
+        first, end = self._find_samples(index)
         return self.records.reward_bounds.numpy()[first : end + 1].tolist()
 
     def num_rewards(self, index: int) -> int:
         """Count the rewards of one record, over all its samples."""
-        bounds = self._reward_bounds(index)
+        bounds = self._find_reward_bounds(index)
         return bounds[-1] - bounds[0]
 
     def reads(self, index: int) -> list[list[int]]:
         """List the positions of the tokens that are read in each sample of one record."""
-        bounds = self._reward_bounds(index)
+        bounds = self._find_reward_bounds(index)
         return [self.places[start:end].tolist() for start, end in pairwise(bounds)]
 
     @property
@@ -254,7 +254,9 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     earlier_verdicts: list[np.ndarray] = []  # sorted once, not again for each later file
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys
-        repeated = int(find_in(keys, [earlier.record_keys for earlier in indexes[:number]]).sum())
+        repeated = int(
+            find_members(keys, [earlier.record_keys for earlier in indexes[:number]]).sum()
+        )
         counts = {**summary.counts}
         if len(indexes) > 1:
             earlier_verdicts.append(np.unique(index.verdict_keys))
@@ -350,7 +352,7 @@ class EpochOrder:
     def record(self, position: int) -> int:
         """Return the record at ``position``, counted from 0 over all epochs."""
         epoch, place = divmod(position, self.size)
-        return int(_order(self, epoch)[place])
+        return int(_order_epoch(self, epoch)[place])
 
     def shares(self) -> list[int]:
         """Count the records that an epoch takes from each file."""
@@ -388,28 +390,28 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
 
 # Two epochs: a batch may contain the end of one and the start of the next.
 @lru_cache(maxsize=2)
-def _order(order: EpochOrder, epoch: int) -> np.ndarray:
+def _order_epoch(order: EpochOrder, epoch: int) -> np.ndarray:
     if not order.weights:
-        return _permutation(order.size, order.seed, epoch)
+        return _permute(order.size, order.seed, epoch)
     first = np.cumsum([0, *order.sizes[:-1]])
     of_files = [
-        start + _from_passes(size, share, order.seed + number, epoch)
+        start + _take_from_passes(size, share, order.seed + number, epoch)
         for number, (start, size, share) in enumerate(
             zip(first, order.sizes, order.shares(), strict=True), start=1
         )
     ]
-    return np.concatenate(of_files)[_permutation(order.size, order.seed, epoch)]
+    return np.concatenate(of_files)[_permute(order.size, order.seed, epoch)]
 
 
-def _from_passes(size: int, share: int, seed: int, epoch: int) -> np.ndarray:
+def _take_from_passes(size: int, share: int, seed: int, epoch: int) -> np.ndarray:
     """Return the records that an epoch takes from a file, numbered within the file."""
     begin, end = epoch * share, (epoch + 1) * share
     passes = range(begin // size, -(-end // size))
-    records = np.concatenate([_permutation(size, seed, number) for number in passes])
+    records = np.concatenate([_permute(size, seed, number) for number in passes])
     return records[begin - passes.start * size :][:share]
 
 
-def _permutation(size: int, seed: int, number: int) -> np.ndarray:
+def _permute(size: int, seed: int, number: int) -> np.ndarray:
     # RandomState, not default_rng: numpy guarantees that its stream never changes.
     order = np.random.RandomState([seed % 2**32, seed // 2**32, number]).permutation(size)
     return order.astype(np.uint32) if size <= 2**32 else order

@@ -230,7 +230,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
     Raises:
         DataError: the file is missing, not UTF-8, a broken list or table, or has no objects.
     """
-    with unpacked(path) as stream:
+    with open_unpacked(path) as stream:
         content = stream.read()
     rows = read_binary_table(content, str(path))
     if rows is not None:
@@ -287,7 +287,7 @@ def _make_line(row: Row) -> AnyLine:
 
 
 @contextmanager
-def unpacked(path: str | Path) -> Iterator[BinaryIO]:
+def open_unpacked(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file that may be gzipped; reading from it gives the unpacked bytes.
 
     Raises:
@@ -492,7 +492,7 @@ def _split_rows(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
 
 def _has_json_lines(path: str) -> bool:
     """True if the file is JSON lines, and not a JSON list or a table."""
-    with unpacked(path) as stream:
+    with open_unpacked(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:
         return False
@@ -517,7 +517,7 @@ def _stream(path: str, lines_per_record: int, size: int) -> Iterator[Block]:
 
 
 def _raw_lines(path: str) -> Iterator[bytes]:
-    with unpacked(path) as stream:
+    with open_unpacked(path) as stream:
         for number, raw in enumerate(stream):
             yield raw if number else raw.removeprefix(codecs.BOM_UTF8)
 

@@ -109,7 +109,7 @@ def share_out(costs: Sequence[float], count: int) -> list[list[int]]:
     The largest comes first, each to the part with the smallest sum so far (Graham 1969). No part is
     empty if there are at least ``count`` costs.
     """
-    return _fill([0] * len(costs), costs, 0, count) or []
+    return _fill_groups([0] * len(costs), costs, 0, count) or []
 
 
 def pack_records(
@@ -146,11 +146,11 @@ def pack_records(
     packs = []
     for members in assign(sizes, costs, micro_batch_tokens):
         chosen = [record_ids[member] for member in members]
-        packs.append(_pack(dataset, chosen, [first_rows[member] for member in members]))
+        packs.append(_pack_chosen(dataset, chosen, [first_rows[member] for member in members]))
     return sorted(packs, key=lambda pack: -pack.num_tokens)
 
 
-def _pack(
+def _pack_chosen(
     dataset: TokenizedDataset, record_ids: Sequence[int], first_rows: Sequence[int]
 ) -> PackedBatch:
     sequences = [dataset.record(record) for record in record_ids]
@@ -184,7 +184,7 @@ class SequenceReads(NamedTuple):
         ]
 
 
-def one_rotation(tokens: int) -> int:
+def uniform_rope(tokens: int) -> int:
     """Stand in for ``ModelShape.length_dependent_rope`` if RoPE does not depend on the length."""
     return 0
 
@@ -193,7 +193,7 @@ def pack_sequences(
     sequences: Sequence[Tokens],
     micro_batch_tokens: int,
     reads: Sequence[SequenceReads] | None = None,
-    length_dependent_rope: Callable[[int], int] = one_rotation,
+    length_dependent_rope: Callable[[int], int] = uniform_rope,
 ) -> list[PackedBatch]:
     """Pack sequences to score, sharing their common prefixes.
 
@@ -268,19 +268,21 @@ class PrefixGroup:
     @property
     def weight(self) -> int:
         """Number of tokens that it takes of a pack's budget."""
-        return _weight(self.size, len(self.members), self.prefix, _length(self.cached))
+        return _measure_weight(
+            self.size, len(self.members), self.prefix, _count_cached(self.cached)
+        )
 
     @property
     def in_pack(self) -> Group:
         """The group as ``PackedBatch.pack`` takes it."""
-        return Group(len(self.members), _length(self.cached) + self.prefix, self.cached)
+        return Group(len(self.members), _count_cached(self.cached) + self.prefix, self.cached)
 
 
-def _length(cached: CachedPrefix | None) -> int:
+def _count_cached(cached: CachedPrefix | None) -> int:
     return 0 if cached is None else len(cached.slots)
 
 
-def _weight(size: int, members: int, prefix: int, cached: int) -> int:
+def _measure_weight(size: int, members: int, prefix: int, cached: int) -> int:
     """Number of tokens to compute, or the keys gathered for them over ``_KEYS_PER_TOKEN`` if more.
 
     Without ``cached`` tokens, the tokens already bound the keys.
@@ -295,7 +297,7 @@ def find_prefix_groups(
     sequences: Sequence[Tokens],
     budget: int,
     cached: Mapping[int, CachedPrefix | None] | None = None,
-    length_dependent_rope: Callable[[int], int] = one_rotation,
+    length_dependent_rope: Callable[[int], int] = uniform_rope,
 ) -> list[PrefixGroup]:
     """Group sequences with long common prefixes, with at most ``budget`` tokens in a group.
 
@@ -337,12 +339,12 @@ class _Ordered:
         cls,
         sequences: Sequence[Tokens],
         cached: Mapping[int, CachedPrefix | None] | None = None,
-        length_dependent_rope: Callable[[int], int] = one_rotation,
+        length_dependent_rope: Callable[[int], int] = uniform_rope,
     ) -> _Ordered:
         if cached is None:
             cached = dict.fromkeys(range(len(sequences)))
         uncached = {
-            position: np.asarray(sequences[position])[_length(prefix) :]
+            position: np.asarray(sequences[position])[_count_cached(prefix) :]
             for position, prefix in cached.items()
         }
         # Big-endian, so that bytes sort in the order of the tokens.
@@ -382,8 +384,8 @@ class _Ordered:
             joined = min(common, prefix) if count > 1 else common
             if count * joined > (count - 1) * prefix:
                 total = size + (count - 1) * prefix + length - count * joined
-                cached = _length(self.cached[position])
-                if _weight(total, count + 1, joined, cached) <= budget:
+                cached = _count_cached(self.cached[position])
+                if _measure_weight(total, count + 1, joined, cached) <= budget:
                     members.append(position)
                     prefix, size, common = joined, total, length
                     continue
@@ -403,7 +405,7 @@ class _Ordered:
         return True
 
 
-def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
+def count_fitting(sequences: Sequence[Tokens], budget: int) -> int:
     """Count how many of the first sequences fit into one pack of ``budget`` tokens, at least one.
 
     Shared prefixes are counted once. The search tries four times as many sequences until these do
@@ -435,11 +437,11 @@ def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[li
 
     There are as many groups as best fit needs. Their ``costs`` are balanced if the sizes allow it.
     """
-    packs = _best_fit(sizes, budget)
-    return _fill(sizes, costs, budget, len(packs)) or packs
+    packs = _pack_best_fit(sizes, budget)
+    return _fill_groups(sizes, costs, budget, len(packs)) or packs
 
 
-def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
+def _pack_best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free tokens, pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -455,7 +457,7 @@ def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in packs]
 
 
-def _fill(
+def _fill_groups(
     sizes: Sequence[int], costs: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
     """Fill ``count`` groups, each index into the cheapest with space left; None if one has none."""
@@ -493,7 +495,7 @@ class TokenPacking:
 
     def share(self, lengths: Sequence[int], count: int) -> list[list[int]]:
         """Split sequences of these ``lengths`` over ``count`` ranks; return the indices of each."""
-        return share_out([self._cost(length) for length in lengths], count)
+        return share_out([self._get_cost(length) for length in lengths], count)
 
     def pack(
         self,
@@ -510,18 +512,20 @@ class TokenPacking:
         starts = np.cumsum([0, *lengths])
         sizes = [lengths[member] for member in members]
         packs = []
-        for chosen in assign(sizes, [self._cost(size) for size in sizes], self.micro_batch_tokens):
+        for chosen in assign(
+            sizes, [self._get_cost(size) for size in sizes], self.micro_batch_tokens
+        ):
             packed = [members[index] for index in chosen]
             rows = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in packed])
             pack = PackedBatch.pack([sequences[member] for member in packed])
-            packs.append(_with_every_token(pack, torch.from_numpy(rows), labels))
+            packs.append(_score_every_token(pack, torch.from_numpy(rows), labels))
         return sorted(packs, key=lambda pack: -pack.num_tokens)
 
-    def _cost(self, length: int) -> float:
+    def _get_cost(self, length: int) -> float:
         return length + self.query_key_cost * length * (length + 1) / 2
 
 
-def _with_every_token(pack: PackedBatch, rows: Tensor, labels: LabelColumns | None) -> PackedBatch:
+def _score_every_token(pack: PackedBatch, rows: Tensor, labels: LabelColumns | None) -> PackedBatch:
     count = pack.num_tokens
     bounds = torch.arange(count + 1)
     labels = LabelColumns.none(count) if labels is None else labels.select(rows)

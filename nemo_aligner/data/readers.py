@@ -28,7 +28,7 @@ from nemo_aligner.contract.messages import (
     said,
     with_messages,
 )
-from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left, why_drop
+from nemo_aligner.data.clean import MalformedRule, check_malformed, find_drop_reason, nothing_left
 from nemo_aligner.data.files import AnyLine, Block, BlockFile, count_swallowed
 from nemo_aligner.data.formats import (
     check_lines_are_whole,
@@ -178,7 +178,7 @@ class FileRules:
                 counts["malformed"] += 1
                 malformed.append(record)
                 continue
-            reason = why_drop(record, bool(columns), reading.ties)
+            reason = find_drop_reason(record, bool(columns), reading.ties)
             if reason is None and self._is_contradicted(record):
                 reason = "contradicting"
             if reason is not None:

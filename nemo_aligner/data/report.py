@@ -61,19 +61,19 @@ class Prompts:
         pairs = [(prompt_hash(record), record.origin.line) for record in records]
         keys = np.array([key for key, _ in pairs], dtype=np.uint64)
         lines = np.array([line for _, line in pairs], dtype=np.int64)
-        return cls(path, *first_of_each(keys, lines))
+        return cls(path, *find_first_lines(keys, lines))
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
-def first_of_each(keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_first_lines(keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the different ``keys [N]`` in ascending order, and the first line of each."""
     different, first = np.unique(keys, return_index=True)
     return different, lines[first]
 
 
-def find_in(keys: np.ndarray, sorted_keys: Sequence[np.ndarray]) -> np.ndarray:
+def find_members(keys: np.ndarray, sorted_keys: Sequence[np.ndarray]) -> np.ndarray:
     """Find which of ``keys [P]`` are in any of the arrays ``sorted_keys``; return ``[P]`` bool."""
     is_in = np.zeros(len(keys), dtype=bool)
     for start in range(0, len(keys), _KEYS_AT_ONCE):
@@ -99,7 +99,7 @@ def find_contradicted(
         ``[N]`` bool.
     """
     is_contradicted = np.zeros(len(counts), dtype=bool)
-    opposed = find_in(keys ^ np.uint64(1), sorted_keys)
+    opposed = find_members(keys ^ np.uint64(1), sorted_keys)
     is_contradicted[np.repeat(np.arange(len(counts)), counts)[opposed]] = True
     return is_contradicted
 
@@ -111,7 +111,7 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
         DataError: there are any, and ``allowed`` is False.
     """
     prompts = validation.prompts
-    is_common = find_in(prompts.keys, [report.prompts.keys for report in training])
+    is_common = find_members(prompts.keys, [report.prompts.keys for report in training])
     count = int(is_common.sum())
     if count and not allowed:
         common = np.flatnonzero(is_common)
@@ -128,7 +128,7 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
 
 def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
     """Find the first record with a prompt, in the last of the files that have it."""
-    matching = [prompts for prompts in training if find_in(key.reshape(1), [prompts.keys])[0]]
+    matching = [prompts for prompts in training if find_members(key.reshape(1), [prompts.keys])[0]]
     last = matching[-1]
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
@@ -199,7 +199,7 @@ class FarLabel:
 def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
     """Return the smallest and the largest label of each column; NaN if a column has none."""
     missing = torch.tensor([torch.nan])
-    columns = [_present(column) for column in labels.values.double().unbind(1)]
+    columns = [_select_present(column) for column in labels.values.double().unbind(1)]
     columns = [column if column.numel() else missing for column in columns]
     return [float(column.min()) for column in columns], [float(column.max()) for column in columns]
 
@@ -215,7 +215,7 @@ def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel
 
 
 def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[FarLabel]:
-    present = _present(column)
+    present = _select_present(column)
     if not present.numel():
         return
     median = float(present.median())
@@ -228,7 +228,7 @@ def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[
         yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
 
 
-def _present(column: Tensor) -> Tensor:
+def _select_present(column: Tensor) -> Tensor:
     return column[~torch.isnan(column)]
 
 

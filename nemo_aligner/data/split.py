@@ -221,7 +221,7 @@ def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, st
             "extra `dedup`"
         ) from error
     different = sorted(set(keys))
-    shingles = {key: _shingles(key) for key in different}
+    shingles = {key: _make_shingles(key) for key in different}
     # A lower threshold, so that few pairs above ``similar`` are missed.
     index = MinHashLSH(threshold=0.8 * similar, num_perm=128, weights=(0.2, 0.8))
     sketches = MinHash.bulk([[word.encode() for word in shingles[key]] for key in different])
@@ -233,7 +233,7 @@ def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, st
         index.insert(key, sketch)
 
 
-def _shingles(key: str) -> set[str]:
+def _make_shingles(key: str) -> set[str]:
     words = re.findall(r"\w+", key) or [key]
     count = max(1, len(words) - _SHINGLE_WORDS + 1)
     return {" ".join(words[start : start + _SHINGLE_WORDS]) for start in range(count)}

@@ -23,7 +23,7 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.data.clean import MOST_LISTED, list_malformed
 from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.data.formats import FORMATS, choose_format, format_named, parse_lines
-from nemo_aligner.data.formats.base import Fields, Format, PairKeys, WantedLabels, checked
+from nemo_aligner.data.formats.base import Fields, Format, PairKeys, WantedLabels, check_text
 from nemo_aligner.data.formats.pairs import CHAT_PAIRS, COMPARISON_TEXT
 from nemo_aligner.data.formats.prompts import with_prompt_columns
 from nemo_aligner.data.readers import ReaderConfig, read_records
@@ -131,7 +131,7 @@ def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:
     fields, origin = Fields(value), Origin("", line.number)
     texts = []
     for key in (key for key in _PLAIN if key in value):
-        record = Rating(checked(value[key], key), (), origin)
+        record = Rating(check_text(value[key], key), (), origin)
         # ``system`` and ``history`` columns are added, as in preference data.
         texts.append(_add_tools(with_prompt_columns(record, fields, ()).texts[0], value))
     return [(label_of(text), text) for text in texts]

@@ -170,13 +170,13 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
     try:
         # mkdtemp gives access to the owner alone; whoever may read the parent may read the index.
         os.chmod(part, folder.parent.stat().st_mode & 0o777)
-        _fill(path, rules, part, say)
+        _write_arrays(path, rules, part, say)
         _publish(part, folder, path)
     finally:
         remove_temporary(part)
 
 
-def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
+def _write_arrays(path: str, rules: IndexRules, part: Path, say: Say) -> None:
     start_ns, stat, arrays = time.time_ns(), FileStat.of(path), ArraysInFolder(part)
     processes = min(usable_processes(), 1 + stat.size // _BYTES_PER_PROCESS)
     with ThreadPoolExecutor(1) as hasher:

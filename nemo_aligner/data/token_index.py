@@ -35,7 +35,7 @@ from nemo_aligner.data.report import (
     Prompts,
     far_labels,
     find_contradicted,
-    first_of_each,
+    find_first_lines,
 )
 from nemo_aligner.data.token_workers import tokenize_blocks
 from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules
@@ -116,7 +116,7 @@ class FileIndex:
         self.prefixes = arrays.read("prefixes", _COUNT)
         self.lines = arrays.read("lines", _INT)
         self.sources = arrays.read("sources", np.dtype(np.int32))
-        self.labels = _labels(arrays, len(self.lines), facts.columns)
+        self.labels = _read_labels(arrays, len(self.lines), facts.columns)
         self.places = arrays.read("places", _COUNT)
         self.record_keys = arrays.read("record_keys", _KEY)
         self.verdict_keys = arrays.read("verdict_keys", _KEY)
@@ -128,7 +128,7 @@ class FileIndex:
         return len(self.lines)
 
 
-def _labels(arrays: Arrays, records: int, columns: Sequence[str]) -> np.ndarray:
+def _read_labels(arrays: Arrays, records: int, columns: Sequence[str]) -> np.ndarray:
     if not columns:
         return np.zeros((records, 0), _LABEL)
     return arrays.read("labels", _LABEL, len(columns))
@@ -215,7 +215,7 @@ class _Writer:
         arrays, total, rules = self._arrays, self._total, token_rules.file
         lines = arrays.read("lines", _INT)
         different = np.unique(arrays.read("record_keys", _KEY))
-        keys, first_lines = first_of_each(arrays.read("prompt_keys", _KEY), lines)
+        keys, first_lines = find_first_lines(arrays.read("prompt_keys", _KEY), lines)
         arrays.replace("record_keys", different)
         arrays.replace("prompt_keys", keys)
         arrays.append("prompt_lines", first_lines)
@@ -231,7 +231,7 @@ class _Writer:
         sample_bounds = arrays.read("sample_bounds", _INT)
         reward_bounds = arrays.read("reward_bounds", _INT)
         label_rows = count_label_rows(*map(torch.from_numpy, (sample_bounds, reward_bounds)))
-        labels = _labels(arrays, int(label_rows.sum()), rules.columns)
+        labels = _read_labels(arrays, int(label_rows.sum()), rules.columns)
         prefixes, ranks = arrays.read("prefixes", _COUNT), arrays.read("ranks", _COUNT)
         saved = prefixes * (np.diff(sample_bounds) - 1)
         reply_lengths = arrays.read("reply_lengths", _COUNT)
@@ -333,7 +333,7 @@ class ArraysInFolder:
     def append(self, name: str, part: np.ndarray) -> None:
         """Append ``part`` to the array ``name``, which is empty at first."""
         if name not in self._open:
-            self._open[name] = self._path(name).open("ab")
+            self._open[name] = self._name_file(name).open("ab")
         self._open[name].write(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
@@ -342,14 +342,14 @@ class ArraysInFolder:
         if file is not None:
             file.close()
         # The old file is unlinked, not overwritten, because it may still be mapped.
-        self._path(name).unlink(missing_ok=True)
+        self._name_file(name).unlink(missing_ok=True)
         self.append(name, array)
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
         """Map the array ``name``, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
         if name in self._open:
             self._open[name].flush()
-        path = self._path(name)
+        path = self._name_file(name)
         if not path.exists() or path.stat().st_size == 0:
             return _reshape(np.zeros(0, dtype), width)
         return _reshape(np.memmap(path, dtype, mode="c"), width)
@@ -366,7 +366,7 @@ class ArraysInFolder:
             file.close()
         self._open.clear()
 
-    def _path(self, name: str) -> Path:
+    def _name_file(self, name: str) -> Path:
         return self._folder / f"{name}.bin"
 
 
@@ -406,10 +406,10 @@ class FileParts(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
-            return [self._read(number) for number in range(*index.indices(len(self)))]
-        return self._read(range(len(self))[index])
+            return [self._read_item(number) for number in range(*index.indices(len(self)))]
+        return self._read_item(range(len(self))[index])
 
-    def _read(self, index: int) -> Item:
+    def _read_item(self, index: int) -> Item:
         part = bisect_right(self._starts, index) - 1
         return self._read_part(part, index - self._starts[part])
 

@@ -24,7 +24,7 @@ from nemo_aligner.config.common import Overlong
 from nemo_aligner.contract.bulk_encoding import TextIds
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.clean import EncodedRecord, encode_record, usable_encoded
+from nemo_aligner.data.clean import EncodedRecord, encode_record, keep_usable
 from nemo_aligner.data.files import Block
 from nemo_aligner.data.readers import FileRules
 from nemo_aligner.data.records import (
@@ -158,7 +158,7 @@ def _tokenize_records(
     stops = rules.contract.overlong == Overlong.error.value
     error = " (model.data.overlong is 'error')" if stops else None
     encoded_records = _encode_all(records, rules.contract, rules.tokenizer)
-    for encoded, texts in usable_encoded(encoded_records, counts, malformed, error):
+    for encoded, texts in keep_usable(encoded_records, counts, malformed, error):
         record = encoded.record
         if isinstance(record, Comparison) and record.has_ties:
             counts["all_tied" if record.is_tied else "some_tied"] += 1

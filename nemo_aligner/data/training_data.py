@@ -338,11 +338,13 @@ class TrainLoader:
         for step in steps:
             batch = self.global_batch(step)
             rank_shares = self._rank_shares(batch)
-            work = [sum(self._cost(batch[index]) for index in indices) for indices in rank_shares]
+            work = [
+                sum(self._get_cost(batch[index]) for index in indices) for indices in rank_shares
+            ]
             ranks.append(_largest_to_mean(work))
             for indices in rank_shares:
                 rank_packs = self._pack(batch, indices)
-                work = [sum(map(self._cost, pack.records.ids.tolist())) for pack in rank_packs]
+                work = [sum(map(self._get_cost, pack.records.ids.tolist())) for pack in rank_packs]
                 packs.append(_largest_to_mean(work))
         return Imbalance(fmean(ranks), fmean(packs))
 
@@ -358,7 +360,7 @@ class TrainLoader:
 
     def _rank_shares(self, batch: Sequence[int]) -> list[list[int]]:
         """List, for every rank, the indices into ``batch`` of the records that it computes."""
-        return share_out([self._cost(record) for record in batch], self._dp_size)
+        return share_out([self._get_cost(record) for record in batch], self._dp_size)
 
     def _pack(self, batch: Sequence[int], indices: Sequence[int]) -> list[PackedBatch]:
         bounds = self._dataset.records.select(batch).record_bounds.tolist()
@@ -370,7 +372,7 @@ class TrainLoader:
             [bounds[index] for index in indices],
         )
 
-    def _cost(self, record: int) -> float:
+    def _get_cost(self, record: int) -> float:
         return record_cost(self._dataset, record, self._query_key_cost)
 
 

@@ -36,8 +36,8 @@ from nemo_aligner.data.clean import (
     MalformedRule,
     check_malformed,
     encode_record,
+    keep_usable,
     list_malformed,
-    usable_encoded,
 )
 from nemo_aligner.data.dataset import as_records, label_columns
 from nemo_aligner.data.formats.prompts import count_records
@@ -428,7 +428,7 @@ def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -
         encoder = source.encoder
         encoded = (_encode_record(record, encoder) for record in file.records)
         error = "" if source.stops_at_overlong else None
-        usable = usable_encoded(encoded, counts, malformed, error)
+        usable = keep_usable(encoded, counts, malformed, error)
         scorable = [encoded_record.record for encoded_record, _ in usable]
     malformed.sort(key=lambda record: record.origin.line)
     check_malformed([replace(file, counts=counts, malformed=malformed)], rule)

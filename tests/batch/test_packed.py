@@ -1,4 +1,4 @@
-"""PackedBatch, its records and labels, and the pairs that ranked completions make."""
+"""PackedBatch, Records and LabelColumns, and the pairs of ranked samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_batch_has_a_common_prefix_once() -> None:
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 7, 8]
     assert batch.prefixes.tolist() == [-1, 0, 0, -1, -1]
     assert batch.scored_tokens.tolist() == [3, 4, 6, 7]
-    # At least one token of every sequence must follow the prefix.
+    # Each sequence needs a last token after the prefix.
     with pytest.raises(ValueError, match="a prefix of 3 tokens"):
         PackedBatch.pack(sequences[:2], Records.of([0], [2]), groups=[Group(2, 3)])
     with pytest.raises(ValueError, match="a prefix of 2 tokens"):
@@ -74,7 +74,7 @@ def test_batch_says_where_keys_and_values_are_taken_from_and_stored() -> None:
     cached = batch.cached
     assert cached is not None
     assert (cached.lengths, cached.taken.tolist()) == ((2,), [10, 11])
-    # The slots of the shared prefix, of what follows it, and of a sequence without a prefix.
+    # Tokens of the shared prefix, tokens after it, and a sequence without a prefix.
     assert cached.stored.tolist() == [0, 1, 2, 3, 5, 6]
     assert cached.slots.tolist() == [20, 21, 22, 23, 24, 25]
     assert PackedBatch.pack(sequences, groups=groups).cached is not None
@@ -178,7 +178,7 @@ def test_label_columns_know_their_names_and_are_centred_before_they_are_rounded(
     assert labels.targets(["a"]).item() == pytest.approx(exact, rel=1e-6, abs=0)
     assert labels.targets(["a", "b"]).dtype == torch.float32
     assert labels.targets(["b"]).item() == tenths[0, 1].item()
-    # The mean of a column is taken in float64; a column without labels has none.
+    # Means are computed in float64; a column without labels has none.
     column = torch.tensor([[1.0, float("nan")], [1.0, float("nan")], [2.0, float("nan")]])
     mean, none = LabelColumns.of(["a", "b"], column).measured_means()
     assert mean == 4 / 3
@@ -196,7 +196,7 @@ def listed(pairs: PairRows, rewards: int) -> list[tuple[int, int]]:
 
 
 def test_pairs_of_a_record_count_as_one_record() -> None:
-    """Pairs that are in order need no index; no records make no pairs."""
+    """Pairs with the better sample first are slices; without records there are no pairs."""
     pairs = Records.of([5, 3], [2, 2]).pairs()
     assert isinstance(pairs.better, slice)
     nothing = Records.of([0], [1]).pairs(), Records.of([], []).pairs()
@@ -239,7 +239,7 @@ def test_ranks_share_out_a_pack_evenly_with_all_that_is_read(ranks: int, multipl
     read = torch.cat([share.rows[share.read_rows] for share in shares])
     of_which = torch.cat([share.reads for share in shares])
     assert torch.equal(read[of_which.argsort()], batch.scored_tokens)
-    # The work of a rank: the number of keys that its tokens see.
+    # The work of a rank is the number of keys that its tokens attend to.
     positions = batch.padded_to_multiple(shared[0].num_tokens).position_ids
     positions[batch.num_tokens :] = 0
     work = [int(positions[share.rows].sum()) for share in shares]

@@ -1,4 +1,4 @@
-"""Verbs in this process: what they print and write is the same as in one of their own."""
+"""The fixture ``run``, which runs a verb of ``nemo-aligner`` in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Run = Callable[..., CompletedProcess[str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """``run("data split", path, ...)``, which has to succeed, unless another code is wanted."""
+    """Return ``run("data split", path, ..., code=0)``, which checks the exit code."""
 
     def run(verb: str, *arguments: object, code: int = 0) -> CompletedProcess[str]:
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Files of records for tests, and what is read of them."""
+"""Write files of records for tests, and read them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "d
 
 
 def published(name: str) -> Path:
-    """A published file, where it is here."""
+    """Return the path of a published file, or skip the test if it is not on this machine."""
     if not (DATA / name).is_file():
         pytest.skip(f"{DATA / name} is not here; NEMO_ALIGNER_DATA can name the folder it is in")
     return DATA / name
 
 
 def write(path: Path, *records: object) -> Path:
-    """JSON lines; a text is a line as it stands."""
+    """Write JSON lines; a string is written as a line unchanged."""
     lines = (record if isinstance(record, str) else json.dumps(record) for record in records)
     path.write_text("".join(line + "\n" for line in lines))
     return path
@@ -38,7 +38,7 @@ def write(path: Path, *records: object) -> Path:
 def read(
     folder: Path, *records: object, kind: RecordKind = RecordKind.comparison, **options: Any
 ) -> RecordFile:
-    """What is read of a file ``data.jsonl`` of these records."""
+    """Write records to ``data.jsonl`` and read this file."""
     return read_records(write(folder / "data.jsonl", *records), ReaderConfig(kind, **options))
 
 
@@ -57,7 +57,7 @@ def build(
     settings: dict[str, Any] | None = None,
     **data: Any,
 ) -> TrainingData:
-    """What a run learns from these files, by an objective of such ``settings``."""
+    """Build the training data of these files for an objective with these ``settings``."""
     config = contracts.config(attributes, **data)
     config.objective, config.objective_kwargs = objective, settings or {}
     files = ([str(path) for path in paths] for paths in (train, validation))
@@ -67,7 +67,7 @@ def build(
 
 
 def pair_with_call(**arguments: str) -> dict[str, Any]:
-    """A pair whose tool and call have parameters of their own."""
+    """A pair with a tool and a call that have arguments."""
     parameters = {"type": "object", "properties": {name: {"type": "string"} for name in arguments}}
     function = {"name": "look", "description": "Looks.", "parameters": parameters}
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}

@@ -15,10 +15,10 @@ from nemo_aligner.data.formats.base import (
 from nemo_aligner.data.records import Comparison, Origin
 
 
-def parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+def parse(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     ranks, replies = zip(*values[0]["ranked"], strict=True)
     texts = tuple(read_conversation(values[0]["question"], reply, "ranked") for reply in replies)
-    return Comparison(texts, ranks, origin, labels=read_pair_labels(values[0], wanted))
+    return Comparison(texts, ranks, origin, labels=read_pair_labels(values[0], columns))
 
 
 FORMAT = Format(
@@ -32,7 +32,7 @@ FORMAT = Format(
 
 
 def parse_several(
-    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+    values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> list[Comparison]:
     return [
         Comparison.of_pair(*(read_conversation(prompt, text, "pairs") for text in replies), origin)

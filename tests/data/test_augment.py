@@ -1,4 +1,4 @@
-"""Pairs with replies of other prompts: what they are made of, and that they stay the same."""
+"""``augment_file``: pairs with replies of other prompts, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi
 def test_augmented_pairs_have_a_reply_of_their_prompt_and_one_of_another(
     tmp_path: Path, run: Run
 ) -> None:
-    """Of two prompts that are the same but for their case neither has a reply of the other."""
+    """Prompts that differ only in case are the same: neither gets a reply of the other."""
     prompts = [*(f"q{n}" for n in range(8)), "Q0"]
     rows = [{"prompt": p, "chosen": f"{p} good", "rejected": f"{p} bad"} for p in prompts]
     with_turns = {"prompt": [*TURNS, {"role": "user", "content": "long"}], "chosen": "long good"}

@@ -1,4 +1,4 @@
-"""What is dropped or altered is counted; labels are centred on the training set."""
+"""Data sets count what is dropped or changed, and centre labels on the training set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pair(chosen: str, rejected: str, prompt: str = "why") -> dict[str, str]:
 
 
 def rows_of(table: str) -> dict[str, str]:
-    """``name -> value`` of one file's part of the table."""
+    """The rows of one file in the table, by name."""
     return {line[2:28].strip(): line[28:] for line in table.splitlines()[1:]}
 
 
@@ -48,7 +48,7 @@ def test_dataset_keeps_order_and_sides(tmp_path: Path, contracts: Contracts) -> 
 def test_dataset_counts_pairs_that_contradict_each_other(
     tmp_path: Path, contracts: Contracts, run: Run
 ) -> None:
-    """Of one file they may be dropped, all of them: which of two is right, nobody knows."""
+    """All contradicting records of a file may be dropped, as either verdict may be right."""
     rows: list[Any] = [
         pair("yes", "no"), pair("a", "b"), pair("no", "yes"), pair("yes", "no"),
         pair("yes", "no", prompt="who"), pair("a", "b"),
@@ -71,7 +71,7 @@ def test_dataset_counts_pairs_that_contradict_each_other(
     assert rows_of(shown)["dropped"] == "3 (3 contradicting)"
     done = run("data split", path, f"--output={tmp_path}", "--contradicting=drop", "--heldout=0.5")
     assert "3 contradicting, 3 kept" in done.stdout
-    # Those of a file before it count, too; ties, and completions that nobody set against each
+    # Records of earlier files count, too. Ties, and replies that were not compared with each
     # other, contradict nothing.
     other = write(tmp_path / "b.jsonl", pair("b", "a"), pair("c", "a"))
     both = build(contracts, [path, other], **drop).train
@@ -103,7 +103,7 @@ def test_dataset_drops_overlong_pairs_whole(tmp_path: Path, contracts: Contracts
         build(contracts, [path], seq_length=30, overlong=Overlong.error)
     with pytest.raises(DataError, match=r"a.jsonl: .* no usable record.*4 overlong.*seq_length"):
         build(contracts, [path], seq_length=3, overlong=Overlong.drop)
-    # What is left of two sides may be the same.
+    # After truncation, both samples may have the same tokens.
     rows = [pair("x" + " cat" * 60, "y" + " cat" * 60), pair("yes", "no")]
     path = write(tmp_path / "a.jsonl", *rows)
     same = build(contracts, [path], seq_length=30, overlong=Overlong.truncate_left).train
@@ -125,7 +125,7 @@ def test_dataset_names_a_record_the_template_refuses(tmp_path: Path, contracts: 
     assert [origin.line for origin in dropped.origins] == [1]
     with pytest.raises(DataError, match=r"50.00%.* malformed\n.*a.jsonl:2: .*refused"):
         build(contracts, [path], **how, malformed=Malformed.drop, max_malformed=0.4)
-    # That there is no template is no fault of records.
+    # Without a template no record can be read, and none is malformed.
     how = {"contract": replace(contracts(), template="")}
     with pytest.raises(DataError, match=r"^[^\n]*a.jsonl:1: .*there is no chat template") as caught:
         build(contracts, [path], **how, malformed=Malformed.drop, max_malformed=1.0)
@@ -202,7 +202,7 @@ def test_table_of_pairs(tmp_path: Path, contracts: Contracts) -> None:
     assert table["sources"] == "none 2, one 2, two 1"
     longest = len(contracts.tokenizer.encode("cat cat cat"))
     assert table["tokens of a reply"].startswith(f"1 to {longest}, median ")
-    # What is computed once for all.
+    # Tokens that are computed once for both samples.
     replies = [(1, "yes"), (2, "cat"), (3, "no dog"), (4, "a tree")]
     path = write(tmp_path / "ranked.jsonl", tiny.ranked("why is it so", *replies))
     train = build(contracts, [path]).train
@@ -221,14 +221,14 @@ def test_prompt_in_training_and_validation_is_an_error_unless_allowed(
         build(contracts, [train], [valid])
     data = build(contracts, [train], [valid], allow_prompt_overlap=True)
     assert rows_of(data.validation[0].table())["prompts also in training"] == "1"
-    # Sets are named by their files.
+    # Validation sets have the names of their files.
     (tmp_path / "other").mkdir()
     names = ("a.jsonl", "other/a.jsonl", "b.v2.jsonl")
     paths = [tiny.write_pairs(tmp_path / name, 3, seed) for seed, name in enumerate(names)]
     data = build(contracts, paths[:1], paths, allow_prompt_overlap=True)
     named = [dataset.name for dataset in data.validation]
     assert named == ["validation-a_1", "validation-a_2", "validation-b"]
-    # Raw texts have a common prompt up to a line's end.
+    # The complete lines that raw texts share are their prompt.
     sides = (("why\nyes cat", "why\nyes dog"), ("why\nno", "why\na tree"))
     for path, texts in zip((train, valid), sides, strict=True):
         write(path, *({"text": text} for text in texts))

@@ -38,7 +38,7 @@ def test_demo_set_is_large_and_balanced(demo: Path) -> None:
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
     file = read_records(demo / "train.jsonl", ReaderConfig(RecordKind.comparison))
     assert file.counts["kept"] == len(train)
-    # It is the one that figures were measured on.
+    # The published measurements used exactly this set.
     digests = {
         name: hashlib.sha256((demo / f"{name}.jsonl").read_bytes()).hexdigest()
         for name in ("train", "heldout")
@@ -80,7 +80,7 @@ def test_demo_set_of_steps_has_an_error_in_every_second_chain(tmp_path: Path) ->
         for step, label in zip(row["completions"], row["labels"], strict=False):
             asked, result = step.split(" = ")
             first, second = map(int, asked.split(" + "))
-            # Behind an error the chain goes on from what it found.
+            # After an error, the chain continues with the wrong sum.
             assert label in (None, first + second == int(result))
         assert False not in known[:-1]
         wrong += known[-1] is False

@@ -1,4 +1,4 @@
-"""Tables are read as records, each by its line or row; other files are told what they are."""
+"""Tables are read with line or row numbers, and errors say what other files are."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_table_cells_may_have_lines_and_separators(tmp_path: Path) -> None:
 
 
 def test_table_columns_of_numbers_are_labels_and_texts_stay_texts(tmp_path: Path) -> None:
-    """A cell that is no number is blamed alone, where most of its column are numbers."""
+    """In a column of mostly numbers, only the record of a cell that is not one is malformed."""
     path = tmp_path / "ratings.csv"
     path.write_text("prompt,response,help,depth,id\n2+2?,4,3,,a1\n3+3?,6,-1.5e0,2,7\n")
     how = ReaderConfig(RecordKind.rating, attributes=["help", "depth"])
@@ -129,7 +129,7 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
         assert file.records[0].texts == (CONVERSATION, OTHER)
         [first, _] = read_lines(tmp_path / name)
         assert json.loads(first.raw) == ROWS[0]
-    # Its structs have every key in every row, and null in those that had it not.
+    # Structs of a table have every key in every row, null if the row did not have it.
     rows = [pair_with_call(city="Bonn"), pair_with_call(query="cats")]
     write_table(tmp_path / "a.parquet", rows)
     lines = tmp_path / "a.jsonl"
@@ -174,7 +174,7 @@ HEAD = "prompt,chosen,rejected\n"
 
 
 def test_table_with_a_stray_quote_loses_that_row_alone(tmp_path: Path) -> None:
-    """Each of them is malformed, and none takes the rows behind it along."""
+    """Only the row with the unpaired quote is malformed, and not the rows after it."""
     stray = "got an unpaired quote in a cell"
     cases = [
         ('p1,"oops,r1\np2,c2,r2\np3,"c3",r3\np4,c4,r4\n', [2], [3, 4, 5]),
@@ -188,7 +188,7 @@ def test_table_with_a_stray_quote_loses_that_row_alone(tmp_path: Path) -> None:
         wrong = [line for line in found if isinstance(line, BadLine)]
         assert [line.number for line in wrong] == bad, text
         assert all(line.reason.startswith(stray) for line in wrong)
-    # The first good row says that it is a table, whatever its name.
+    # The first readable row shows that it is a table; the file name does not matter.
     assert len(lines_of(tmp_path / "a.txt", HEAD + cases[0][0])) == 4
     with pytest.raises(DataError, match=r"a.csv:1: malformed JSON"):
         lines_of(tmp_path / "a.csv", '"prompt" x,chosen\np1,c1\n')
@@ -202,13 +202,13 @@ def test_table_with_tabs_has_quotes_as_letters(tmp_path: Path) -> None:
     [bad] = lines_of(tmp_path / "a.tsv", 'prompt\tchosen\np\t"say ""so"""\n')
     assert isinstance(bad, BadLine)
     assert "doubled quotes" in bad.reason
-    # Of a CSV file it is a cell.
+    # In a CSV file this is a quoted cell.
     [good] = lines_of(tmp_path / "a.csv", 'prompt,chosen\np,"say ""so"""\n')
     assert isinstance(good, Line)
 
 
 def test_table_with_cells_that_look_like_rows_says_so(tmp_path: Path, contracts: Contracts) -> None:
-    """As two quotes may well be a pair that nobody meant."""
+    """Two unpaired quotes may look like a pair and swallow the rows between them."""
     path = tmp_path / "a.csv"
     joined = '"p1,c1,r1\np2",c2,r2\n'
     path.write_text(f'{HEAD}{joined}p3,"two\nlines",r3\np4,"a, b\nc",r4\np5,c5,"x,y,z"\n')
@@ -233,12 +233,12 @@ def test_table_with_a_cell_that_has_json_on_a_line_is_a_table(
     file = read_records(path, ReaderConfig(RecordKind.comparison))
     assert file.counts == {"read": 2, "kept": 2}
     assert build(contracts, [path]).train.counts == file.counts
-    # Half of the lines, or the first, say that there is one on each.
+    # A file is JSON lines if its first line, or half of its lines, are objects.
     for text, good in (("a,b\n{}\n", 1), ("a,b\nc,d\n{}\n{}\n", 2), ("{}\na,b\nc,d\n", 1)):
         found = lines_of(tmp_path / "a.jsonl", text)
         assert sum(isinstance(line, Line) for line in found) == good, text
         assert [line.number for line in found][:2] == [1, 2]
-    # What is no table has few records, and the others are malformed.
+    # A file that is not a table has a few records, and its other lines are malformed.
     found = lines_of(tmp_path / "a.jsonl", "x\ny\nz\n{}\n")
     assert [isinstance(line, Line) for line in found] == [False, False, False, True]
     assert lines_of(tmp_path / "a.jsonl", '{"a"\nx,y\nz,a\n{"b": 1}\n')[3] == Line(
@@ -267,7 +267,7 @@ def test_record_of_a_numbered_source_has_it(tmp_path: Path) -> None:
 
 
 def test_object_with_a_key_twice_is_malformed(tmp_path: Path) -> None:
-    """In JSON lines and in one list, also inside of it; the others are read."""
+    """In JSON lines and in a list, also in nested objects; the other records are read."""
     good = '{"a": 1}'
     bad = ['{"a": 1, "b": 2, "a": 1}', '{"b": [{"c": 1, "c": 2}]}']
     for text in ("\n".join([good, *bad, good]), f"[{good},\n{bad[0]},\n{bad[1]},\n{good}]"):

@@ -28,7 +28,7 @@ configs:
   data_files: [{split: train, path: other.jsonl}]
 ---
 """
-# Every line of input is one command line; what it ends with, and what it says, is a line of output.
+# Each input line is the arguments of a command; each output line has its exit code and output.
 FETCH_ALL = """
 import contextlib, io, json, sys
 from nemo_aligner.cli.main import main
@@ -43,7 +43,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """One that has ``datasets``, whose pins are not ours."""
+    """A Python with ``datasets``, whose pinned dependencies differ from ours."""
 
     def make(folder: Path) -> None:
         make_environment(folder, *DATASETS)

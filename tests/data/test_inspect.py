@@ -1,4 +1,4 @@
-"""``nemo-aligner data inspect`` shows what training will see; texts to score from a file."""
+"""``nemo-aligner data inspect`` shows what training will see; samples to score from a file."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_inspect_says_which_file_cannot_be_read_and_shows_the_next(
 def test_inspect_of_malformed_records(
     tokenizer: Tokenizer, contracts: Contracts, tmp_path: Path
 ) -> None:
-    """How they are listed is in test_dataset.py."""
+    """test_dataset.py tests how they are listed."""
     pair = {"prompt": "why", "chosen": "a", "rejected": "b"}
     refused = {**pair, "chosen": "a<|im_end|>"}
     path = write(tmp_path / "bad.jsonl", pair, refused, {**pair, "chosen": 1})
@@ -122,7 +122,7 @@ def test_inspect_of_malformed_records(
     lines = only.text.splitlines()
     assert "  kept                      0" in lines
     assert not [line for line in lines if line.startswith("  sources")]
-    # Records with one and the same fault are one line.
+    # Records with the same problem share a line.
     (listed,) = lines[lines.index("  malformed:") + 1 :]
     assert listed.startswith(f"    {path}:1: chosen: got 1, wanted a string")
     assert listed.endswith(" (11 more on lines 2, 3, 4, 5, 6, ...)")
@@ -173,7 +173,7 @@ def test_inspect_shows_steps_with_their_labels_and_tokens(
     assert first.endswith(f": {mark} '!', label 1")
     assert second.endswith(f": {mark} '!', label 0.7")
     assert third.endswith(f": {mark} '!', label none")
-    # All labels of PRM800K's path are neutral, or left out.
+    # All labels of PRM800K's path are neutral, or missing.
     neutral = {"text": "one", "rating": 0, "flagged": False}
     chosen = {"completions": [neutral], "chosen_completion": 0, "human_completion": None}
     record = {"question": {"problem": "why"}, "label": {"steps": [chosen]}}
@@ -261,13 +261,13 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
         ("why? | so", Conversation([USER, REPLY], [TOOL])),
         ("chosen    why? | so", Conversation([USER, REPLY], [TOOL])),
     ]
-    # A long text has a label of its ends.
+    # The label of a long sample has its beginning and its end.
     label = label_of("begin " + "x" * 100 + " end")
     assert (len(label), label[:7], label[-5:]) == (80, "begin x", "x end")
 
 
 def test_texts_of_preference_data_are_those_of_its_records(tmp_path: Path) -> None:
-    """Of every format as evaluate reads it, which counts a question once."""
+    """Every format gives the samples that evaluate reads; evaluate has a question once."""
     published = {
         "ultrafeedback_binarized": {
             "prompt": "why?",
@@ -334,7 +334,7 @@ def test_texts_to_ask_a_server_for_are_the_first_replies(tmp_path: Path) -> None
 
 
 def test_conversation_to_score_has_its_system_prompt(tmp_path: Path) -> None:
-    """As one of preference data has, from a column of its own."""
+    """A conversation to score gets a ``system`` column, as one of preference data does."""
     system = {"role": "system", "content": "be kind"}
     path = write(tmp_path / "a.jsonl", {"messages": [USER, REPLY], "system": "be kind"})
     assert [text for _, text in labelled_texts(path)] == [[system, USER, REPLY]]

@@ -1,4 +1,4 @@
-"""The order of training, files by weights, too, is a function of the step, at any layout."""
+"""The records of a step depend on its number alone, with any layout and file weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_order_of_every_epoch_is_a_permutation_of_its_own() -> None:
 
 
 def test_order_never_changes() -> None:
-    """A run that an older version began goes on with the same data."""
+    """A run of an earlier version continues with the same records."""
     assert loader().global_batch(0) == [2, 6, 5, 9]
     assert loader().global_batch(3) == [8, 1, 6, 2]
     assert loader(seed=2**32 + 5).global_batch(0) == [8, 5, 2, 1]
@@ -45,7 +45,7 @@ def test_step_is_shared_by_ranks_without_overlap() -> None:
         rank_shares = [list(chain(*ids_of(loader(rank, 3).plan(step).packs))) for rank in range(3)]
         assert all(rank_shares)
         assert Counter(chain(*rank_shares)) == Counter(loader().global_batch(step))
-    # As many records as ranks are one for each; fewer are refused.
+    # Each rank needs one record.
     plans = [loader(rank, 4).plan(0) for rank in range(4)]
     assert sorted(plans[0].owners) == [0, 1, 2, 3]
     assert all(len(plan.packs) == 1 for plan in plans)
@@ -61,7 +61,7 @@ def test_step_needs_no_history_and_packs_made_ahead_are_its_own() -> None:
 
 
 def test_plan_has_the_packs_of_what_its_rank_owns_with_the_rows_of_the_step() -> None:
-    """A record that is several times in a step has rows of its own each time."""
+    """A record that occurs several times in a step has different rows each time."""
     rng = random.Random(0)
     data = dataset([rng.randint(1, 200) for _ in range(40)])
     plans = [TrainLoader(data, 64, 1000, 5, rank, 8, 0.01).plan(0) for rank in range(8)]
@@ -107,13 +107,13 @@ def test_imbalance_is_that_of_the_largest_part_to_the_mean_one() -> None:
     assert found.ranks == pytest.approx(14 / 12)
     # The first rank has packs of 10 and of 4, the second one of 10.
     assert found.micro_batches == pytest.approx((10 / 7 + 1) / 2)
-    # Many records are shared out evenly.
+    # Many records are balanced.
     rng = random.Random(0)
     many = dataset([rng.randint(1, 200) for _ in range(400)])
     even = TrainLoader(many, 64, 1000, 5, 0, 4, query_key_cost=0.01).imbalance(range(3))
     assert 1 <= even.ranks < 1.02
     assert 1 <= even.micro_batches < 1.1
-    # With attention's part, the same from either rank.
+    # With the cost of attention; both ranks compute the same value.
     looks = TrainLoader(data, 4, 24, 5, 1, 2, query_key_cost=0.5).imbalance(range(1))
     costs = [n + 0.5 * looked for n, looked in ((10, 31), (6, 12), (4, 6), (4, 6))]
     assert looks.ranks == pytest.approx(max(costs[0], sum(costs[1:])) / (sum(costs) / 2))
@@ -138,7 +138,7 @@ def test_step_to_come_is_packed_once_and_ahead(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_validation_is_packed_by_the_cost_of_its_records() -> None:
-    # By tokens a long record is worth two of half its size, by its products with keys more.
+    # A long record has as many tokens as two of half its size, but more attention.
     data = dataset([30, 30, 15, 15, 15, 15, 1, 1])
     by_tokens = [validation_batches(data, 100, rank, 2) for rank in (0, 1)]
     by_query_keys = [validation_batches(data, 100, rank, 2, query_key_cost=1.0) for rank in (0, 1)]
@@ -163,7 +163,7 @@ def file_of(record: int) -> int:
 
 def test_weights_are_shares_of_every_epoch_and_files_are_gone_through_evenly() -> None:
     order = weighted_order(SIZES, 5, (2, 1, 1))
-    assert order.shares() == [23, 11, 11]  # of 22.5, 11.25, 11.25
+    assert order.shares() == [23, 11, 11]  # exactly 22.5, 11.25 and 11.25
     records = stream(order, 10)
     for epoch in range(10):
         found = Counter(map(file_of, records[45 * epoch :][:45]))
@@ -172,7 +172,7 @@ def test_weights_are_shares_of_every_epoch_and_files_are_gone_through_evenly() -
         found = Counter(record for record in records if file_of(record) == number)
         assert len(found) == size
         assert max(found.values()) - min(found.values()) <= 1
-    # In any unit, and what rounding leaves is shared out.
+    # Weights have any unit, and what rounding leaves is distributed.
     assert weighted_order(SIZES, 5, (0.2, 0.1, 0.1)).shares() == [23, 11, 11]
     for weights in ((1, 1, 1), (3, 5, 7), (0.31, 0.11, 0.58)):
         assert sum(weighted_order(SIZES, 5, weights).shares()) == 45
@@ -189,4 +189,4 @@ def test_weights_mix_files_and_epochs_differ() -> None:
     records = stream(order, 2)
     assert records[:200] != records[200:]
     firsts = sum(record < 100 for record in records[:100])
-    assert 10 < firsts < 40  # of 50 in the epoch
+    assert 10 < firsts < 40  # out of 50 in the epoch

@@ -1,4 +1,4 @@
-"""Packs hold every record once, whole, under the budget."""
+"""Packs contain every record once, never split, within the token budget."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset, last_places
 from nemo_aligner.data.packing import (
     TokenPacking,
+    count_fitting,
     find_prefix_groups,
     largest_record,
     pack_records,
@@ -27,7 +28,6 @@ from nemo_aligner.data.packing import (
     packed_size,
     record_cost,
     share_out,
-    take_oldest,
 )
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
@@ -57,7 +57,7 @@ def dataset(lengths: list[int], kind: RecordKind = RecordKind.comparison) -> Tok
         origins=[Origin("a.jsonl", index + 1) for index in range(count)],
         sources=[""] * count,
         reports=[],
-        # Both sides are different numbers.
+        # The two samples have different tokens.
         prefixes=torch.zeros(count, dtype=torch.int64),
     )
 
@@ -92,7 +92,7 @@ def test_packs_have_every_record_once_and_whole() -> None:
             for index, record in enumerate(pack.records.ids.tolist()):
                 for side in (0, 1):
                     assert laid_out(pack)[2 * index + side] == list(data.record(record)[side])
-                    # A record's rewards belong where it stands in what was asked for.
+                    # The rows of a record's rewards follow its position in the request.
                     assert pack.rows[2 * index + side] == 2 * wanted.index(record) + side
         assert len(packs) <= sum(data.num_tokens(i) for i in wanted) / 120 / 0.9 + 1
         assert ids_of(pack_records(data, wanted, 120)) == ids_of(packs)
@@ -146,7 +146,7 @@ def test_packs_have_a_prompt_once_for_all_its_replies_however_they_come() -> Non
     assert len(packs) == 1
     assert laid_out(packs[0]) == [sequences[row] for row in packs[0].rows.tolist()]
     assert sorted(packs[0].rows.tolist()) == list(range(len(sequences)))
-    # Four prompts, two tokens a reply, and what is alone.
+    # Four prompts, two tokens for each reply, and the sequences that share nothing.
     assert packs[0].num_tokens <= 40 + 40 + 25 + 40 + 24 * 2 + 3 + 2 + 40
     small = pack_sequences(sequences, 50)
     assert max(pack.num_tokens for pack in small) <= 50
@@ -161,7 +161,7 @@ def test_packs_have_a_prompt_once_for_all_its_replies_however_they_come() -> Non
 def test_record_cost_counts_what_is_computed() -> None:
     for prefix in (0, 10):
         data = replace(dataset([30, 20]), prefixes=torch.tensor([prefix]))
-        # One by one: every token that is computed, and every key that it sees.
+        # Counted one by one: each token that is computed, and each key that it attends to.
         wanted = sum(1 + 0.5 * (position + 1) for position in range(30))
         wanted += sum(1 + 0.5 * (position + 1) for position in range(prefix, 20))
         assert record_cost(data, 0, 0.5) == pytest.approx(wanted)
@@ -176,7 +176,7 @@ def test_shares_are_even_and_hold_everything_once() -> None:
     assert max(work) / min(work) < 1.02
     assert all(share_out([1.0] * 7, 7))
     assert share_out([], 2) == [[], []]
-    # Equal costs are dealt out in turn.
+    # Equal costs are distributed in turn.
     assert share_out([1.0] * 5, 2) == [[0, 2, 4], [1, 3]]
     assert share_out([1.0, 5.0, 3.0], 5) == [[1], [2], [0], [], []]
     assert share_out([2.0, 5.0, 3.0, 1.0], 2) == [[1, 3], [0, 2]]
@@ -192,7 +192,7 @@ def test_packs_are_of_even_work_and_no_more_than_needed_the_largest_first() -> N
         if budget == 500:
             assert len(sizes) == -(-sum(sizes) // budget)
             assert max(sizes) - min(sizes) < 0.02 * max(sizes)
-    # Two fives and 4 + 3 + 3; by turns to whichever pack has less, the last 3 fits nowhere.
+    # Best fit makes 5 + 5 and 4 + 3 + 3. Filling the cheaper pack in turn, the last 3 fits nowhere.
     packs = pack_sequences([[size, *range(size - 1)] for size in (5, 4, 3, 5, 3)], 10)
     assert [pack.num_tokens for pack in packs] == [10, 10]
     assert [sorted(pack.rows.tolist()) for pack in packs] == [[0, 3], [1, 2, 4]]
@@ -223,11 +223,11 @@ def test_prefix_groups_are_made_where_that_saves_tokens_and_fits() -> None:
         packs = pack_sequences(replies, budget)
         assert sorted(pack.num_tokens for pack in packs) == sizes, budget
     long, short = list(range(100, 130)), list(range(100, 108))
-    # The third has 8 tokens in common with the two others, which have 30: apart they are less.
+    # The third shares 8 tokens with the others, which share 30: two groups have fewer tokens.
     sequences = [[*long, 1], [*long, 2], [*short, 200, 200]]
     (pack,) = pack_sequences(sequences, 100)
     assert pack.num_tokens == 30 + 1 + 1 + 10
-    # Of three replies to one prompt each saves it, also with one that is shorter than the others.
+    # Three replies share their prompt, also if the prefix with one of them is shorter.
     (pack,) = pack_sequences([[*long, 1], [*long, 2], [*long, 3, 3], [*long[:29], 4]], 100)
     assert pack.num_tokens == 29 + 2 + 2 + 3 + 1
     # A prefix of 8 tokens is worth a segment, one of 7 is not.
@@ -250,19 +250,19 @@ def test_taken_are_as_many_of_the_oldest_as_fit() -> None:
             for _ in range(100)
         ]
         for budget in (150, 400, 1000, 2500):
-            count = take_oldest(waiting, budget)
+            count = count_fitting(waiting, budget)
             assert grouped_size(waiting[:count], budget) <= budget
-            # One more sequence can change who shares with whom by few tokens.
+            # One more sequence can change the groups, and with them a few tokens.
             assert count == 100 or grouped_size(waiting[: count + 1], budget) > budget - 10
             assert len(pack_sequences(waiting[:count], budget)) == 1
-        assert take_oldest(waiting, 10**6) == 100
-        # Whatever its size, one goes on.
-        assert take_oldest(waiting, 3) == take_oldest(waiting[:1], 3) == 1
-    assert take_oldest([], 3) == 0
-    assert take_oldest([[1, 2], [3, 4], [5]], 4) == 2
-    # One prompt is counted once.
+        assert count_fitting(waiting, 10**6) == 100
+        # At least one sequence is taken, whatever its size.
+        assert count_fitting(waiting, 3) == count_fitting(waiting[:1], 3) == 1
+    assert count_fitting([], 3) == 0
+    assert count_fitting([[1, 2], [3, 4], [5]], 4) == 2
+    # The shared prompt is counted once.
     waiting = [[*range(100), 200 + n] for n in range(50)]
-    assert (take_oldest(waiting, 120), take_oldest(waiting, 150)) == (20, 50)
+    assert (count_fitting(waiting, 120), count_fitting(waiting, 150)) == (20, 50)
 
 
 def test_prefix_groups_stand_on_one_cached_beginning_each() -> None:
@@ -281,7 +281,7 @@ def test_prefix_groups_stand_on_one_cached_beginning_each() -> None:
 
 
 def test_prefix_groups_read_no_more_cached_keys_than_a_pack_may() -> None:
-    """Eight times the budget, however few tokens there are to compute."""
+    """At most eight times the budget, even if few tokens are computed."""
     beginning = CachedPrefix(torch.arange(200))
     sequences = [[*range(200), *range(500, 510), 600 + n] for n in range(12)]
     groups = find_prefix_groups(sequences, 100, dict.fromkeys(range(12), beginning))
@@ -330,14 +330,14 @@ def test_token_packs_have_every_token_as_a_record_with_its_labels() -> None:
         assert pack.records.labels.targets(("number",))[:, 0].tolist() == pack.rows.tolist()
     rows = sorted(row for pack in packs for row in pack.rows.tolist())
     assert rows == [*range(12), *range(13, ROLLOUT_TOKENS)]
-    # Ranks share them, and may have none.
+    # Ranks split them, and may get none.
     packing = TokenPacking(micro_batch_tokens=10, query_key_cost=0.1)
     shares = packing.share([len(each) for each in ROLLOUTS], 2)
     assert sorted(index for share in shares for index in share) == [0, 1, 2, 3, 4]
     assert all(shares)
     assert packing.share([4], 2) == [[0], []]
     assert packing.pack(ROLLOUTS, []) == []
-    # 21 tokens are less work than twice 11 while attention costs less than 1 / 99.
+    # 21 tokens are less work than two times 11 if attention costs less than 1 / 99.
     for query_key_cost, wanted in ((1 / 120, [[0, 3], [1, 2]]), (1 / 80, [[0], [1, 2, 3]])):
         packing = TokenPacking(micro_batch_tokens=100, query_key_cost=query_key_cost)
         assert packing.share([21, 11, 11, 1], 2) == wanted

@@ -1,4 +1,4 @@
-"""Settings for the fields of pairs, as NeMo RL names them, and for what is put around prompts."""
+"""Settings for the field names of pairs, and for text around prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def texts(folder: Path, record: dict[str, Any], prompts: PromptWrapping | None) 
 
 
 def wrapping(folder: Path, **given: str) -> PromptWrapping | None:
-    """That of a section's settings; what is given as a file's text lies in a file."""
+    """The wrapping by a section's settings, with the texts of files written to files."""
     names = ("system_prompt_file", "prompt_file", "input_template")
     found = dict.fromkeys(names, None) | given
     for name in names[:2]:
@@ -44,7 +44,7 @@ def wrapping(folder: Path, **given: str) -> PromptWrapping | None:
 
 
 def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
-    """A system's turn where there is none, words around the last question, or a raw text."""
+    """Add a system prompt if there is none, text around the last question, or make a raw text."""
     answer = turn("assistant", "4")
     before = [turn("user", "Hi"), turn("assistant", "Hello")]
     talk = {**PAIR, "prompt": [*before, turn("user", "2+2?")]}
@@ -68,7 +68,7 @@ def test_prompt_has_what_the_settings_put_around_it(tmp_path: Path) -> None:
         assert first == wanted, (given, record)
         assert second[:-1] == wanted[:-1] or isinstance(wanted, str), (given, record)
     assert wrapping(tmp_path) is None
-    # A rating's is put around, too.
+    # The prompt of a rating is wrapped, too.
     rated = {"prompt": "2+2?", "response": "4", "helpfulness": 3}
     how = {"attributes": ("helpfulness",), "prompts": PromptWrapping("Be brief.", "{}!")}
     (found,) = read(tmp_path, rated, kind=RecordKind.rating, **how).records

@@ -1,4 +1,4 @@
-"""Damaged records of every format: each is read, or refused by its line, and ends nothing."""
+"""Damaged records of every format are read, or malformed with their line, without a crash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.harness.scorers import source_of
 RECORDS, ITEMS, IN_A_BATCH = 10_000, 2_000, 20
 ANSWER = {"role": "assistant", "content": "b"}
 CALLING = pair_with_call(query="a word", limit="10")
-# Beside each format's own sample: calls of tools, parts of text, documents, reasoning, metadata.
+# Added to each format's sample: tool calls, text parts, documents, reasoning, metadata.
 MORE: dict[str, list[list[dict[str, Any]]]] = {
     "chat_pairs": [
         [CALLING],
@@ -67,14 +67,14 @@ READS = {
 
 
 def write_json(path: Path, records: Any) -> Path:
-    """Lines of ASCII: half of a surrogate pair, which no file can hold, is an escape."""
+    """Write lines in ASCII: half of a surrogate pair, which UTF-8 cannot encode, is escaped."""
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return path
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How files of a format are read; with ``auto`` they have to be recognized first."""
+    """The rules that read a format by name, and by ``auto``, which has to recognize it."""
 
     how: ReaderConfig
     contract: ScoringContract
@@ -82,7 +82,7 @@ class Reading:
 
     @classmethod
     def of(cls, name: str, contract: ScoringContract, tokenizer: Tokenizer) -> list[Reading]:
-        """As named, and as recognized, with labels of pairs."""
+        """By name, and by ``auto``, with labels of pairs."""
         position = READS.get(name, "last_token")
         separator = "\n" if position == "step_ends" else None
         contract = replace(contract, scored_position=position, step_separator=separator)
@@ -93,13 +93,13 @@ class Reading:
         return [cls(each, contract, tokenizer) for each in (named, recognized)]
 
     def read(self, path: Path) -> Counter[str]:
-        """What became of a file's records, to their tokens."""
+        """What happened to the records of a file, up to their tokens."""
         rules, blocks = open_file(path, self.how)
         counts: Counter[str] = Counter()
         for block in blocks:
             tokenized = tokenize_block(block, TokenRules(rules, self.contract, self.tokenizer))
             counts.update(tokenized.counts, kept=len(tokenized.sources))
-            # A terminal or a file has to take what is said of them.
+            # Messages about them must be printable.
             for said in (*tokenized.sources, *map(str, tokenized.malformed)):
                 said.encode()
             assert len(tokenized.malformed) == tokenized.counts["malformed"]
@@ -114,7 +114,7 @@ def test_damaged_record_of_any_format_is_read_or_malformed(
     counts: Counter[str] = Counter()
     path = tmp_path / "data.jsonl"
 
-    faults = Faults(DataError)  # of a whole file, which has one record
+    faults = Faults(DataError)  # for the whole file, which has one record
 
     @fuzz_settings(RECORDS // IN_A_BATCH)
     @given(damaged(SAMPLES, IN_A_BATCH))
@@ -127,7 +127,7 @@ def test_damaged_record_of_any_format_is_read_or_malformed(
     read_batch()
     faults.check()
     assert faults.tries == RECORDS
-    # Damage is not all that is read: every kind of outcome is there.
+    # Each kind of outcome occurs.
     assert min(counts[each] for each in ("kept", "malformed", "truncated", "empty_reply")) > 20
 
 

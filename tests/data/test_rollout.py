@@ -1,4 +1,4 @@
-"""Rollouts: which tokens have a say, and what is refused, in one line."""
+"""Rollouts: which tokens matter, and the errors about wrong ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.contract.refusals import assert_refused
 
 @pytest.fixture
 def rollout() -> Rollout:
-    """Three of five tokens: learned at 1 and 2; never; at 3."""
+    """Three sequences of five tokens, with values learned at 1 and 2, at none, and at 3."""
     mask = np.array([[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=np.float32)
     numbers = np.ones_like(mask)
     return Rollout(np.arange(15).reshape(3, 5), numbers, numbers, mask)

@@ -1,4 +1,4 @@
-"""A split keeps lines and prompts whole, and no prompt is in both parts."""
+"""A split keeps all records of a line and of a prompt in the same part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.harness.contracts import Contracts
 
 
 def parts_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """Of training, and held out."""
+    """The training and the held-out records."""
     return [rows_of(folder / f"{name}.jsonl") for name in ("train", "heldout")]
 
 
@@ -57,7 +57,7 @@ def test_split_keeps_lines_and_prompts_whole(tmp_path: Path, run: Run) -> None:
 def test_split_counts_replies_in_tokens_as_training_does(
     tmp_path: Path, run: Run, contracts: Contracts, tokenizer_folder: Path
 ) -> None:
-    """Words that the tokenizer has are one token each, and other letters one apiece."""
+    """A tokenizer with a token for each known word, and for each other character."""
     long, short = "house house", "xqxqxqxqxqxq"
     pairs = [
         {"prompt": f"q {n}", "chosen": long if n % 4 else short, "rejected": "zqzqzqzq"}
@@ -120,7 +120,7 @@ def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
 
 
 def test_split_writes_a_line_once_for_all_of_its_records(tmp_path: Path, run: Run) -> None:
-    """Both parts have, read again, the records that were counted; a line is in one part."""
+    """Check that both parts have the records of the report, and that no line is in both."""
 
     def step(*ratings: int) -> dict[str, Any]:
         steps = [{"text": f"step {number}", "rating": each} for number, each in enumerate(ratings)]
@@ -145,7 +145,7 @@ def test_split_writes_a_line_once_for_all_of_its_records(tmp_path: Path, run: Ru
 def test_split_keeps_a_line_whole_whose_records_have_several_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that any line has together stay in one part, however many lines link them."""
+    """Prompts that a line connects stay in the same part, also over chains of lines."""
     monkeypatch.setitem(FORMATS, "chat_pairs", SEVERAL)
     rows = [
         {"pairs": [[f"q {n}", "a", "b"], [f"q {n + (n % 2 == 0)}", "c", "d"]]} for n in range(8)
@@ -182,7 +182,7 @@ def test_split_of_ratings_shows_what_length_scores(tmp_path: Path, run: Run) -> 
 
 
 def chats(openings: Counter[str]) -> list[dict[str, Any]]:
-    """Pairs of different prompts, so many of which have the same first turn."""
+    """Pairs with different prompts, groups of which have the same first turn."""
     return [
         {
             "prompt": [
@@ -199,7 +199,7 @@ def chats(openings: Counter[str]) -> list[dict[str, Any]]:
 
 
 def test_split_is_by_whole_prompts_or_by_first_turns(tmp_path: Path) -> None:
-    """What was held out is said where it is not what was asked for."""
+    """The report notes a held-out part of another size than requested."""
     source = write(tmp_path / "pairs.jsonl", *chats(Counter(Hello=10)))
     shown = split_file(source, tmp_path / "whole", Split(heldout=0.3))
     assert "heldout: 3 records, 3 prompts" in shown
@@ -217,7 +217,7 @@ def test_split_is_by_whole_prompts_or_by_first_turns(tmp_path: Path) -> None:
 
 
 def test_split_keeps_near_duplicates_together(tmp_path: Path, run: Run) -> None:
-    """Chains of them, too; a prompt that only shares some words is another one."""
+    """Also over chains of near duplicates; prompts that share only some words are not one."""
     poem = "please write a short poem about the old red house by the quiet sea in {}"
     prompts = [poem.format(ending) for ending in ("May", "June", "July?")]
     prompts += [f"please write a short poem about topic {n} of another kind" for n in range(9)]

@@ -1,4 +1,4 @@
-"""Tokens on the disk: the same data as in memory, made once, and never half of it."""
+"""Token caches: the same data as in memory, written once, and complete or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG_AGO = 1_600_000_000
 
 
 def old(path: Path) -> Path:
-    """Last written so long ago that a change would show."""
+    """Set the file's time so far back that any change would show."""
     os.utime(path, (LONG_AGO, LONG_AGO))
     return path
 
@@ -38,7 +38,7 @@ def pairs(path: Path, count: int = 40, seed: int = 0) -> Path:
 
 
 def parts_of(plan: StepPlan) -> list[Any]:
-    """All numbers of a plan."""
+    """All tensors and numbers of a plan."""
     found: list[Any] = [plan.record_ids, plan.owners]
     for pack in plan.packs:
         records = pack.records
@@ -71,7 +71,7 @@ def assert_same(one: TrainingData, other: TrainingData) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files whose index was made on the disk, in order."""
+    """The files whose caches were written, in order."""
     paths: list[str] = []
     make_index = token_cache.make_index
 
@@ -89,7 +89,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Data of every kind, and the settings that read it."""
+    """Files of every kind of data, and the settings to read them."""
     if name == "pairs":
         rows = rows_of(pairs(folder / "p.jsonl"))
         rows += rows[:3]
@@ -179,7 +179,7 @@ def test_index_of_a_changed_file_is_made_anew(
 ) -> None:
     path, place = tmp_path / "a.jsonl", {"index_dir": str(tmp_path / "index")}
     build(contracts, [pairs(path)], **place)
-    build(contracts, [pairs(path)], **place)  # written again, and the same
+    build(contracts, [pairs(path)], **place)  # the file was written again with the same content
     assert len(made) == 1
     text = path.read_text()
     path.write_text(text.replace("thank you", "thank two"))
@@ -231,7 +231,7 @@ def test_index_of_other_rules_is_another(
     (folder / "tokenizer.json").write_text(json.dumps(content))
     build(Contracts(load_tokenizer(folder)), [path], **place)
     assert len(made) == 9
-    # What becomes of malformed records changes no token.
+    # Whether malformed records are dropped does not change the tokens.
     build(contracts, [path], **place, malformed=Malformed.drop)
     assert len(made) == 9
 
@@ -268,7 +268,7 @@ def test_index_of_a_process_that_is_killed_is_not_used(
 def test_index_that_another_process_made_meanwhile_stays(
     tmp_path: Path, contracts: Contracts, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one begins and ends while the first is at work."""
+    """A second process writes the same cache while the first is working."""
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
     add, of_other = token_index._Writer.add, list[int]()
 
@@ -344,7 +344,7 @@ def test_index_beside_a_file_where_nothing_can_be_written(
 def test_index_that_cannot_be_made_is_an_error(
     tmp_path: Path, contracts: Contracts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a small file is not kept; no half of one stays."""
+    """The index of a small file is not kept, and no partial cache remains."""
     path, place = pairs(tmp_path / "a.jsonl"), tmp_path / "index"
     build(contracts, [path])
     assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,4 @@
-"""What an objective learns from: ties or none, pairs and ratings at once, margins, bins."""
+"""Training data for each kind of objective: ties, pairs and ratings together, margins, bins."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_ties_are_kept_in_training_and_validation_where_they_are_learned_from(
         assert len(data.validation[0]) == 3
         records = data.train.records
         assert records.ranks.tolist() == [0, 0, 1, 0, 1, 1, 0]
-        # With equal rewards everything is as likely as anything else.
+        # With equal rewards, all outcomes are equally likely.
         step = measure_step(data.objective, torch.zeros(7, 1), records)
         assert step["loss"] == pytest.approx(tie), objective
         assert step["accuracy"] == 0.5, objective
@@ -152,7 +152,7 @@ def test_bins_are_in_the_contract_and_labels_are_not_centred(
     assert data.contract.output_readout == wanted
     assert data.contract.label_means == (0.0, 0.0)
     assert data.train.records.labels.means == (None, None)
-    # A run that starts from this one has its values, and no others.
+    # A run that starts from this model has the same bins.
     again = build(contracts, [rated], **how, contract=data.contract)
     assert again.contract.output_readout == wanted
     with pytest.raises(ConfigError, match=r"model.objective: .* bins"):

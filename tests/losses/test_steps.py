@@ -131,6 +131,19 @@ def test_one_step_each_is_bradley_terry_to_the_bit() -> None:
         assert [float(each) for each in found] == [float(each) for each in wanted]
 
 
+def test_rewards_of_samples_without_steps_are_not_aggregated() -> None:
+    """The setting ``aggregate`` has no effect, and there are no metrics of steps."""
+    records = ranked([0, 1], [1, 0])
+    rewards = torch.randn(4, 1, generator=torch.Generator().manual_seed(0))
+    for how in AGGREGATES:
+        found = BradleyTerry(aggregate=how).loss(rewards, records)
+        assert [float(value) for value in found] == [
+            float(value) for value in BradleyTerry().loss(rewards, records)
+        ]
+    whole = stepped([[1.0], [0.0]])
+    assert "step_accuracy" not in report_of(BinaryCrossEntropy(("right",)), [1.0, 0.0], whole)
+
+
 @pytest.mark.parametrize(
     "objective", [BinaryCrossEntropy(("right",)), OrdinalBins(("right",), values=[0, 1])]
 )

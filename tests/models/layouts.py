@@ -23,7 +23,7 @@ from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
-from nemo_aligner.data.packing import one_rotation
+from nemo_aligner.data.packing import uniform_rope
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
@@ -57,7 +57,7 @@ LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
 def batches(
     layout: ParallelLayout | None = None,
-    length_dependent_rope: Callable[[int], int] = one_rotation,
+    length_dependent_rope: Callable[[int], int] = uniform_rope,
     apart: bool = False,
 ) -> list[PackedBatch]:
     """Three pairs; those of the first pack, 69 tokens, have a common prefix if rotated alike.

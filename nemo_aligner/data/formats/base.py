@@ -146,11 +146,11 @@ def read_string(value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str):
         raise DataError(f"{key}: got {text!r:.60}, wanted a string")
-    checked(text, key)
+    check_text(text, key)
     return text
 
 
-def checked(text: Any, key: str) -> Any:
+def check_text(text: Any, key: str) -> Any:
     """Check the text or conversation of a field by ``read_text``, and return it."""
     text = _standard_turns(text, key)
     try:
@@ -318,7 +318,7 @@ def _join(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
             raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
         question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return _concatenate(question, turns, key, prompt_key)
-    conversation: Messages = checked(turns, key)
+    conversation: Messages = check_text(turns, key)
     if isinstance(prompt, str):
         holds_prompt = {"role": "user", "content": prompt} in conversation
     else:
@@ -334,7 +334,7 @@ def _join(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
 
 def _concatenate(question: list[Any], turns: list[Any], key: str, prompt_key: str) -> Messages:
     try:
-        conversation: Messages = checked([*question, *turns], key)
+        conversation: Messages = check_text([*question, *turns], key)
     except DataError:
         # Raise the error of the field that caused it, with the position in this field.
         read_turns(question, prompt_key)
@@ -383,7 +383,7 @@ def read_label(value: object, name: str, columns: WantedLabels) -> float | None:
 # Comparisons from ranks, scores or the strength of a preference.
 
 
-def ranked(
+def rank_samples(
     texts: Sequence[Text],
     standing: Sequence[float],
     origin: Origin,

@@ -13,7 +13,7 @@ from nemo_aligner.data.formats.base import (
     Format,
     PairKeys,
     WantedLabels,
-    checked,
+    check_text,
     has,
     is_assistant,
     read_conversation,
@@ -42,7 +42,7 @@ def is_hh(value: dict[str, Any]) -> bool:
 def _parse_hh(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     prompt = read_string(values[0], "prompt") if "prompt" in values[0] else ""
     chosen, rejected = (
-        checked(turns_of(_prepend_prompt(prompt, read_string(values[0], key), key), key), key)
+        check_text(turns_of(_prepend_prompt(prompt, read_string(values[0], key), key), key), key)
         for key in ("chosen", "rejected")
     )
     return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], columns))
@@ -238,9 +238,9 @@ def _are_swift(value: dict[str, Any]) -> bool:
 
 def _parse_swift(values: list[dict[str, Any]], origin: Origin, columns: WantedLabels) -> Comparison:
     value = values[0]
-    chosen = checked(value["messages"], "messages")
+    chosen = check_text(value["messages"], "messages")
     if value.get(_REJECTED_MESSAGES):
-        rejected = checked(value[_REJECTED_MESSAGES], _REJECTED_MESSAGES)
+        rejected = check_text(value[_REJECTED_MESSAGES], _REJECTED_MESSAGES)
     else:
         roles = [turn["role"] for turn in chosen]
         if "user" not in roles:

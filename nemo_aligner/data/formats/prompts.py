@@ -23,7 +23,7 @@ COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
 
 
 def count_records(counts: Mapping[str, int]) -> dict[str, int]:
-    """Select the counts of records from those of records and columns."""
+    """Select the counts of records (read, dropped, kept) out of those of records and columns."""
     column_names = COLUMN_COUNTS.values()
     return {name: count for name, count in counts.items() if name not in column_names}
 

@@ -15,7 +15,7 @@ from nemo_aligner.data.formats.base import (
     Format,
     WantedLabels,
     has,
-    ranked,
+    rank_samples,
     read_conversation,
     read_label,
     read_objects,
@@ -45,7 +45,7 @@ def _parse_nemo_rl_preference(
         for number, item in enumerate(completions)
     ]
     ranks = [_read_rank(item["rank"], number) for number, item in enumerate(completions)]
-    return ranked(texts, ranks, origin, read_pair_labels(value, columns))
+    return rank_samples(texts, ranks, origin, read_pair_labels(value, columns))
 
 
 def _read_rank(rank: object, number: int) -> int:
@@ -155,7 +155,7 @@ def ranked_by_strength(
             f"is much better) to {_STRONGEST} (the second is); 0 is a tie"
         )
     labels = read_pair_labels({LABEL_MARGIN: abs(strength), **value}, columns)
-    return ranked(texts, (strength, -strength), origin, labels)
+    return rank_samples(texts, (strength, -strength), origin, labels)
 
 
 # UltraFeedback: an instruction, and completions with scores.
@@ -183,7 +183,7 @@ def _parse_ultrafeedback(
     # Only a pair has a single margin.
     margin = {LABEL_MARGIN: abs(scores[0] - scores[1])} if len(scores) == 2 else {}
     labels = read_pair_labels({**margin, **value}, columns)
-    return ranked(texts, [-score for score in scores], origin, labels)
+    return rank_samples(texts, [-score for score in scores], origin, labels)
 
 
 def _read_scores(completions: list[dict[str, Any]]) -> list[float]:
@@ -239,7 +239,7 @@ def _parse_qa_feedback(
     prompt = "\n\n".join([*passages, read_string(value, "question")])
     texts = [read_conversation(prompt, read_string(value, key), key) for key in _ANSWERS]
     labels = read_pair_labels(value, columns)
-    return ranked(texts, _count_net_losses(value["preference"]), origin, labels)
+    return rank_samples(texts, _count_net_losses(value["preference"]), origin, labels)
 
 
 def _read_passages(passages: object) -> list[str]:
@@ -311,7 +311,7 @@ def _parse_pandalm(
     texts = [read_conversation(prompt, read_string(value, key), key) for key in _RESPONSES]
     # If two of three votes agree, the median is theirs.
     vote = median(_read_vote(value, key) for key in _ANNOTATORS)
-    return ranked(texts, (vote, -vote), origin, read_pair_labels(value, columns))
+    return rank_samples(texts, (vote, -vote), origin, read_pair_labels(value, columns))
 
 
 def _read_vote(value: dict[str, Any], key: str) -> int:

@@ -16,7 +16,7 @@ from nemo_aligner.contract.messages import Messages
 from nemo_aligner.data.formats.base import (
     Format,
     WantedLabels,
-    checked,
+    check_text,
     has,
     read_conversation,
     read_label,
@@ -66,7 +66,7 @@ def _parse_rated_text(
         )
     named = zip([f"label of {name}" for name in columns.names], numbers, strict=False)
     labels = tuple(read_label(value, name, columns) for name, value in named)
-    return Rating(checked(values[0]["text"], "text"), labels, origin)
+    return Rating(check_text(values[0]["text"], "text"), labels, origin)
 
 
 RATED_TEXT = Format(
@@ -96,7 +96,7 @@ def _parse_unpaired(values: list[dict[str, Any]], origin: Origin, columns: Wante
     if {"prompt", "completion"} <= set(value):
         conversation = read_conversation(value["prompt"], value["completion"], "completion")
         return Rating(conversation, labels, origin)
-    return Rating(checked(value["messages"], "messages"), labels, origin)
+    return Rating(check_text(value["messages"], "messages"), labels, origin)
 
 
 UNPAIRED = Format(
@@ -364,7 +364,7 @@ def _parse_labelled_turns(
         if is_turn:
             labels.append(_read_step_labels(label, f"{location}.{_LABEL}", columns))
         unlabelled.append({key: item for key, item in message.items() if key != _LABEL})
-    return Rating(checked(unlabelled, "messages"), (), origin, steps=tuple(labels))
+    return Rating(check_text(unlabelled, "messages"), (), origin, steps=tuple(labels))
 
 
 LABELLED_TURNS = Format(

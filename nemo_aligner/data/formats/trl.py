@@ -13,7 +13,7 @@ from typing import Any, cast
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import TRL_FORMAT
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.data.formats.base import Format, WantedLabels, checked, has
+from nemo_aligner.data.formats.base import Format, WantedLabels, check_text, has
 from nemo_aligner.data.formats.pairs import read_margin_labels
 from nemo_aligner.data.records import PAIR_COLUMNS, Comparison, Origin
 from nemo_aligner.utils.errors import DataError
@@ -29,11 +29,11 @@ def _parse_trl(values: list[dict[str, Any]], origin: Origin, columns: WantedLabe
 def _join(prompt: Any, reply: Any, key: str) -> Text:
     """Join a prompt, or None if the reply contains it, and a reply."""
     if prompt is None and isinstance(reply, str | list):
-        return cast(Text, checked(reply, key))
+        return cast(Text, check_text(reply, key))
     if isinstance(prompt, str) and isinstance(reply, str):
-        return cast(Text, checked(prompt + reply, key))
+        return cast(Text, check_text(prompt + reply, key))
     if isinstance(prompt, list) and isinstance(reply, list):
-        return cast(Text, checked([*prompt, *reply], key))
+        return cast(Text, check_text([*prompt, *reply], key))
     parts = [part for part in (prompt, reply) if part is not None]
     kinds = " and ".join(type(part).__name__ for part in parts)
     raise DataError(f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists")

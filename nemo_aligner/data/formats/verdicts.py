@@ -12,9 +12,9 @@ from nemo_aligner.data.formats.base import (
     LABEL_MARGIN,
     Format,
     WantedLabels,
-    checked,
+    check_text,
     has,
-    ranked,
+    rank_samples,
     read_conversation,
     read_label,
     read_objects,
@@ -146,7 +146,7 @@ def _parse_webgpt(
             raise DataError(f"{key}: got null, wanted a number")
         scores.append(score)
     labels = read_pair_labels({LABEL_MARGIN: abs(scores[0] - scores[1]), **value}, columns)
-    return ranked(texts, [-score for score in scores], origin, labels)
+    return rank_samples(texts, [-score for score in scores], origin, labels)
 
 
 WEBGPT = Format(
@@ -254,13 +254,13 @@ def _parse_arena(values: list[dict[str, Any]], origin: Origin, columns: WantedLa
     if turns is not None and (isinstance(turns, bool) or not isinstance(turns, int) or turns < 1):
         raise DataError(f"turn: got {shown(turns)}, wanted a whole number above 0")
     texts: list[Text] = [
-        _take_turns(checked(value[key], key), turns, key) for key in _CONVERSATIONS
+        _take_turns(check_text(value[key], key), turns, key) for key in _CONVERSATIONS
     ]
     winner = value["winner"]
     if not isinstance(winner, str) or winner not in _WINNERS:
         raise DataError(f"winner: got {shown(winner)}, wanted one of {', '.join(_WINNERS)}")
     vote = _WINNERS[winner]
-    return ranked(texts, (vote, -vote), origin, read_pair_labels(value, columns))
+    return rank_samples(texts, (vote, -vote), origin, read_pair_labels(value, columns))
 
 
 def _take_turns(conversation: Text, turns: int | None, key: str) -> Messages:
@@ -318,7 +318,7 @@ def _parse_nectar(
         if rank is None:
             raise DataError(f"answers[{number}].rank: got null, wanted a number")
         ranks.append(rank)
-    record = ranked(texts, ranks, origin, read_pair_labels(value, columns))
+    record = rank_samples(texts, ranks, origin, read_pair_labels(value, columns))
     source = value.get("source")
     first = source[0] if isinstance(source, list) and source else source
     return replace(record, source=read_source(first))

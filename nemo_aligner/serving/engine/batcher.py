@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nemo_aligner.data.packing import packed_tokens, take_oldest
+from nemo_aligner.data.packing import count_fitting, packed_tokens
 from nemo_aligner.serving.engine.pace import ModelPace
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.errors import ServingError
@@ -225,7 +225,7 @@ class Batcher:
         with self._changed:
             budget = self._pace.limit
             oldest = list(self._oldest_rows(_LOOK_AHEAD * budget))
-        count = take_oldest([queued.row.ids for queued in oldest], budget)
+        count = count_fitting([queued.row.ids for queued in oldest], budget)
         with self._changed:
             # Requests may have been cancelled or have failed since the lock was released.
             taken = [queued for queued in oldest[:count] if not queued.request.is_over]

@@ -27,8 +27,8 @@ from nemo_aligner.data.packing import (
     PrefixGroup,
     SequenceReads,
     find_prefix_groups,
-    one_rotation,
     pack_groups,
+    uniform_rope,
 )
 from nemo_aligner.distributed.layout import ParallelLayout
 
@@ -239,7 +239,7 @@ class PrefixCache:
         layout: ParallelLayout,
         micro_batch_tokens: int,
         reply_marker: Sequence[int] | None = None,
-        length_dependent_rope: Callable[[int], int] = one_rotation,
+        length_dependent_rope: Callable[[int], int] = uniform_rope,
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
         self._managers = [BlockManager(blocks) for _ in range(layout.dp)]

@@ -1,4 +1,4 @@
-"""Public preference data in the shapes it is published in: order, ties, margins, bad records."""
+"""Public data sets in their published form: order, ties, margins, malformed records."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ QA: dict[str, Any] = {
     "prediction 2": "because",
     "prediction 3": "so",
     "prediction 4": "nope",
-    # 2 is better than all others, 3 better than 1 and 4, which are alike.
+    # 2 is better than all others, 3 is better than 1 and 4, and these are tied.
     "preference": [2, 2, 0, 1, 1, 1],
 }
 PANDALM: dict[str, Any] = {
@@ -86,14 +86,14 @@ PAIR: dict[str, Any] = {"prompt": "why", "chosen": [USER, GOOD], "rejected": [US
 
 
 def parse(fmt: str, record: dict[str, Any], *wanted: str) -> Comparison:
-    """One record, tied or not."""
+    """Parse one record, which may be tied."""
     parsed = FORMATS[fmt].parse([record], Origin("file", 1), WantedLabels(wanted))
     assert isinstance(parsed, Comparison)
     return parsed
 
 
 def changed(record: dict[str, Any], *numbers: int, **change: object) -> dict[str, Any]:
-    """With some of its completions changed; with all, if none is named."""
+    """The record with some of its completions changed, or all if none is named."""
     completions = [dict(one) for one in record["completions"]]
     for number in numbers or range(len(completions)):
         completions[number].update(change)
@@ -116,9 +116,9 @@ def test_completions_come_best_first(tmp_path: Path) -> None:
         (ULTRA, "ultrafeedback", ["because", "so", "no"], (0, 0, 1)),
         (QA, "qa_feedback", ["because", "so", "no", "nope"], (0, 1, 2, 2)),
         (PANDALM, "pandalm", ["because", "no"], (0, 1)),
-        # Overall scores are taken where a finer one is missing.
+        # Overall scores are used if a fine-grained one is missing.
         (FINE_MISSING, "ultrafeedback", ["no", "because", "so"], (0, 1, 2)),
-        # The other response is better by the other sign.
+        # The opposite sign prefers the other response.
         ({**HELPSTEER3, "overall_preference": -1}, "helpsteer3", ["no", "because"], (0, 1)),
         (other_2, "helpsteer2_preference", ["no", "because"], (0, 1)),
         ({**PANDALM, "annotator3": 1}, "pandalm", ["no", "because"], (0, 1)),
@@ -131,7 +131,7 @@ def test_completions_come_best_first(tmp_path: Path) -> None:
 
 
 def test_completions_neither_better_nor_worse_are_tied(tmp_path: Path) -> None:
-    """A circle of preferences is a tie, too; reading counts ties and leaves them out."""
+    """A cycle of preferences is a tie, too; ties are counted and dropped."""
     cases: list[tuple[dict[str, Any], str]] = [
         (changed(NEMO_RL, rank=4), "nemo_rl_preference"),
         ({**HELPSTEER3, "overall_preference": 0}, "helpsteer3"),
@@ -183,7 +183,7 @@ def test_margin_is_read_where_it_is_wanted(tmp_path: Path) -> None:
     cases = [
         (pair, r":1: score_chosen: got 'high', wanted a number"),
         ({**PAIR, "metadata": "none"}, r":1: missing key 'label_margin'"),
-        (ULTRA, r":1: missing key 'label_margin'"),  # of more than two completions
+        (ULTRA, r":1: missing key 'label_margin'"),  # without a single margin
     ]
     wanted = {"pair_columns": ("label_margin",)}
     assert_refused(lambda record: read(tmp_path, record, **wanted), cases, DataError)
@@ -225,7 +225,7 @@ def test_helpsteer_prompts_of_several_turns_are_messages(tmp_path: Path) -> None
 
 
 def test_records_have_the_tools_that_their_replies_call(tmp_path: Path) -> None:
-    """Of OpenAI's format in its input, of all others beside the messages."""
+    """OpenAI's format has them in its input, all others next to the messages."""
     tool = {"type": "function", "function": {"name": "weather"}}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     calling = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
@@ -252,11 +252,11 @@ def test_records_have_the_tools_that_their_replies_call(tmp_path: Path) -> None:
         [found] = read(tmp_path, record).records
         assert found.texts == wanted, number
         assert read(tmp_path, record).counts == {"read": 1, "kept": 1}, number
-    # A prompt may end with a result; a rating has tools, too.
+    # A prompt may end with a tool's result; ratings may have tools, too.
     rated = {"prompt": better[:3], "response": "so", "tools": [tool], "helpfulness": 1}
     [rating] = read(tmp_path, rated, kind=RecordKind.rating).records
     assert rating.response == Conversation([*better[:3], {**GOOD, "content": "so"}], [tool])
-    # Whatever else such a field is, and tools beside raw texts, is left alone.
+    # Fields of other types, and tools next to raw texts, are not read.
     for more in ({"documents": "a.txt"}, {"documents": [1]}, {"tools": None}, {"tools": "[]"}):
         [plain] = read(tmp_path, {**PAIR, **more}).records
         assert plain.texts == ([USER, GOOD], [USER, BAD])
@@ -307,7 +307,7 @@ def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Pat
 
 
 def test_pairs_of_trainers_mean_what_their_trainers_read(tmp_path: Path) -> None:
-    """LLaMA-Factory's and ms-swift's, also with turns and calls of tools in ShareGPT's writing."""
+    """Formats of LLaMA-Factory and ms-swift, also with ShareGPT's messages and tool calls."""
     human, gpt = {"from": "human", "value": "why"}, {"from": "gpt", "value": "because"}
     other, weather = (
         {"from": "gpt", "value": "no"},
@@ -347,14 +347,14 @@ def test_pairs_of_trainers_mean_what_their_trainers_read(tmp_path: Path) -> None
          [USER, GOOD], [USER, BAD]),
         ({"messages": [SYSTEM, USER, GOOD], "rejected_messages": [SYSTEM, USER, BAD]},
          "ms_swift_pairs", [SYSTEM, USER, GOOD], [SYSTEM, USER, BAD]),
-        # What stands in place of the reply stands in place of its calls, too.
+        # The rejected reply replaces the chosen one with its tool calls.
         ({"messages": [USER, swift_call, swift_result, GOOD], "rejected_response": [BAD]},
          "ms_swift_pairs", [USER, calling, result, GOOD], [USER, BAD]),
     ]  # fmt: skip
     for record, fmt, chosen, rejected in cases:
         file = read(tmp_path, record)
         assert (file.format, file.records[0].texts) == (fmt, (chosen, rejected)), record
-        # Of a dump of the chosen conversation next to it, nothing is read.
+        # A dump of the chosen conversation in another field is not read.
         assert [*file.unread] == ["messages"] * (fmt == "chat_pairs" and "messages" in record)
     bad: list[tuple[dict[str, Any], str]] = [
         (
@@ -407,5 +407,5 @@ def test_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
     assert best == {"tie": 105, "1": 422, "2": 472}
     rule = MalformedRule(Malformed.drop, max_fraction=0.01)
     file = read_records(path, ReaderConfig(RecordKind.comparison, rule=rule))
-    # In six of them a response is the JSON value true.
+    # In six records a response is the JSON value true.
     assert (file.counts["read"], file.counts["malformed"]) == (999, 6)

@@ -1,4 +1,4 @@
-"""Formats are read for what they say, and what is malformed is named by its file and line."""
+"""Formats of pairs, and errors about malformed records with file and line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
     assert file.records[0].texts == ("The sky is blue.", "The sky is green.")
     with pytest.raises(DataError, match=r":2: rejected: got \[.*wanted a string"):
         read(tmp_path, record, {**record, "rejected": [BAD]})
-    # Where another field may be the prompt, it is not left out.
+    # If another field may be the prompt, the file is not read as text_pairs.
     names = ["question", "problem", "post", "Prompt", "history", "conversation", "user", "input"]
     names += ["system", "system_prompt", "userQuery", "Math Problem", "dialogue", "context 1"]
     for key in names:
@@ -83,7 +83,7 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
 
 
 def test_object_with_text_among_other_fields_is_no_line_of_a_pair(tmp_path: Path) -> None:
-    """Messages, rows of a corpus and rated texts would be compared with their neighbours."""
+    """Otherwise lines of messages, corpora and ratings would be compared with their neighbours."""
     others: list[dict[str, Any]] = [
         {"message_id": "1", "parent_id": None, "role": "prompter", "lang": "en"},
         {"url": "a.org", "timestamp": "2026"},
@@ -94,7 +94,7 @@ def test_object_with_text_among_other_fields_is_no_line_of_a_pair(tmp_path: Path
         with pytest.raises(DataError, match=r":1: .*--format comparison_text \(model.data.format="):
             read(tmp_path, *rows)
         assert read(tmp_path, *rows, format="comparison_text").counts["kept"] == 1
-    # Sources and the labels that a run asks for are part of such lines.
+    # Such lines may have a source, and the labels that the objective reads.
     rows = [{"text": text, "source": "s", "label_margin": 1, "sure": 2} for text in ("a", "b")]
     [pair] = read(tmp_path, *rows, pair_columns=("sure",)).records
     assert (pair.texts, pair.source, pair.labels) == (("a", "b"), "s", (2.0,))
@@ -157,7 +157,7 @@ def test_dropped_records_are_counted(tmp_path: Path) -> None:
 
 
 def test_file_is_read_by_its_content(tmp_path: Path) -> None:
-    """Lines have their numbers, objects of a list on one line those of items."""
+    """JSON lines have line numbers, and items of a list on one line have item numbers."""
     for suffix in ("jsonl", "json", "jsonl.gz", "json.gz", "txt"):
         as_list = suffix.startswith("json") and not suffix.startswith("jsonl")
         text = json.dumps([PAIR, PAIR], indent=1) if as_list else f"{json.dumps(PAIR)}\r\n\n" * 2
@@ -266,7 +266,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
         problem = r"mac.jsonl:1: .* end with a carriage return .*`tr '"
         with pytest.raises(DataError, match=problem):
             read_records(tmp_path / "mac.jsonl", ReaderConfig(RecordKind.comparison))
-    # As no line feed is needed between them, items of a list and rows of a table are read.
+    # Items of a list and rows of a table need no line feed between them, and are read.
     for text in (f"[{json.dumps(PAIR)},\r{json.dumps(PAIR)}\r]", f"{','.join(PAIR)}\ra,b,c\rd,e,f"):
         (tmp_path / "mac.jsonl").write_text(text, newline="")
         file = read_records(tmp_path / "mac.jsonl", ReaderConfig(RecordKind.comparison))
@@ -300,7 +300,7 @@ ANY = MalformedRule(Malformed.drop, max_fraction=1.0)
 
 
 def raw_texts(*lines: str) -> list[object]:
-    """Lines of raw text; those that begin with ``{`` as they are."""
+    """Write lines of raw text; those that begin with ``{`` are written unchanged."""
     return [line if line.startswith("{") else {"text": line} for line in lines]
 
 
@@ -342,7 +342,7 @@ def test_malformed_rule_allows_a_fraction_of_each_file() -> None:
         "  b.jsonl:1: bad",
         "model.data.max_malformed=0.01 allows 1.00% of a file. Fix the data, or raise the limit",
     ]
-    # A file that is read twice is named once, and a long reason is cut.
+    # A file that occurs twice is listed once, and a long reason is shortened.
     with pytest.raises(DataError) as caught:
         check_malformed([file_of(1, 1000), file_of(1, 1000)], MalformedRule())
     assert str(caught.value).count("a.jsonl:1: bad") == 1

@@ -1,4 +1,4 @@
-"""Columns next to a prompt: earlier turns and system prompts are read, and others are named."""
+"""Columns next to a prompt: history and system prompts are read, others are reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALPACA: dict[str, Any] = {
 
 
 def test_prompt_has_the_columns_next_to_it(tmp_path: Path, contracts: Contracts) -> None:
-    """Whether the format is found, or its fields are named."""
+    """Once with ``auto``, and once with the names of the fields."""
     question, bare = turn("user", "Add.\n2, 2"), turn("user", "Add.")
     pairs = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
     there = {
@@ -57,7 +57,7 @@ def test_prompt_has_the_columns_next_to_it(tmp_path: Path, contracts: Contracts)
         ({**PAIR, "history": HISTORY}, {}, [*HISTORY, WHY]),
         ({**PAIR, "history": pairs}, {}, [*HISTORY, WHY]),
         (raw, {}, [SYSTEM, WHY]),
-        # A conversation that has these turns has them once.
+        # Turns that the conversation already has are not added again.
         ({**REPLIES, **there}, {}, [SYSTEM, *HISTORY, WHY]),
     ]
     for record, how, prompt in cases:
@@ -76,7 +76,7 @@ def test_prompt_has_the_columns_next_to_it(tmp_path: Path, contracts: Contracts)
     rated = {"prompt": "why", "response": "so", "system": "You are brief.", "help": 1}
     [rating] = read(tmp_path, rated, kind=RecordKind.rating, attributes=["help"]).records
     assert rating.response == [SYSTEM, WHY, turn("assistant", "so")]
-    # A label of this name is a label.
+    # A label column with this name is not a part of the prompt.
     rated["system"] = 2
     [rating] = read(tmp_path, rated, kind=RecordKind.rating, attributes=["system"]).records
     assert (rating.labels, len(rating.response)) == ((2.0,), 2)
@@ -108,12 +108,12 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path, contracts: Contract
     assert row in [*report.rows()]
     [shown] = inspect_files([str(path)], [], Inspection(show=0))
     assert "  columns not read          history 1 (part of the prompt?), " in shown.text
-    # What an objective reads is read.
+    # Label columns of the objective count as read.
     rows[1]["label_margin"] = 3
     margins = read(tmp_path, *rows, pair_columns=("label_margin",))
     assert [pair.labels for pair in margins.records] == [(2.0,), (3.0,), (1.0,)]
     assert margins.unread == {"id": 3, "input": 1, "history": 1}
-    # Raw texts have no place for a system prompt.
+    # Raw texts cannot have a system prompt.
     texts = {"chosen": "a", "rejected": "b", "system": "Rhyme.", "tools": [1]}
     assert read(tmp_path, texts, format="text_pairs").unread == {"system": 1, "tools": 1}
     names = {f"c{number:02}": 1 for number in range(14)}

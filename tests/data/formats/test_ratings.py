@@ -1,4 +1,4 @@
-"""Labels of turns and steps, from their formats to the tokens that they are the labels of."""
+"""Labels of turns and steps, from their formats to the tokens at which they are learned."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read(tmp_path: Path, *rows: Any, names: tuple[str, ...] = ("right",), **how:
 
 
 def steps_of(rating: Rating) -> list[tuple[str, Any]]:
-    """Each step of the reply, and its labels."""
+    """The steps of the reply, with their labels."""
     content = rating.response[-1]["content"]  # type: ignore[index]
     assert rating.steps is not None
     return [(part["text"], own) for part, own in zip(content, rating.steps, strict=True)]
@@ -118,7 +118,7 @@ def test_prm800k_has_a_record_for_each_path_and_counts_a_rating_once(tmp_path: P
         assert [steps_of(each) for each in file.records] == [
             *([[("a dog", (neutral,))]] if neutral is not None else []),
             [before, ("sings", (0.0,))],
-            # A completion that nobody has rated has no label at all.
+            # A completion without a rating has no label.
             [before, eats, ("two", (0.0,))],
             [("the cat", (1.0,)), ("eats", (1.0,))],
         ]
@@ -183,7 +183,7 @@ def test_labels_belong_to_the_tokens_that_are_read(tmp_path: Path, contracts: Co
     read_at = [tokenizer.decode(ids[: place + 1].tolist()) for place in places]
     assert [text.rsplit("\n", 1)[1] for text in read_at[:2]] == ["the cat", "sings two"]
     assert places[-1] == len(ids) - 1
-    # A pack has the same tokens, whatever stands before them.
+    # A pack reads the same tokens, also after other records.
     (pack,) = pack_records(train, [1, 0], 1000)
     assert pack.records.ids.tolist() == [1, 0]
     assert pack.tokens[pack.scored_tokens].tolist() == [
@@ -198,7 +198,7 @@ def test_labels_belong_to_the_tokens_that_are_read(tmp_path: Path, contracts: Co
 def test_contract_of_cross_entropy_says_that_rewards_are_probabilities(
     tmp_path: Path, contracts: Contracts
 ) -> None:
-    """Whatever means of labels the model to start from has, and unless settings say otherwise."""
+    """Whatever label means the model to start from has, unless the settings choose log-odds."""
     path = write(tmp_path / "a.jsonl", STEPWISE)
     config = contracts.config(["right"])
     config.objective = "binary_cross_entropy"
@@ -213,7 +213,7 @@ def test_contract_of_cross_entropy_says_that_rewards_are_probabilities(
         config.objective_kwargs = kwargs
         contract = build_training_data(config, given, contracts.tokenizer).contract
         assert (contract.reward_scale, contract.label_means) == (scale, (0.0,)), kwargs
-        # One that says nothing is the contract of versions that knew no other.
+        # A contract without a readout is that of an earlier version.
         assert (contract.hash == plain.hash) == (scale == "log_odds")
 
 
@@ -229,7 +229,7 @@ def test_label_of_a_whole_text_is_that_of_its_last_step(
 def test_length_of_a_reward_is_that_of_its_step_or_reply_alone(
     reads: str, tmp_path: Path, contracts: Contracts
 ) -> None:
-    """Without the prompt, the separators, and what the chat template writes around turns."""
+    """Prompt, separators and what the chat template writes around turns do not count."""
     steps, other = ["the cat sings", "two", "a red house"], "no\n\nno"
     replies = steps if reads == "turns" else ["\n\n".join(steps)]
     turns = [turn for text in replies for turn in tiny.chat("why", text)]
@@ -245,7 +245,7 @@ def test_length_of_a_reward_is_that_of_its_step_or_reply_alone(
     first = train.lengths(0)[0] - train.reads(0)[0][0]
     cut = build(contracts, path, reads, seq_length=first, overlong=Overlong.truncate_left).train
     assert cut.reply_lengths.tolist() == count(*steps)[1:]
-    # A label of the whole text, and a verdict on it, are of the whole reply.
+    # Labels of, and verdicts on, a whole sample belong to the whole reply.
     path = write(tmp_path / "b.jsonl", {"prompt": "why", "response": turns, "right": 1})
     lengths = build(contracts, path, reads).train.reply_lengths.tolist()
     assert lengths == count(*steps[:-1], replies[-1])
@@ -273,7 +273,7 @@ def test_what_is_cut_off_and_what_does_not_fit_is_counted(
     assert cut.counts == {"read": 1, "kept": 1, "steps": 2, "truncated": 1, "labels_cut_off": 1}
     assert cut.records.labels.values.tolist() == [[0.0], [1.0]]
     assert "their labels cut off      1" in cut.table()
-    # Steps that hold the separator, and labels that are of other steps.
+    # Steps that contain the separator, and labels for another number of steps.
     turns = [USER, {"role": "assistant", "content": "a\n\nb", "label": 1}]
     rows = [whole, {**whole, "completions": ["a\n\nb", "a", "red"]}]
     path = write(tmp_path / "b.jsonl", *rows)
@@ -323,7 +323,7 @@ def test_trajectories_of_a_pair_share_their_beginning(tmp_path: Path, contracts:
     assert (records.sample_bounds.tolist(), records.ranks.tolist()) == ([0, 2], [0, 1])
     assert (records.reward_bounds.tolist(), records.record_bounds.tolist()) == ([0, 2, 5], [0, 5])
     (pack,) = pack_records(train, [0], 1000)
-    # The first step is there once, and both read it there.
+    # The pack has the first step once, and both samples read it there.
     assert pack.scored_tokens[0] == pack.scored_tokens[2]
     wanted = [
         ids[place]
@@ -341,7 +341,7 @@ def test_index_on_the_disk_keeps_the_places(tmp_path: Path, contracts: Contracts
     for each in (kept.train, again.train):
         assert each.digest == small.train.digest == each.measure_digest()
         assert torch.equal(each.places, small.train.places)
-    # Another rule is another index, and a file of other labels another digest.
+    # Another rule gives another index, and other labels give another digest.
     other = build(contracts, path, "step_marks", index_dir=str(tmp_path / "index"))
     assert other.train.digest != small.train.digest
     assert len(list((tmp_path / "index").iterdir())) == 2

@@ -1,4 +1,4 @@
-"""The data sets of TRL's RewardTrainer have the token ids here that they have there."""
+"""Data sets of TRL's RewardTrainer get the same token ids as in TRL."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ RAW = [
     {"prompt": "the sky is", "chosen": " blue", "rejected": " green"},
     {"prompt": "who?\n", "chosen": "a cat", "rejected": "no\n"},
 ]
-# What is read as raw text, and only with format=trl as TRL does.
+# Data that is raw text in TRL, and here only with format=trl.
 STRINGS: dict[str, list[dict[str, Any]]] = {
     "standard, explicit prompt": RAW,
     "standard, implicit prompt": [
         {key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in RAW
     ],
 }
-# EOS that the text itself ends with is not added a second time.
+# EOS is not added to a text that ends with it.
 WITH_EOS = [{"prompt": "who?", "chosen": "a cat<|im_end|>", "rejected": "no"}]
-# What the chat template writes, here as there.
+# Data that the chat template renders, as in TRL.
 CHATS: dict[str, list[dict[str, Any]]] = {
     "conversational, explicit prompt": [EXPLICIT],
     "conversational, implicit prompt": [{"chosen": [USER, CHOSEN], "rejected": [USER, REJECTED]}],
@@ -63,7 +63,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "tools": [{**EXPLICIT, "chosen": [CALL], "tools": [TOOL]}],
     "tools as JSON": [{**EXPLICIT, "chosen": [CALL], "tools": json.dumps([TOOL])}],
 }
-# What the scoring contract cannot say of every text, and why.
+# Data that the scoring contract cannot describe, and why.
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "a row's own variables": (
         [{**EXPLICIT, "chat_template_kwargs": {"enable_thinking": True}}],
@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 def write_tokenizer(folder: Path, adds_bos: bool) -> Path:
-    """The tiny one with a template that writes tools; it may put BOS before texts."""
+    """The tiny tokenizer with a template that renders tools; it may add BOS."""
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
@@ -109,7 +109,7 @@ def read_ids(
 def test_data_sets_of_trl_have_its_token_ids(
     adds_bos: bool, tmp_path: Path, trl_python: Path
 ) -> None:
-    """All of them with format=trl; without it strings are read as turns, or have no EOS."""
+    """All data sets with format=trl; without it, strings become turns, or have no EOS."""
     folder = write_tokenizer(tmp_path / "tokenizer", adds_bos)
     shapes = {**STRINGS, **CHATS}
     data = tmp_path / "data.json"
@@ -143,7 +143,7 @@ def test_data_sets_of_trl_that_no_contract_covers_are_refused(
 def test_format_of_trl_decides_on_eos_unless_the_settings_do(
     tmp_path: Path, tokenizer_folder: Path, contracts: Contracts
 ) -> None:
-    """Also where training starts from a model that reads texts without."""
+    """Also if training starts from a model whose contract does not add EOS."""
     start = contracts()
     assert not start.add_eos
     config = contracts.config(format="trl")
@@ -160,7 +160,7 @@ def test_format_of_trl_decides_on_eos_unless_the_settings_do(
 
 
 def test_model_of_trl_is_evaluated_on_the_token_ids_that_it_learned_from(tmp_path: Path) -> None:
-    """A Hugging Face model has no scoring contract that says to add EOS."""
+    """A Hugging Face model has no scoring contract that adds EOS."""
     tiny.write_hf_reward_model(tmp_path / "hf")
     path, rewards = files.write(tmp_path / "rows.jsonl", *RAW), tmp_path / "rewards.jsonl"
     settings = [f"hf_model={tmp_path / 'hf'}", f"data.path={path}", f"output_rewards={rewards}"]

@@ -1,4 +1,4 @@
-"""Published sets of replies with a verdict, in the columns of their cards."""
+"""Published data sets with verdicts, with the columns that their cards describe."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_verdicts_of_published_sets_put_replies_in_order(tmp_path: Path) -> None
         assert [reply_of(text) for text in comparison.texts] == replies, record
         assert comparison.ranks == (*range(len(replies)),), record
         assert comparison.source == source, record
-        # Whatever the order of the columns, and among records of other formats.
+        # The order of the columns does not matter, nor records of other formats in the list.
         reordered = dict(reversed([*record.items()]))
         assert [each.name for each in FORMATS.values() if each.is_certain(reordered)] == [fmt]
 

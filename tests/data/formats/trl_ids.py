@@ -1,4 +1,4 @@
-"""Run in an environment with TRL: the token ids that RewardTrainer makes of data sets.
+"""Print the token ids that TRL's RewardTrainer makes of data sets; run where TRL is installed.
 
 ``trl_ids.py TOKENIZER DATA.json WORK`` prints, for each of the data sets in the file, by name, the
 ids of the chosen and the rejected text of every record.
