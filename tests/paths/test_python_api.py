@@ -353,15 +353,15 @@ class Frame:
 
 
 def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:
-    from nemo_aligner.api.training import _as_files
+    from nemo_aligner.api.training import _write_as_files
 
-    (written,) = _as_files(Frame(), tmp_path, "train")
+    (written,) = _write_as_files(Frame(), tmp_path, "train")
     assert len(rows_of(Path(written))) == 2
     pair = Frame().to_dict("records")[0]
     sets = {"safe": (row for row in [pair]), "chat": "chat.jsonl"}
-    files = _as_files(sets, tmp_path, "validation")
+    files = _write_as_files(sets, tmp_path, "validation")
     assert files == [str(tmp_path / "data/validation/safe.jsonl"), "chat.jsonl"]
-    assert _as_files([Path("a"), "b"], tmp_path, "test") == ["a", "b"]
+    assert _write_as_files([Path("a"), "b"], tmp_path, "test") == ["a", "b"]
     record = {"n": np.int64(3), "x": np.float32(0.5), "l": np.arange(2), "nan": float("nan")}
     assert json.loads(as_json(record)) == {"n": 3, "x": 0.5, "l": [0, 1], "nan": None}
     assert json.loads(as_json({"d": datetime.date(2026, 1, 2)})) == {"d": "2026-01-02"}

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.checkpoint.weights.save import _as_checkpoint_error
-from nemo_aligner.cli.main import _describe
+from nemo_aligner.cli.main import _describe_for_user
 from nemo_aligner.data.records import write_lines, write_records
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem, write_whole
@@ -78,7 +78,7 @@ def test_full_disk_is_named_by_whatever_writes(tmp_path: Path) -> None:
     assert not scratch.exists()
     assert not (tmp_path / "model.nemo").exists()
     error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
-    assert _describe(error).startswith(f"{tmp_path}/x: the disk is full, with ")
+    assert _describe_for_user(error).startswith(f"{tmp_path}/x: the disk is full, with ")
 
 
 def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
