@@ -337,7 +337,7 @@ def export_archive(
     if output.suffix.lower() == ".gguf":
         if adapter_of is not None or head is not None:
             raise ConfigError(
-                f"{output}: adapter_of and head do not apply to a .gguf file. Omit them"
+                f"{output}: got an adapter or a head's form, wanted none: a .gguf file has neither"
             )
         from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
 

@@ -568,7 +568,7 @@ class ScoringContract:
             if ends and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
                 ids = [*ids, self.eos_id]
         if not ids:
-            raise DataError("the text is empty: it has no tokens")
+            raise DataError("the text has no tokens: it is empty")
         if ends and self.reward_token_id is not None and ids[-1] != self.reward_token_id:
             ids = [*ids, self.reward_token_id]
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:

@@ -218,7 +218,7 @@ def test_tokenizer_fits_a_model_with_embeddings_for_every_id(tokenizer: Tokenize
     for size in (320, 321):
         tokenizer.check_fits(size)
     for size in (319, 300):
-        wanted = rf"got token ids up to 319 \('.*' is {size}\), wanted them below {size}"
+        wanted = rf"got ids up to 319 \('.*' is {size}\), wanted them below {size}"
         with pytest.raises(DataError, match=wanted):
             tokenizer.check_fits(size)
 

@@ -175,7 +175,7 @@ def test_evaluation_has_the_figures_of_the_validation_and_prints_as_the_verb(
     again = trained.model.evaluate(file, **{"data.format": "chat_pairs"})
     assert again.metrics == found.metrics
     assert f"data          {file}" in str(again)
-    with pytest.raises(ConfigError, match=r"^precision: it is none of data, task"):
+    with pytest.raises(ConfigError, match=r"^precision: wanted one of .*data, task"):
         trained.model.evaluate(trained.heldout, precision="bf16")
     with pytest.raises(DataError, match=r"records\.jsonl:2: got keys 'prompt', 'chosen'"):
         trained.model.evaluate([trained.heldout[0], {"prompt": "a", "chosen": "b"}])
@@ -297,7 +297,7 @@ def test_error_of_a_callback_and_the_time_limit_end_a_run(trained: Trained) -> N
     with pytest.raises(ZeroDivisionError, match="of the callback"):
         trained.train("failed", callback=fail)
     limit = {"trainer.max_time": "00:00:00:01"}
-    with pytest.raises(StoppedError, match=r"by the time limit .* is saved: the same call goes on"):
+    with pytest.raises(StoppedError, match=r"by the time limit .* is saved: the same call resumes"):
         trained.train("stopped", callback=lambda _: time.sleep(0.6), **limit)
 
 
@@ -307,9 +307,9 @@ def test_settings_are_checked_as_the_verbs(trained: Trained, tmp_path: Path) -> 
         ({"model.optim.lrr": 1}, "unknown key model.optim.lrr; did you mean model.optim.lr?"),
         ({"model.optim.lr": "much"}, "model.optim.lr: got 'much', wanted"),
         ({"model": {"seeds": 1}}, "unknown key model.seeds; did you mean model.seed?"),
-        ({"exp_manager.explicit_log_dir": "x"}, "exp_manager.explicit_log_dir: got it twice"),
-        ({"model.data.data_prefix.train": "x"}, "model.data.data_prefix.train: got it twice"),
-        ({"records": {"a": []}}, "records: got a mapping of a, wanted one"),
+        ({"exp_manager.explicit_log_dir": "x"}, "exp_manager.explicit_log_dir: it is set twice"),
+        ({"model.data.data_prefix.train": "x"}, "model.data.data_prefix.train: it is set twice"),
+        ({"records": {"a": []}}, "records: got a mapping from a to data sets, wanted"),
         ({"records": None}, "model.data.data_prefix.train: it is not set"),
         ({"config": "train_reward_modle"}, "did you mean train_reward_model, which the package"),
     ]

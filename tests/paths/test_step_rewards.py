@@ -72,7 +72,7 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
             model.evaluate(held, task="processbench", threshold_from=str(held))
     plain = tiny.write_reward_nemo(tmp_path / "plain.nemo", seq_length=64)
     with na.RewardModel.from_pretrained(plain) as model:
-        with pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"):
+        with pytest.raises(ConfigError, match=r"one reward for each sample; wanted .*turns"):
             model.score(TEXTS, steps=True)
         with pytest.raises(ConfigError, match=r"aggregate: got min, but .* one reward for each"):
             model.evaluate(best, task="best_of_n", aggregate="min")

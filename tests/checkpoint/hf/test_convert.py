@@ -599,7 +599,7 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
     rows = tiny.SHAPE["vocab_size"]
     extra = [*tokens, {**tokens[0], "id": rows, "content": "<extra>"}]
     no_row = partial(edit, name="tokenizer.json", added_tokens=extra)
-    told = rf"got token ids up to {rows} \('<extra>' is {rows}\)"
+    told = rf"got ids up to {rows} \('<extra>' is {rows}\)"
     check_refused(changed_reward, [*settings, *changes, (no_row, told)])
     large = partial(edit_tensors, changes={layer: torch.full((32, 64), 1e5)})
     told = "values that are NaN or infinite in float16, which ends at 65504: try bf16"
