@@ -1,4 +1,4 @@
-"""``import nemo_aligner``: train, evaluate, score and export in this process, as the verbs do."""
+"""The Python API: train, evaluate, score and export, as the verbs do."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trained:
-    """A run of four steps, and what its callback was told."""
+    """A run of four steps, and the arguments of its callback."""
 
     def __init__(self, folder: Path) -> None:
-        # Other tests of this process may keep models of their own.
+        # Other tests in this process may have loaded models.
         self.strangers = models_in_memory()
         self.folder = folder
         self.pairs = rows_of(folder / "pairs.jsonl")
@@ -200,7 +200,7 @@ def test_score_refuses_a_text_by_its_number_or_leaves_it_out(trained: Trained) -
 
 
 def test_score_reads_conversations_and_returns_rows_as_the_client(trained: Trained) -> None:
-    """``tools`` in a dict, as its JSON text, or in a ``Conversation``: one text."""
+    """``tools`` in a dict, as a JSON string, or in a ``Conversation`` are the same sample."""
     tools = [{"type": "function", "function": {"name": "weather"}}]
     forms: list[Any] = [
         {"messages": TEXTS[0], "tools": tools},
@@ -224,7 +224,7 @@ def test_score_reads_conversations_and_returns_rows_as_the_client(trained: Train
 
 
 def test_score_rows_tell_how_certain_they_are(trained: Trained, tmp_path: Path) -> None:
-    """Of a head with several outputs for an attribute, in process as over HTTP."""
+    """For a head with several outputs per attribute, in process and over HTTP."""
     ratings = rows_of(tiny.write_ratings(tmp_path / "rated.jsonl", 16, ("help",)))
     rated = {
         "model.reward_model_type": "regression",
@@ -343,7 +343,7 @@ def test_settings_that_do_nothing_are_noted_once_as_by_the_verbs(
 
 
 class Frame:
-    """What of a DataFrame of pandas is asked."""
+    """The part of a pandas DataFrame that the API uses."""
 
     columns = ("prompt",)
 

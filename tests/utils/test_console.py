@@ -1,4 +1,4 @@
-"""Lines that fit, durations, and progress in a log file."""
+"""Wrapped lines, durations, and progress in a log file."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_work_without_a_measure_says_how_long_it_takes(
     assert said[:2] == ["loading (0 s)", "loading (0 s)"]
     time.sleep(0.1)
     assert len(said) == count
-    # What is soon over says nothing, neither does text in a log file change.
+    # Short work prints nothing, and lines in a log file are not wrapped.
     said.clear()
     with pytest.raises(KeyError), waiting_for("loading", said.append):
         raise KeyError

@@ -1,4 +1,4 @@
-"""Which rank this is by torchrun's and Slurm's environment, and which rank says what went wrong."""
+"""Ranks from torchrun's and Slurm's environment, who reports an error, temporary folders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
         found = find_process(environment)
         ranks = (found.rank, found.world_size, found.local_rank, found.local_world_size)
         assert (ranks, found.master) == (numbers, master)
-    # A batch shell without srun is one process.
+    # A batch script without srun is one process.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
     assert find_process(shell).world_size == 1
     hosts = {
@@ -60,7 +60,7 @@ def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
 
 def test_missing_and_malformed_variables_are_named() -> None:
     without = {key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"}
-    with pytest.raises(ConfigError, match="MASTER_PORT: it is missing"):
+    with pytest.raises(ConfigError, match="MASTER_PORT: it is not set"):
         find_process(without)
     with pytest.raises(ConfigError, match="LOCAL_RANK: got 'x', wanted a number"):
         find_process({**TORCHRUN, "LOCAL_RANK": "x"})
@@ -68,7 +68,7 @@ def test_missing_and_malformed_variables_are_named() -> None:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Where no launcher is, and how long one would have been waited for."""
+    """Simulate a process without a launcher, and record how long it would have waited."""
     for key in (*TORCHRUN, *SLURM, "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(key, raising=False)
     waited: list[float] = []
@@ -84,7 +84,7 @@ def start_as(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_error_is_said_by_one_rank_and_others_wait(
     waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The only process; before ranks know each other the first; one that speaks for others."""
+    """A single process, the first rank before a group exists, and a chosen rank report."""
 
     def said(error: Exception, *how: Callable[[Exception], str]) -> tuple[str, list[float]]:
         waits.clear()
@@ -96,13 +96,13 @@ def test_error_is_said_by_one_rank_and_others_wait(
     assert said(error, lambda error: f"no: {error}") == ("no: x: got 3\n", [])
     start_as(0, monkeypatch)
     assert said(error) == ("ConfigError: x: got 3\n", [])
-    # One whose peer failed is silent.
+    # A rank whose peer failed is silent.
     assert said(PeerError("another")) == ("", held_back)
     start_as(5, monkeypatch)
     assert said(error) == ("rank 5: ConfigError: x: got 3\n", held_back)
     settle(error, "")
     assert said(error) == ("ConfigError: x: got 3\n", [])
-    # Nonsense in the environment is said by every rank.
+    # An invalid environment is reported by every rank.
     monkeypatch.delenv("MASTER_PORT")
     assert said(ConfigError("MASTER_PORT"))[0] == "ConfigError: MASTER_PORT\n"
 
@@ -110,7 +110,7 @@ def test_error_is_said_by_one_rank_and_others_wait(
 def test_the_first_rank_alone_has_an_exit_code_and_leaves_last(
     waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert leave_together(138) == 138  # without a launcher there is nobody to wait for
+    assert leave_together(138) == 138  # without a launcher there is nothing to wait for
     start_as(5, monkeypatch)
     assert leave_together(138) == 0
     start_as(0, monkeypatch)
@@ -159,7 +159,7 @@ def test_a_folder_goes_with_its_process(order: int, tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"\n"
     assert [file.read_text() for file in tmp_path.glob("*/weights")] == ["many"]
-    if order:  # to the whole group, as a terminal does
+    if order:  # to the whole process group, as a terminal does
         os.killpg(process.pid, order)
     process.communicate()
     assert process.returncode != 0

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and an error of a full disk says how much is free."""
+"""Atomic writes, and messages about a full disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_aligner.utils.writing import explaining_full_disk, write_problem, writ
 from tests.checkpoint.refusals import refusals
 
 FREE = r", with \d+\.\d [GM]B free .*\. Free some space, or choose another disk"
-# Words of torch, safetensors and the system.
+# Messages of torch, safetensors and the system.
 CUT_OFF = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
 RUST = "Error while serializing: I/O error: No space left on device (os error 28)"
 
@@ -43,14 +43,14 @@ def test_write_problem_of_a_full_disk_has_its_free_space(tmp_path: Path) -> None
 
 
 def full_disk(path: Path) -> Path:
-    """Have every write to a path fail as on a full disk."""
+    """Make every write to a path fail as on a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to("/dev/full")
     return path
 
 
 def test_full_disk_is_named_by_whatever_writes(tmp_path: Path) -> None:
-    """And what was there before stays."""
+    """An existing file is unchanged."""
     for name in ("lines.jsonl", "records.jsonl", "model.nemo", "run/run.lock"):
         full_disk(tmp_path / f"{name}.partial")
     full_disk(tmp_path / ".model.nemo.partial")
