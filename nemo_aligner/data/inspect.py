@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text, messages_of, prompt_of, said
+from nemo_aligner.contract.messages import Text, flatten_message, messages_of, prompt_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
@@ -111,7 +111,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
     """Report on a file without a tokenizer: lengths are characters."""
     texts = [text for record in file.records for text in record.texts]
     replies = measure_replies(texts)
-    prompts = [sum(len(said(turn)) for turn in prompt_of(text)) for text in texts]
+    prompts = [sum(len(flatten_message(turn)) for turn in prompt_of(text)) for text in texts]
     lengths = [*map(sum, zip(replies, prompts, strict=True))]
     labels = label_columns(file.records, file.columns)
     summary = FileSummary(
@@ -168,7 +168,7 @@ def render_record(record: Record, how: Inspection) -> str:
 def _text_lines(name: str, text: Text, labels: Sequence[str], how: Inspection) -> list[str]:
     """Lines of a text; ``labels`` are those of its steps, or of the text."""
     if how.rules is None:
-        turns = [f"{turn['role']}: {said(turn)}" for turn in messages_of(text)]
+        turns = [f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text)]
         return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
     tokenizer, contract = how.rules
     try:

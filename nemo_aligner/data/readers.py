@@ -18,9 +18,9 @@ from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
     Text,
+    flatten_message,
     messages_of,
     question_of,
-    said,
     with_messages,
 )
 from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left, why_drop
@@ -344,7 +344,7 @@ def _around_last_question(conversation: Messages, words: str) -> Messages:
     if "user" not in roles:
         raise DataError(f"got turns of {', '.join(roles)}, wanted a user turn for prompt_file")
     last = len(roles) - 1 - roles[::-1].index("user")
-    asked = {**conversation[last], "content": _put(words, said(conversation[last]))}
+    asked = {**conversation[last], "content": _put(words, flatten_message(conversation[last]))}
     return [*conversation[:last], asked, *conversation[last + 1 :]]
 
 
@@ -355,7 +355,7 @@ def _as_raw(conversation: Messages, template: str) -> str:
             f"got turns of {', '.join(roles)}, wanted one user turn and the reply, as "
             "input_template needs"
         )
-    return _put(template, said(conversation[0])) + said(conversation[1])
+    return _put(template, flatten_message(conversation[0])) + flatten_message(conversation[1])
 
 
 def _put(template: str, prompt: str) -> str:

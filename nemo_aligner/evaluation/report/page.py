@@ -18,11 +18,11 @@ from markupsafe import Markup, escape
 
 from nemo_aligner.contract.messages import (
     Text,
+    flatten_message,
     messages_of,
     prompt_of,
     question_of,
     reply_of,
-    said,
 )
 from nemo_aligner.evaluation.report import of_heldout, of_training, page
 from nemo_aligner.evaluation.report.figures import (
@@ -149,7 +149,7 @@ def show_mistake(mistake: Mistake, how_many: int) -> ShownMistake:
     most = min(_MOST_OF_A_TEXT, _MOST_CHARACTERS // (4 * max(1, how_many)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
     is_common = all(prompt == prompts[0] for prompt in prompts)
-    prompt = [_turn(each["role"], said(each), most) for each in prompts[0] * is_common]
+    prompt = [_turn(each["role"], flatten_message(each), most) for each in prompts[0] * is_common]
     # Without a common prompt each text is shown in full.
     shown = reply_of if is_common else _whole
     replies = [_turn(side, shown(text), most) for side, text in mistake.texts]
@@ -163,7 +163,7 @@ def _turn(role: str, text: str, most: int) -> ShownTurn:
 def _whole(text: Text) -> str:
     if isinstance(text, str):
         return text
-    return "\n\n".join(f"{turn['role']}: {said(turn)}" for turn in messages_of(text))
+    return "\n\n".join(f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text))
 
 
 def seen(text: str) -> str:
@@ -274,7 +274,7 @@ def _correlation(values: np.ndarray, labels: np.ndarray) -> float:
 
 def _on_one_line(mistake: Mistake) -> str:
     prompt = question_of(mistake.texts[0][1])
-    asked = f"\u201c{_short(said(prompt[-1]))}\u201d: " if prompt else ""
+    asked = f"\u201c{_short(flatten_message(prompt[-1]))}\u201d: " if prompt else ""
     replies = [f"{side} \u201c{_short(reply_of(text))}\u201d" for side, text in mistake.texts]
     return f"{asked}{', '.join(replies)} ({mistake.about})"
 
