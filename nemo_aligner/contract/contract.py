@@ -430,7 +430,7 @@ class ScoringContract:
     def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
         """Count the tokens of each sample's reply, tokenized by itself and before truncation.
 
-        The whole package defines the length of a reply so. The reply is what ``reply_of`` returns,
+        This is the length of a reply everywhere in the package. The reply is what ``reply_of`` returns,
         without the strings that the chat template adds.
         """
         replies = [reply_of(read_text(text)) for text in texts]

@@ -243,7 +243,9 @@ def _make_turn(role: str, content: Any = _FIRST, **fields: Any) -> Message:
 
 
 class TemplateReading:
-    """What one template renders, found by trials that run when they are first needed.
+    """The parts of a conversation that one template renders, found by trials.
+
+    Each trial runs when it is first needed.
 
     Args:
         write: renders a conversation; DataError if the template rejects it.
