@@ -403,7 +403,7 @@ class OptimConfig:
 
 
 class ScoredPosition(Enum):
-    """The positions where a model reads its rewards; ``contract/steps.py`` explains those of steps."""
+    """The positions where rewards are read; ``contract/steps.py`` explains those of steps."""
 
     last_token = "last_token"
     reply_mean = "reply_mean"

@@ -430,8 +430,8 @@ class ScoringContract:
     def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
         """Count the tokens of each sample's reply, tokenized by itself and before truncation.
 
-        This is the length of a reply everywhere in the package. The reply is what ``reply_of`` returns,
-        without the strings that the chat template adds.
+        This is the length of a reply everywhere in the package. The reply is what ``reply_of``
+        returns, without the strings that the chat template adds.
         """
         replies = [reply_of(read_text(text)) for text in texts]
         return [len(ids) for ids in tokenizer.encode_batch(replies)]
