@@ -51,7 +51,7 @@ from nemo_aligner.contract.steps import (
     split_steps,
     step_texts,
 )
-from nemo_aligner.contract.template_check import check_it_ends
+from nemo_aligner.contract.template_check import check_terminates
 from nemo_aligner.contract.templates import after_reply
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import write_conversation
@@ -316,11 +316,11 @@ class ScoringContract:
 
         Raises:
             DataError: the template cannot render a question and its answer, or exceeds the limits
-                of time and memory (``check_it_ends``).
+                of time and memory (``check_terminates``).
         """
         if self.template:
             bos, eos = tokenizer.bos_token, tokenizer.eos_token
-            check_it_ends(self.template, bos, eos, self.template_kwargs)
+            check_terminates(self.template, bos, eos, self.template_kwargs)
 
     def with_dtype(self, precision: Precision | None) -> ScoringContract:
         """Return a copy for the same model run in another precision; None changes nothing."""
