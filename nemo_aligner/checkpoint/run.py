@@ -53,7 +53,7 @@ _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_reco
 class ShardedOptimizer(Protocol):
     """An optimizer that saves its state beside the model's.
 
-    ``sharded_state_dict`` returns copies made by ``copy_beside``, which may still be in flight and
+    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in flight and
     are overwritten by its next call. The next update waits for them (``before_writing``).
     ``finish_update`` waits until the last update has reached the model's weights.
     """
