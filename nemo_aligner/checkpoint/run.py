@@ -54,7 +54,7 @@ class ShardedOptimizer(Protocol):
     """An optimizer that saves its state beside the model's.
 
     ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in flight and
-    are overwritten by its next call. The next update waits for them (``before_writing``).
+    are overwritten by its next call. The next update waits for them (``wait_for_host_copies``).
     ``finish_update`` waits until the last update has reached the model's weights.
     """
 

@@ -21,7 +21,7 @@ from nemo_aligner.config.model import OptimConfig
 from nemo_aligner.distributed.collectives import current_device, gather_objects
 from nemo_aligner.training.adamw import AdamW, Ferry
 from nemo_aligner.training.optimizer_state import MOMENTS, Shard, ShardedState
-from nemo_aligner.utils.host_transfer import before_writing
+from nemo_aligner.utils.host_transfer import wait_for_host_copies
 
 # A step, and the state to save and load.
 
@@ -108,7 +108,7 @@ class Optimizer:
         factor = self._clip_grad / (norm + _EPSILON)  # Pascanu et al. 2013
         if 0 < factor < 1 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
-        before_writing()  # a save may still be copying weights and moments
+        wait_for_host_copies()  # a save may still be copying weights and moments
         self._adamw.step(self.param_groups, self._scheduler.num_steps + 1)
         # Each rank has updated its shards. If gathering overlaps, the next forward pass gathers the
         # weights as it comes to them, bucket by bucket (see ``finish_update``).

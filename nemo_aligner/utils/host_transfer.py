@@ -45,7 +45,7 @@ def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[T
 # A save thereby overlaps with training: the next step computes while tensors are copied, until its
 # optimizer update. Three rules make this safe: a copy starts when its source is computed (the copy
 # stream waits for the kernel stream); readers wait for the copy (``start_host_copies`` returns a function
-# for that); and the update, the only writer, calls ``before_writing``.
+# for that); and the update, the only writer, calls ``wait_for_host_copies``.
 
 Wait = Callable[[], None]
 
@@ -126,7 +126,7 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
     return Arriving(has_arrived, wait)
 
 
-def before_writing() -> None:
+def wait_for_host_copies() -> None:
     """Make all later work of the current stream wait for the copies that have started.
 
     Call it before kernels overwrite tensors that ``start_host_copies`` may still be reading.

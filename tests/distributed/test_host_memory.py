@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from nemo_aligner.utils.host_transfer import before_writing, host_zeros, start_host_copies
+from nemo_aligner.utils.host_transfer import host_zeros, start_host_copies, wait_for_host_copies
 from tests.distributed.late_copies import play_late_copies
 
 
@@ -89,7 +89,7 @@ def test_host_copies_on_a_cpu_are_made_at_once() -> None:
     arrived = start_host_copies([(host, source)])
     assert host.tolist() == [1, 1, 1]
     source.zero_()
-    before_writing()
+    wait_for_host_copies()
     arrived()
     assert host.tolist() == [1, 1, 1]
 
@@ -109,7 +109,7 @@ def test_host_copy_has_nothing_that_is_written_afterwards(monkeypatch: pytest.Mo
     play_late_copies(monkeypatch.setattr)
     hosts, source = [torch.zeros(3) for _ in range(2)], torch.ones(3)
     arrived = start_host_copies([(hosts[0], source)])
-    before_writing()
+    wait_for_host_copies()
     source.fill_(2)
     arrived()
     assert hosts[0].tolist() == [1, 1, 1]

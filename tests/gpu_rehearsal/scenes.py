@@ -147,7 +147,7 @@ def save(watch: Watch, unheeded: list[str]) -> Found:
             without.enter_context(mock.patch(name))
         weights.add_(1)
         arrived = host_transfer.start_host_copies(zip(host, [weights], strict=True))
-        host_transfer.before_writing()
+        host_transfer.wait_for_host_copies()
         weights.add_(1)
         arrived()
     return {"races": streams.races, "copies": streams.copies}

@@ -46,7 +46,7 @@ DECISIONS = {
 # A copy that begins while weights are computed, and who forgets to wait for what, if anybody.
 LEFT_OUT = {
     "": [],
-    "nemo_aligner.utils.host_transfer.before_writing": ["writes what another stream reads"],
+    "nemo_aligner.utils.host_transfer.wait_for_host_copies": ["writes what another stream reads"],
     "tests.gpu_rehearsal.streams.Stream.wait_stream": [
         "reads what another stream writes",
         "writes what another stream reads",
