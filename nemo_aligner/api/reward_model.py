@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.load import idle_notes, idle_settings, load_given
+from nemo_aligner.config.load import idle_notes, idle_settings, load_settings
 from nemo_aligner.contract.messages import check_texts
 from nemo_aligner.contract.scorer import check_on_error
 from nemo_aligner.data.records import write_records
@@ -66,7 +66,7 @@ class RewardModel:
             ConfigError: they name a server.
         """
         self._settings = dict(settings)
-        self._config = load_given(EvaluateConfig, self._settings)
+        self._config = load_settings(EvaluateConfig, self._settings)
         key, self.name = self._config.source_key()
         if key == "server":
             raise ConfigError(
@@ -285,7 +285,7 @@ class RewardModel:
         _SESSION.leave(self)
 
     def _evaluate(self, path: str | PathLike[str], settings: Mapping[str, Any]) -> Evaluation:
-        config = load_given(EvaluateConfig, {**self._settings, **settings, "data.path": path})
+        config = load_settings(EvaluateConfig, {**self._settings, **settings, "data.path": path})
         if config.report is not None:
             check_report("report")
         for note in idle_notes(config, reported=self._idle):
@@ -337,7 +337,7 @@ def export_archive(
     if output.suffix.lower() == ".gguf":
         if adapter_of is not None or head is not None:
             raise ConfigError(
-                f"{output}: adapter_of and head do not apply to a .gguf file. Omit them"
+                f"{output}: got an adapter or a head's form, wanted none: a .gguf file has neither"
             )
         from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
 

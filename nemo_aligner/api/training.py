@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nemo_aligner.api.reward_model import RewardModel, release_models
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, step_folders
-from nemo_aligner.config.load import check_needed, load_given
+from nemo_aligner.config.load import check_needed, load_settings
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report, write_run_report
@@ -70,7 +70,7 @@ def train(
             code.
     """
     run_settings = _add_arguments(settings, {_BASE: base, _OUTPUT: output})
-    folder = Path(load_given(TrainConfig, run_settings, config).exp_manager.explicit_log_dir)
+    folder = Path(load_settings(TrainConfig, run_settings, config).exp_manager.explicit_log_dir)
     parts = {
         part: data
         for part, data in (("train", records), ("validation", validation), ("test", test))
@@ -81,7 +81,7 @@ def train(
     release_models()
     for part, data in parts.items():
         run_settings[f"{_PREFIX}.{part}"] = _write_as_files(data, folder, part)
-    run_config = load_given(TrainConfig, run_settings, config)
+    run_config = load_settings(TrainConfig, run_settings, config)
     check_needed(run_config, TrainConfig, NEEDED)
     _check_finished(run_training(run_config, callback, in_program=True))
     return _open_trained_model(run_config)

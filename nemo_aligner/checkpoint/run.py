@@ -54,8 +54,8 @@ _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_reco
 class ShardedOptimizer(Protocol):
     """An optimizer whose state is saved next to the model's weights.
 
-    ``sharded_state_dict`` returns copies made by ``copy_beside``, which may still be in flight.
-    The optimizer's next update waits for them (``before_writing``), and the next call of
+    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in
+    flight. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call of
     ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
     reached the model's weights.
     """

@@ -256,8 +256,8 @@ def run_merge(options: argparse.Namespace) -> int:
     if options.extrapolate is not None:
         if len(inputs) != 2:
             raise ConfigError(
-                f"--extrapolate: got {len(inputs)} inputs, wanted two: the model that training "
-                "started from, and the trained model"
+                f"--extrapolate: got {len(inputs)} inputs, wanted two: where training began (the "
+                "base), and where it ended"
             )
         base, trained = inputs
         print(extrapolate(base, trained, options.extrapolate, options.output))

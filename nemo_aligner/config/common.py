@@ -1,4 +1,4 @@
-"""What all sections of the settings share: enumerations, ``setting``, and checks of values.
+"""Shared parts of all sections of the settings: enumerations, ``setting``, checks of values.
 
 At the end are checks of numbers in files of other programs (``read_count``, ``read_number``).
 """
@@ -34,7 +34,7 @@ class RecordKind(Enum):
 
 
 class Aggregate(Enum):
-    """How the rewards of a sample's turns or steps are combined into one reward."""
+    """The rule that combines the rewards of a sample's turns or steps into one reward."""
 
     last = "last"
     min = "min"
@@ -55,7 +55,7 @@ class RewardModelType(Enum):
 
 
 class Overlong(Enum):
-    """What to do with a sample of more than ``seq_length`` tokens."""
+    """The rule for a sample of more than ``seq_length`` tokens."""
 
     drop = "drop"
     truncate_left = "truncate_left"
@@ -63,14 +63,14 @@ class Overlong(Enum):
 
 
 class Malformed(Enum):
-    """What to do with a record that cannot be read."""
+    """The rule for a record that cannot be read."""
 
     error = "error"
     drop = "drop"
 
 
 class Contradicting(Enum):
-    """What to do with pairs of one file that prefer opposite replies to the same prompt."""
+    """The rule for pairs of one file that prefer opposite replies to the same prompt."""
 
     keep = "keep"
     drop = "drop"

@@ -28,7 +28,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class KeyRule:
-    """How one key of NeMo-Aligner is translated.
+    """The translation of one key of NeMo-Aligner.
 
     Attributes:
         key: the full key in NeMo-Aligner, also for all keys below it; ``*`` is a wildcard.

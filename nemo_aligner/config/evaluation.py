@@ -49,7 +49,7 @@ class EvaluateDataConfig:
 
 @dataclass
 class SourceConfig:
-    """What ``hf_model`` and ``server`` do not report themselves."""
+    """Facts that ``hf_model`` and ``server`` do not report themselves."""
 
     attribute_weights: dict[str, float] = setting(
         {}, "weights of the rewards by name; {}: the source gives one reward"

@@ -75,7 +75,7 @@ def load_with_notes(
     return merging.finish(), merging.notes()
 
 
-def load_given(
+def load_settings(
     schema: type[T], settings: Mapping[str, Any], file: str | PathLike[str] | None = None
 ) -> T:
     """Load settings for the Python API.

@@ -191,7 +191,7 @@ class LoraConfig:
 
 
 class ContextExchange(Enum):
-    """How context parallel ranks exchange keys and values; p2p passes them around a ring."""
+    """The way context parallel ranks exchange keys and values; p2p passes them around a ring."""
 
     all_gather = "all_gather"
     p2p = "p2p"
@@ -316,7 +316,7 @@ The backward pass needs them first: their copies would come back as soon as they
 
 
 class Recompute(Enum):
-    """Which activations the backward pass recomputes, as in megatron-core."""
+    """The activations that the backward pass recomputes, as in megatron-core."""
 
     none = "none"
     selective = "selective"
@@ -403,7 +403,7 @@ class OptimConfig:
 
 
 class ScoredPosition(Enum):
-    """Where a model reads its rewards; ``contract/steps.py`` explains those for turns and steps."""
+    """The positions where rewards are read; ``contract/steps.py`` explains those of steps."""
 
     last_token = "last_token"
     reply_mean = "reply_mean"

@@ -141,7 +141,7 @@ class GatewayRunConfig:
 
 
 class Standardize(Enum):
-    """Which mean and standard deviation standardize the rewards."""
+    """The source of the mean and standard deviation that standardize the rewards."""
 
     none = "none"
     contract = "contract"
@@ -150,7 +150,7 @@ class Standardize(Enum):
 
 
 class Combine(Enum):
-    """How an ensemble combines the rewards of its models."""
+    """The rule by which an ensemble combines the rewards of its models."""
 
     mean = "mean"
     min = "min"
@@ -314,7 +314,7 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
 
 
 class WhileTraining(Enum):
-    """What happens to requests for values while the critic trains."""
+    """The treatment of requests for values while the critic trains."""
 
     wait = "wait"
     refuse = "refuse"
@@ -331,7 +331,7 @@ class CriticCheckpointConfig:
 
 @dataclass
 class PpoConfig:
-    """What the server does for PPO besides values: rewards, offloading, training."""
+    """Settings of the critic server for PPO: rewards, offloading, training."""
 
     combine_rm_and_critic_server: bool = setting(
         False, "also return rewards, in critic_infer and in the endpoint reward_model"

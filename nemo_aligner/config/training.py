@@ -24,7 +24,7 @@ from nemo_aligner.config.model import (
 
 
 class MonitorMode(Enum):
-    """Whether lower or higher values of the monitored metric are better."""
+    """The better direction of the monitored metric."""
 
     min = "min"
     max = "max"
@@ -105,7 +105,7 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointCallbackConfig:
-    """Which checkpoints are kept: the best ones, and always the newest.
+    """The checkpoints that are kept: the best ones, and always the newest.
 
     A checkpoint that is among the best is saved right after its validation, independent of
     ``trainer.rm.save_interval``. If the metric is equal, the lower loss on the same set is better,
@@ -131,7 +131,7 @@ class CheckpointCallbackConfig:
 
 @dataclass
 class EarlyStoppingConfig:
-    """When to stop early: if the monitored metric stops improving."""
+    """Early stopping, if the monitored metric stops improving."""
 
     patience: int | None = setting(
         None, "stop after this many validations without improvement; null: never"

@@ -51,7 +51,7 @@ from nemo_aligner.contract.steps import (
     split_steps,
     step_texts,
 )
-from nemo_aligner.contract.template_check import check_it_ends
+from nemo_aligner.contract.template_check import check_terminates
 from nemo_aligner.contract.templates import after_reply
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import write_conversation
@@ -316,11 +316,11 @@ class ScoringContract:
 
         Raises:
             DataError: the template cannot render a question and its answer, or exceeds the limits
-                of time and memory (``check_it_ends``).
+                of time and memory (``check_terminates``).
         """
         if self.template:
             bos, eos = tokenizer.bos_token, tokenizer.eos_token
-            check_it_ends(self.template, bos, eos, self.template_kwargs)
+            check_terminates(self.template, bos, eos, self.template_kwargs)
 
     def with_dtype(self, precision: Precision | None) -> ScoringContract:
         """Return a copy for the same model run in another precision; None changes nothing."""
@@ -430,8 +430,8 @@ class ScoringContract:
     def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
         """Count the tokens of each sample's reply, tokenized by itself and before truncation.
 
-        The whole package defines the length of a reply so. The reply is what ``reply_of`` returns,
-        without the strings that the chat template adds.
+        This is the length of a reply everywhere in the package. The reply is what ``reply_of``
+        returns, without the strings that the chat template adds.
         """
         replies = [reply_of(read_text(text)) for text in texts]
         return [len(ids) for ids in tokenizer.encode_batch(replies)]
@@ -568,7 +568,7 @@ class ScoringContract:
             if ends and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
                 ids = [*ids, self.eos_id]
         if not ids:
-            raise DataError("the text is empty: it has no tokens")
+            raise DataError("the text has no tokens: it is empty")
         if ends and self.reward_token_id is not None and ids[-1] != self.reward_token_id:
             ids = [*ids, self.reward_token_id]
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:

@@ -108,7 +108,7 @@ def _one_of(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 _FLAG = (_is_flag, "true or false")
 _ID = (_is_token_id_or_none, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
-# Not ``last``: a contract says that by null.
+# Without ``last``: a contract stores it as null.
 _AGGREGATES = tuple(rule.value for rule in Aggregate if rule is not Aggregate.last)
 _TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
 # The check of each field, and what it should be, for the error message.

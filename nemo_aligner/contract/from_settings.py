@@ -7,7 +7,7 @@ compares it with that of the reward model that training starts from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.config.common import Aggregate, Precision, RewardModelType
@@ -49,15 +49,7 @@ def build_contract(
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
     eos = eos or data.format == TRL_FORMAT
-    earlier_templates = [
-        contract.template for contract in (start, previous) if contract is not None
-    ]
-    template = _choose_template(data.template, tokenizer, start, earlier_templates)
-    bos_token, eos_token = tokenizer.bos_token, tokenizer.eos_token
-    template = freeze_date(
-        template, bos_token, eos_token, _choose_template_kwargs(data, template, start)
-    )
-    # Again, because the variables of ``start`` apply to its own template but not to a frozen one.
+    template = _choose_template(data, tokenizer, start, previous)
     kwargs, reads = _choose_template_kwargs(data, template, start), config.head.reads
     is_mean = reads is ScoredPosition.reply_mean
     contract = ScoringContract(
@@ -105,14 +97,22 @@ def with_aggregate(contract: ScoringContract, rule: str | None) -> ScoringContra
 
 
 def _choose_template(
-    setting: str | None,
+    data: DataConfig,
     tokenizer: Tokenizer,
     start: ScoringContract | None,
-    earlier_templates: Sequence[str],
+    previous: ScoringContract | None,
 ) -> str:
-    if setting is None and start is not None:
-        return start.template
-    return resolve_template(setting or "tokenizer", tokenizer, earlier_templates)
+    """Return the template of the settings, or else of ``start``, with a fixed date."""
+    if data.template is None and start is not None:
+        template = start.template
+    else:
+        contracts = [contract for contract in (start, previous) if contract is not None]
+        contract_templates = [contract.template for contract in contracts]
+        template = resolve_template(data.template or "tokenizer", tokenizer, contract_templates)
+    # The variables of ``start`` apply to its own template, but not to a frozen one, so the caller
+    # chooses them again.
+    kwargs = _choose_template_kwargs(data, template, start)
+    return freeze_date(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
 
 
 def _choose_template_kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:

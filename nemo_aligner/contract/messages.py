@@ -108,16 +108,16 @@ def question_of(text: Text) -> Messages:
 
 
 def reply_of(text: Text) -> str:
-    """Return the reply that is scored: ``said`` of the last message, or the whole raw text."""
-    return text if isinstance(text, str) else said(messages_of(text)[-1])
+    """Return the reply that is scored: the last message as one string, or the whole raw text."""
+    return text if isinstance(text, str) else flatten_message(messages_of(text)[-1])
 
 
 def first_prompt(text: Text) -> str:
     """Return the first user turn of a conversation; empty for raw text."""
-    return next((said(turn) for turn in messages_of(text) if turn["role"] == "user"), "")
+    return next((flatten_message(turn) for turn in messages_of(text) if turn["role"] == "user"), "")
 
 
-def said(message: Message) -> str:
+def flatten_message(message: Message) -> str:
     """Flatten a message to one string, to show it or to measure its length.
 
     Reasoning, content and each tool call (as JSON) are joined by newlines.

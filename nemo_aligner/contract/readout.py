@@ -172,7 +172,7 @@ def _check_numbers(kind: str, row: Sequence[float]) -> None:
     """Check the ``numbers`` of one attribute."""
     if kind == SIGMOID:
         if tuple(row) != (1.0,):
-            raise DataError(f"readout: got {shown(list(row))}, wanted [1] for kind {SIGMOID}")
+            raise DataError(f"readout: got {shown(list(row))}, wanted [1] of a {SIGMOID}")
         return
     fits = 2 <= len(row) <= _MAX_NUMBERS and all(map(math.isfinite, row))
     if not fits or any(low >= high for low, high in pairwise(row)):
@@ -182,7 +182,7 @@ def _check_numbers(kind: str, row: Sequence[float]) -> None:
     if kind == QUANTILES and not (row[0] > 0 and row[-1] < 1 and MEDIAN in row):
         raise DataError(
             f"readout: got the quantiles {shown(list(row))}, wanted levels between 0 and 1, "
-            "and 0.5 among them, whose quantile is the reward"
+            "with 0.5, which is the reward"
         )
 
 

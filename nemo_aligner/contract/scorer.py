@@ -186,9 +186,9 @@ class ScoredRows:
                 rewards[row] = aggregate_steps(step_rewards, rule, scale)
             elif row not in self.errors:
                 raise ConfigError(
-                    f"aggregate: got {rule.value}, but the scores contain no rewards of turns or "
-                    "steps: the model has none, or the server shapes the rewards of whole replies. "
-                    "Omit aggregate"
+                    f"aggregate: got {rule.value}, but the server answers no rewards of turns or "
+                    "steps: its model has none, or it shapes the rewards of whole replies. Omit "
+                    "aggregate"
                 )
         return rewards
 

@@ -34,8 +34,8 @@ from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
     Text,
+    flatten_message,
     messages_of,
-    said,
     with_messages,
 )
 from nemo_aligner.contract.readout import PROBABILITY, SCORE
@@ -67,7 +67,7 @@ class StepSpan:
 
     Attributes:
         message: index of the message; None in raw text.
-        start, end: range of characters in the raw text or in the message as ``said`` flattens it.
+        start, end: range of characters in the raw text, or in ``flatten_message`` of the message.
             Content that is a list of parts counts as joined by the separator.
     """
 
@@ -136,7 +136,7 @@ def step_texts(text: Text, spans: Sequence[StepSpan], separator: str | None) -> 
         reply = _join_reply(text, separator)
         return [reply[span.start : span.end] for span in spans]
     messages = messages_of(text)
-    return [said(messages[span.message or 0])[span.start : span.end] for span in spans]
+    return [flatten_message(messages[span.message or 0])[span.start : span.end] for span in spans]
 
 
 def split_steps(
@@ -184,7 +184,7 @@ def _cut_at_turns(text: Text, write: Write) -> SteppedText:
     turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
     prefixes = _render_prefixes(text, messages, turns, write)
     pieces = _cut(prefixes[-1], [len(prefix) for prefix in prefixes])
-    spans = tuple(StepSpan(number, 0, len(said(messages[number]))) for number in turns)
+    spans = tuple(StepSpan(number, 0, len(flatten_message(messages[number]))) for number in turns)
     return SteppedText(pieces, tuple(range(len(pieces))), spans)
 
 
@@ -199,7 +199,7 @@ def _cut_at_answers(
         )
     *history, question, _ = messages
     contents = [reply[step.start : step.end].strip() for step in steps]
-    contents[0] = f"{said(question)} {contents[0]}"
+    contents[0] = f"{flatten_message(question)} {contents[0]}"
     answer = {"role": "assistant", "content": _ANSWER}
     turns = [
         turn for content in contents for turn in ({"role": "user", "content": content}, answer)

@@ -1,13 +1,13 @@
 """Checks of a chat template: what it renders, whether it terminates, whether it writes the date.
 
 - ``check_template`` checks a template before training.
-- ``check_it_ends`` renders it in a subprocess with limits: Jinja's sandbox blocks files and code,
-  but not endless loops or the use of all memory.
+- ``check_terminates`` renders it in a subprocess with limits: Jinja's sandbox blocks files and
+  code, but not endless loops or the use of all memory.
 - ``freeze_date`` replaces today's date by a fixed one.
 - ``TemplateReading`` finds by trials which message fields a template renders, and rejects or adapts
   conversations accordingly.
 
-Started as a program (``python -m``), the file is the subprocess of ``check_it_ends``.
+Started as a program (``python -m``), the file is the subprocess of ``check_terminates``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     try:
         _check_kwargs(template, kwargs)
-        check_it_ends(template, bos, eos, kwargs)
+        check_terminates(template, bos, eos, kwargs)
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
                 f"{prefix}: its text depends on the date, so scores change from day to day; set "
@@ -181,7 +181,7 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
     try:
         if _DATE not in variables_of(template):
             return template
-        check_it_ends(template, bos_token, eos_token, kwargs)
+        check_terminates(template, bos_token, eos_token, kwargs)
         if not is_dated(template, bos_token, eos_token, kwargs):
             return template
     except DataError:  # ``check_template`` reports it
@@ -194,7 +194,7 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
 
 
 @lru_cache(maxsize=8)
-def check_it_ends(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> None:
+def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> None:
     """Render short conversations, also with tool calls, in a subprocess with limits.
 
     Raises:
@@ -243,7 +243,9 @@ def _make_turn(role: str, content: Any = _FIRST, **fields: Any) -> Message:
 
 
 class TemplateReading:
-    """What one template renders, found by trials that run when they are first needed.
+    """The parts of a conversation that one template renders, found by trials.
+
+    Each trial runs when it is first needed.
 
     Args:
         write: renders a conversation; DataError if the template rejects it.
@@ -288,7 +290,7 @@ class TemplateReading:
         return with_messages(text, adapted)
 
     def try_all(self) -> None:
-        """Run every trial; for the subprocess of ``check_it_ends``."""
+        """Run every trial; for the subprocess of ``check_terminates``."""
         _ = self.writes_tools, self.writes_documents
         _ = self.reasoning(calls=True), self.reasoning(calls=False)
         _ = self._null_content(calls=True), self._null_content(calls=False)
@@ -539,7 +541,7 @@ def template_reading(
 def _main() -> None:
     """Run the trials of the template on stdin with limits, and print the problem if there is one.
 
-    stdin has a JSON list of the arguments of ``check_it_ends``.
+    stdin has a JSON list of the arguments of ``check_terminates``.
     """
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),

@@ -271,7 +271,7 @@ def needs_tools(write: Write) -> bool:
 
 
 def for_trials(write: Write) -> Write:
-    """Return ``write``; if the template ``needs_tools``, one that adds a tool where none is."""
+    """Return ``write``, extended to add a trial tool if the template ``needs_tools``."""
 
     def write_with_tool(text: Messages | Conversation) -> str:
         documents = text.documents if isinstance(text, Conversation) else None
@@ -282,7 +282,7 @@ def for_trials(write: Write) -> Write:
 
 
 class CallFrames(NamedTuple):
-    """What a template writes inside tool calls whose arguments it does not escape.
+    """Strings that a template writes inside tool calls whose arguments it does not escape.
 
     An argument with such a string would be read as several arguments or calls.
 
@@ -296,7 +296,7 @@ class CallFrames(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """What a template writes around the contents of messages.
+    """Strings that a template writes around the contents of messages.
 
     Attributes:
         around: all strings around the contents of a dialogue, in order.

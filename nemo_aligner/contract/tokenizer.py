@@ -133,7 +133,7 @@ class Tokenizer:
         if self.vocab_size > vocab_size:
             first = shown(self._backend.id_to_token(vocab_size))
             raise DataError(
-                f"{self._location}: got token ids up to {self.vocab_size - 1} ({first} is "
+                f"{self._location}: got ids up to {self.vocab_size - 1} ({first} is "
                 f"{vocab_size}), wanted them below {vocab_size}: the model has only {vocab_size} "
                 "embeddings. Resize its embeddings, or remove these tokens"
             )
@@ -260,10 +260,7 @@ class Tokenizer:
         if len(encoded) == 1:
             ids.add(encoded[0])
         if not ids:
-            raise DataError(
-                f"token {shown(text)}: the tokenizer splits it into {len(encoded)} tokens, "
-                "wanted one token"
-            )
+            raise DataError(f"token {shown(text)}: got {len(encoded)} tokens for it, wanted one")
         if len(ids) > 1:
             raise DataError(
                 f"token {shown(text)}: it is ambiguous: the vocabulary has it as token "

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text, messages_of, prompt_of, said
+from nemo_aligner.contract.messages import Text, flatten_message, messages_of, prompt_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
@@ -120,7 +120,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
     """Report on a file without a tokenizer, with lengths in characters."""
     texts = [text for record in file.records for text in record.texts]
     replies = measure_replies(texts)
-    prompts = [sum(len(said(turn)) for turn in prompt_of(text)) for text in texts]
+    prompts = [sum(len(flatten_message(turn)) for turn in prompt_of(text)) for text in texts]
     lengths = [*map(sum, zip(replies, prompts, strict=True))]
     labels = label_columns(file.records, file.columns)
     summary = FileSummary(
@@ -177,7 +177,7 @@ def render_record(record: Record, options: Inspection) -> str:
 def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspection) -> list[str]:
     """Render a sample; ``labels`` has the labels of each of its steps, or of the whole sample."""
     if options.rules is None:
-        turns = [f"{turn['role']}: {said(turn)}" for turn in messages_of(text)]
+        turns = [f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text)]
         return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
     tokenizer, contract = options.rules
     try:

@@ -23,9 +23,9 @@ from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
     Text,
+    flatten_message,
     messages_of,
     question_of,
-    said,
     with_messages,
 )
 from nemo_aligner.data.clean import MalformedRule, check_malformed, find_drop_reason, nothing_left
@@ -355,7 +355,7 @@ def _wrap_last_question(conversation: Messages, words: str) -> Messages:
     if "user" not in roles:
         raise DataError(f"got turns of {', '.join(roles)}, wanted a user turn for prompt_file")
     last = len(roles) - 1 - roles[::-1].index("user")
-    question = {**conversation[last], "content": _fill(words, said(conversation[last]))}
+    question = {**conversation[last], "content": _fill(words, flatten_message(conversation[last]))}
     return [*conversation[:last], question, *conversation[last + 1 :]]
 
 
@@ -365,7 +365,7 @@ def _render_raw(conversation: Messages, template: str) -> str:
         raise DataError(
             f"got turns of {', '.join(roles)}, but input_template needs one user turn and the reply"
         )
-    return _fill(template, said(conversation[0])) + said(conversation[1])
+    return _fill(template, flatten_message(conversation[0])) + flatten_message(conversation[1])
 
 
 def _fill(template: str, prompt: str) -> str:

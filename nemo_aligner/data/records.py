@@ -26,9 +26,9 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import (
     Conversation,
     Text,
+    flatten_message,
     is_plain,
     question_of,
-    said,
     without_struct_nulls,
 )
 from nemo_aligner.contract.messages import as_json as conversation_as_json
@@ -192,7 +192,9 @@ def prompt_key(record: Record) -> str:
     first = record.texts[0]
     if isinstance(first, str):
         return _normalize(_common_start(record))
-    return "\n".join(f"{turn['role']}: {_normalize(said(turn))}" for turn in question_of(first))
+    return "\n".join(
+        f"{turn['role']}: {_normalize(flatten_message(turn))}" for turn in question_of(first)
+    )
 
 
 def _common_start(record: Record) -> str:

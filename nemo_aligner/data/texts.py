@@ -13,11 +13,11 @@ from typing import Any
 
 from nemo_aligner.contract.messages import (
     as_json,
+    flatten_message,
     messages_of,
     prompt_of,
     read_text,
     reply_of,
-    said,
     with_tools,
 )
 from nemo_aligner.data.clean import MOST_LISTED, list_malformed
@@ -94,7 +94,7 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
 def label_of(text: Any) -> str:
     """Print a sample on one line; if it is long, without its middle."""
     if not isinstance(text, str):
-        text = " | ".join(map(said, messages_of(text)))
+        text = " | ".join(map(flatten_message, messages_of(text)))
     line = " ".join(text.split())
     return line if len(line) <= _LABEL_LENGTH else f"{line[:38]} ... {line[-37:]}"
 
@@ -166,7 +166,7 @@ def write_first_replies(source: Path, target: Path) -> str:
     rows = [{"text": text} if isinstance(text, str) else _as_row(as_json(text)) for text in texts]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return "\n".join(
-        [f"{turn['role']}: {said(turn)}" for turn in prompt_of(texts[0])]
+        [f"{turn['role']}: {flatten_message(turn)}" for turn in prompt_of(texts[0])]
         + [f"reply: {reply_of(text)}" for text in texts]
     )
 

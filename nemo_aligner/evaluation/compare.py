@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.contract.messages import Text, as_json, prompt_of, reply_of, said
+from nemo_aligner.contract.messages import Text, as_json, flatten_message, prompt_of, reply_of
 from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
 from nemo_aligner.evaluation.predictions import Prediction, Predictions, read_pairs
 from nemo_aligner.metrics.ranking import bootstrap_interval, mcnemar, wilson_interval
@@ -162,7 +162,7 @@ def _have_same_words(first: Text, second: Text) -> bool:
 
 
 def _find_last_question(text: Text) -> str:
-    users = [said(turn) for turn in prompt_of(text) if turn["role"] == "user"]
+    users = [flatten_message(turn) for turn in prompt_of(text) if turn["role"] == "user"]
     return users[-1] if users else ""
 
 

@@ -26,7 +26,7 @@ from nemo_aligner.config.model import OptimConfig
 from nemo_aligner.distributed.collectives import current_device, gather_objects
 from nemo_aligner.training.adamw import AdamW, MomentStreamer
 from nemo_aligner.training.optimizer_state import MOMENTS, Shard, ShardedState
-from nemo_aligner.utils.host_transfer import before_writing
+from nemo_aligner.utils.host_transfer import wait_for_host_copies
 
 # A step, and the state to save and load.
 
@@ -113,7 +113,7 @@ class Optimizer:
         factor = self._clip_grad / (norm + _EPSILON)  # Pascanu et al. 2013
         if 0 < factor < 1 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
-        before_writing()  # a save may still be copying weights and moments
+        wait_for_host_copies()  # a save may still be copying weights and moments
         self._adamw.step(self.param_groups, self._scheduler.num_steps + 1)
         # Each rank has updated its shards. If the all-gather overlaps, the next forward pass
         # gathers the weights bucket by bucket as it reaches them (see ``finish_update``).
@@ -169,8 +169,8 @@ class Optimizer:
 
         For a save it holds copies in host memory: 12 bytes for each trained parameter on the first
         rank of a data parallel group. They may still be in flight; they have arrived once the
-        tensors of the next call of ``copy_beside`` have. The next call of this method reuses the
-        memory, so the result of this one must have been written by then.
+        tensors of the next call of ``start_host_copies`` have. The next call of this method reuses
+        the memory, so the result of this one must have been written by then.
         """
         self._adamw.wait()
         parts = [

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 
-from nemo_aligner.utils.host_transfer import copy_beside, host_zeros
+from nemo_aligner.utils.host_transfer import host_zeros, start_host_copies
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = ("param", *MOMENTS)
@@ -127,7 +127,7 @@ class ShardedState:
         """Gather the state in host memory, and describe it for a save; collective.
 
         Only the first rank of the group gets the result; the others get an empty dict. The tensors
-        may still be in flight (``copy_beside``), and the next call overwrites them.
+        may still be in flight (``start_host_copies``), and the next call overwrites them.
         """
         size, is_first = self._group.size(), self._group.rank() == 0
         if not self._host:
@@ -141,7 +141,7 @@ class ShardedState:
             for buffer, shards, flat in zip(self._buffers, self._by_buffer, self._host, strict=True)
             for bucket, shard in zip(buffer.buckets, shards, strict=True)
         ]
-        arrived = copy_beside(
+        arrived = start_host_copies(
             (parts[key][0], shard.state[key])
             for shard, parts in shards_and_targets
             for key in _STATE

@@ -1,7 +1,7 @@
 """Transfers between host memory and GPU that do not block the GPU.
 
 Host to device by page-locked memory (``to_device``); device to host on a second stream next to the
-kernels (``copy_beside``, ``to_host_later``); page-locked memory for both (``host_zeros``).
+kernels (``start_host_copies``, ``to_host_later``); page-locked memory for both (``host_zeros``).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[T
 #
 # A save thereby overlaps with training: the next step computes while tensors are copied, until its
 # optimizer update. Three rules make this safe: a copy starts when its source is computed (the copy
-# stream waits for the kernel stream); readers wait for the copy (``copy_beside`` returns a function
-# for that); and the update, the only writer, calls ``before_writing``.
+# stream waits for the kernel stream); readers wait for the copy (``start_host_copies`` returns a
+# function for that); and the update, the only writer, calls ``wait_for_host_copies``.
 
 Wait = Callable[[], None]
 
 
-def copy_beside(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
+def start_host_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
     """Start copying ``(host, source)`` pairs, behind the GPU work that is queued so far.
 
     ``host`` must be page-locked (``host_zeros``). On a CPU the copies are finished on return.
@@ -126,10 +126,10 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
     return Arriving(has_arrived, wait)
 
 
-def before_writing() -> None:
+def wait_for_host_copies() -> None:
     """Make all later work of the current stream wait for the copies that have started.
 
-    Call it before kernels overwrite tensors that ``copy_beside`` may still be reading.
+    Call it before kernels overwrite tensors that ``start_host_copies`` may still be reading.
     """
     copy_stream = _get_copy_stream()
     if copy_stream is not None:

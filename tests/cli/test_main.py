@@ -1,4 +1,4 @@
-"""``nemo-aligner`` finds the verb, or says what may have been meant; every verb has its help."""
+"""``nemo-aligner`` finds the verb or suggests one; every verb has help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_aligner.cli.reference import render_keys, render_settings
 from tests.harness.tiny import ROOT
 
 Captured = pytest.CaptureFixture[str]
-BARE = [sys.executable, "-S", "-E"]  # without site-packages, as a Python of the system
+BARE = [sys.executable, "-S", "-E"]  # without site-packages, like a system Python
 HEAVY = ("torch", "megatron", "transformers", "lightning", "pytriton")
 HELP_OF_ALL = f"""
 import sys
@@ -97,7 +97,7 @@ def test_setting_written_as_a_flag_is_shown_as_a_setting(capsys: Captured) -> No
 
 
 def test_reader_of_a_pipe_may_leave() -> None:
-    """As ``nemo-aligner plan ... | head`` does."""
+    """As in ``nemo-aligner plan ... | head``."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -136,7 +136,7 @@ def test_examples_only_run_their_verb() -> None:
 
 
 def complete(line: str) -> list[str]:
-    """What the shell is offered at the end of a line, by argcomplete's protocol."""
+    """Return the completions of a line, by argcomplete's protocol."""
     command = f"{sys.executable} -m nemo_aligner 8>&1 9>/dev/null"
     told = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     done = subprocess.run(
@@ -182,9 +182,9 @@ def test_help_says_what_every_option_is_for() -> None:
 
 
 def test_help_fits_a_terminal_and_is_the_page_of_settings() -> None:
-    """``python -m nemo_aligner.cli.reference > docs/settings.md`` writes it anew.
+    """``python -m nemo_aligner.cli.reference > docs/settings.md`` updates the page.
 
-    The page's own sentence may be longer than 80 columns.
+    Only the introduction may be wider than 80 columns.
     """
     page = render_settings()
     assert (ROOT / "docs" / "settings.md").read_text() == page
@@ -193,6 +193,6 @@ def test_help_fits_a_terminal_and_is_the_page_of_settings() -> None:
 
 
 def test_page_of_nemo_aligner_keys_is_the_table_that_reads_them() -> None:
-    """``python -m nemo_aligner.cli.reference nemo-aligner-keys`` writes it anew."""
+    """``python -m nemo_aligner.cli.reference nemo-aligner-keys`` updates the page."""
     page = ROOT / "docs" / "migration" / "nemo_aligner_keys.md"
     assert page.read_text() == render_keys()

@@ -1,4 +1,4 @@
-"""Options are read, and a verb ends with an exit code and an error of one screen."""
+"""Parsing of options; exit codes and error messages of verbs."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_command_is_shown_as_one_would_type_it() -> None:
     assert show_command("train", ["a=1", f"b={long}"], "$ ") == (
         f"$ nemo-aligner train \\\n      a=1 \\\n      b={long}"
     )
-    # An option stays with its value.
+    # An option and its value share a line.
     assert show_command("export", ["--input", long, "--merge"]) == (
         f"nemo-aligner export \\\n    --input {long} \\\n    --merge"
     )

@@ -1,4 +1,4 @@
-"""The keys of NeMo-Aligner's files and their values there, as facts for tests: not its files."""
+"""Keys and values of NeMo-Aligner's settings files, for tests; the files are not copied."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SETTINGS = {
 
 
 def write_file(folder: Path, name: str) -> Path:
-    """The settings as YAML of our own making, in the sections that NeMo-Aligner's file has."""
+    """Write the settings as YAML, in the sections of NeMo-Aligner's file."""
     lines: list[str] = []
     seen: list[str] = []
     for setting in sorted(SETTINGS[name]):

@@ -1,4 +1,4 @@
-"""Settings that have to be refused, many at once."""
+"""Check of a table of invalid settings and their error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_aligner.utils.errors import SettingsError
 def not_refused(
     schema: type, refusals: Mapping[str, str], most_problems: int = 1
 ) -> dict[str, str]:
-    """Of settings, each given alone, those whose error does not say what it has to, and no more."""
+    """Return the settings that raise no error, another error, or too many problems."""
     wrong = {}
     for setting, wanted in refusals.items():
         try:

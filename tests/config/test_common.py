@@ -1,4 +1,4 @@
-"""A number, or an error that says where it was read."""
+"""Numbers of files are read within limits; errors name the location."""
 
 from __future__ import annotations
 

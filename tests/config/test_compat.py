@@ -1,4 +1,4 @@
-"""NeMo-Aligner's own files: what means the same is taken, and nothing is dropped silently."""
+"""NeMo-Aligner's settings files are translated, and no key is dropped silently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_nemo_aligner_file_loads_and_every_key_of_it_has_a_rule(name: str, tmp_p
     load_config(FILES[name], file=write_file(tmp_path, name))
     keys = {setting.partition("=")[0] for setting in SETTINGS[name]}
     rules = {rule.key for rule in RULES[FILES[name]]}
-    # These are sections, and a rule holds for all below it.
+    # A rule for a section applies to all keys below it.
     sections = (
         "exp_manager.wandb_logger_kwargs",
         "model.overwrite_base_config",
@@ -130,10 +130,10 @@ def test_nemo_aligner_notes_name_each_key_once_with_what_became_of_it(tmp_path: 
     (launch,) = [note for note in notes if "trainer.devices" in note]
     assert launch.startswith("trainer.num_nodes, trainer.devices: ignored: the launcher says")
     assert "trainer.rm.max_steps=-1 is taken as trainer.rm.max_steps=null" in notes
-    # What NeMo-Aligner's file says and is so here anyway needs no word.
+    # No note for a value that is always so here.
     assert not any("mcore_gpt" in note for note in notes)
     ours = ["trainer.rm.max_steps=5", "model.optim.sched.name=cosine", "trainer.precision=bf16"]
-    # Of a key that is given twice the last value counts.
+    # If a key is set twice, the last value wins.
     twice = ["trainer.rm.limit_val_batches=5", "trainer.rm.limit_val_batches=1.0"]
     for settings in (ours, twice):
         assert load_with_notes(TrainConfig, settings)[1] == []

@@ -1,4 +1,4 @@
-"""Settings that do nothing where they stand are told, of every verb and every kind of use."""
+"""Settings without effect are reported, for every verb."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYOUT = ROWS | under(
 OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")
 CRITIC = "pretrained_checkpoint.restore_from_path=rm.nemo"
 
-# A verb, on how many ranks, what it is asked for, and what does nothing then.
+# Verb, number of ranks, settings, and the keys that have no effect then.
 KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
     (
         "train",
@@ -110,7 +110,7 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
 
 
 def found_idle(verb: str, ranks: int, asked: tuple[str, ...]) -> set[str]:
-    """Each setting in turn is another; those that are asked for stay."""
+    """Return the settings that are reported when each of them in turn is changed."""
     usual: Any = load_config(SCHEMAS[verb], asked)
     idle: set[str] = set()
     for key in list_keys(SCHEMAS[verb]):

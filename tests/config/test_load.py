@@ -1,4 +1,4 @@
-"""Defaults < YAML < command line, and errors that name the key."""
+"""Loading: defaults, YAML, command line; text stays text; errors name the key."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_settings_have_the_types_of_the_schema() -> None:
             "trainer.rm.max_steps=null",
             "model.data.add_eos=true",
             "exp_manager.wandb_logger_kwargs.project=demo",
-            "+model.tensor_model_parallel_size=4",  # as NeMo-Aligner's commands have it
+            "+model.tensor_model_parallel_size=4",  # as in NeMo-Aligner's commands
             "++model.pipeline_model_parallel_size=2",
         ],
     )
@@ -123,7 +123,7 @@ def test_settings_refused_are_what_no_optimizer_or_generator_takes(schema: type)
         "model.optim.eps=.inf": "model.optim.eps: got inf, wanted a finite number",
         "model.optim.sched.min_lr=.nan": "model.optim.sched.min_lr: got nan, wanted 0 or more",
     }
-    # The lowest rate does not go with a rate that is wrong.
+    # An invalid lr does not also make min_lr invalid.
     assert not_refused(schema, refusals, most_problems=2) == {}
     for setting in ("model.seed=0", "model.seed=4294967295", "model.optim.betas=[0, 0.999]"):
         load_config(schema, [setting])
@@ -159,13 +159,13 @@ def test_settings_refused_by_the_gateway() -> None:
         "gateway.key_file=k.pem": "gateway.key_file: got 'k.pem', wanted a key_file with a cert",
         "backends=[]": "backends: got [], wanted the URL of a server",
         "gateway.token=secret": "unknown key gateway.token",
-        # It sees no tokens, so only its backends can count them.
+        # The gateway does not tokenize, so only its backends can limit tokens.
         "gateway.max_request_tokens=5": "unknown key gateway.max_request_tokens",
     }
     assert not_refused(GatewayRunConfig, refusals) == {}
     with pytest.raises(SettingsError, match="token_file or a token_variable, not both"):
         load_config(GatewayRunConfig, ["gateway.token_file=t", "gateway.token_variable=T"])
-    # It listens on this machine alone unless told.
+    # By default it listens only on this machine.
     assert load_config(GatewayRunConfig, []).gateway.host == "127.0.0.1"
     config = load_config(GatewayRunConfig, ["backends=[http://a:1,http://b:2]"])
     assert config.backends == ["http://a:1", "http://b:2"]
@@ -374,7 +374,7 @@ def found(setting: str) -> object:
 
 
 def unlike(wanted: dict[str, object]) -> dict[str, object]:
-    """Of settings those that are read as something else."""
+    """Return the settings that are read as another value than expected."""
     read = {setting: found(setting) for setting in wanted}
     return {setting: read[setting] for setting in wanted if read[setting] != wanted[setting]}
 

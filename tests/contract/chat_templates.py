@@ -1,10 +1,10 @@
-"""Chat templates of models, as packages of others have them, and conversations for them.
+"""Chat templates of published models, and conversations for them.
 
-They are read where they are published: TRL's wheel (Apache 2.0) has those of Qwen, Llama, Gemma and
-GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's. SmolLM3-3B's is in no package: it
-is read from the recipe that trained it, by the network. ``dated.jinja`` is ours, with the traits of
-SmolLM3's: the date, tools, and a mode that a message switches. Those that write today's date are
-frozen.
+They come from published packages: TRL's wheel (Apache 2.0) has the original templates of Qwen,
+Llama, Gemma and GLM, Axolotl's (Apache 2.0) that of Mistral. SmolLM3-3B's is in no package, so it
+is downloaded from the recipe that trained it. ``dated.jinja`` is ours and resembles SmolLM3's: it
+has a date, tools, and a mode that a message switches. Templates that write today's date get a fixed
+one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KWARGS = {"llama-3.1": {"date_string": "1 May 2026"}}
 
 
 def read_templates() -> dict[str, str]:
-    """Of each model the text, frozen; the test is skipped where a package cannot be had."""
+    """Return each model's template with a fixed date; skip the test if a package is missing."""
     folders = {name: package(name) / folder for name, folder in (_TRL, _AXOLOTL)}
     read = {
         model: Path(folders[name], f"{file}.jinja").read_text()
@@ -53,7 +53,7 @@ def read_templates() -> dict[str, str]:
 
 
 def read_smollm3() -> dict[str, str]:
-    """The text of SmolLM3's, frozen; the test is skipped where there is no network."""
+    """Return SmolLM3's template, with a fixed date; skip the test if there is no network."""
 
     def make(folder: Path) -> None:
         try:
@@ -101,7 +101,7 @@ REPLY = {"role": "assistant", "content": "No, it is dry."}
 CALL = {"role": "assistant", "content": "", "tool_calls": [call("weather", city="Köln")]}
 SEVERAL = [call("weather", city="Köln"), call("weather", 2, city="Bonn", days=[1, 2])]
 RESULT = result('{"rain": false}')
-# By name: messages, and what is given beside them.
+# By name: messages, and further arguments of apply_chat_template.
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "plain": ([SYSTEM, USER, REPLY, USER, REPLY], {}),
     "tools": ([USER, REPLY], {"tools": TOOLS}),

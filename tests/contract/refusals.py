@@ -1,4 +1,4 @@
-"""A table of what is refused, tried in one go."""
+"""Check of a table of invalid cases and their error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def assert_refused(
     cases: Iterable[tuple[Any, str]],
     error: type[Exception],
 ) -> None:
-    """Of ``(case, pattern)`` all are refused by ``call``, with an ``error`` that says it."""
+    """Assert that ``call`` raises ``error`` for each case, and the message matches its pattern."""
     wrong = []
     for number, (case, pattern) in enumerate(cases):
         said = "nothing, and took it"

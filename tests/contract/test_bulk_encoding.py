@@ -1,4 +1,4 @@
-"""Texts tokenized in part: far too long ones by their ends, known words and beginnings once."""
+"""Bulk tokenization: ends of far too long texts, cached words, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_text(rng: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tokenizers.Tokenizer]:
-    """Tokenizers that cut texts into words in every way that is known."""
+    """Tokenizers with every known way to split a text into words."""
     return {
         f"{name} {kind}": make_tokenizer(tmp_path_factory.mktemp(name), split, normalizer)
         for kind, normalizer in (("as it is", None), ("nfc", normalizers.NFC()))
@@ -164,7 +164,7 @@ CONTENT: dict[str, Any] = {
 
 
 def sequence(behavior: str, pattern: dict[str, str]) -> dict[str, Any]:
-    """A change by which a text is split first, and then into bytes."""
+    """Return a change to tokenizer.json that splits a text before the byte-level step."""
     split = {"type": "Split", "behavior": behavior, "pattern": pattern}
     parts = [split, {"type": "ByteLevel", "use_regex": True}]
     return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}
@@ -201,7 +201,7 @@ def test_words_that_are_looked_up_have_the_ids_of_the_whole(
             texts = ["", *(make_text(rng) for _ in range(20))]
             found = [each.ids.tolist() for each in tokenizer.words.encode(texts)]
             assert found == tokenizer.encode_batch(texts), name
-    # One that cuts elsewhere is given whole texts.
+    # A tokenizer that does not cut at words gets whole texts.
     tokenizer = make_tokenizer(tmp_path, pre_tokenizers.Metaspace())
     assert not tokenizer.bounds.cuts_at_words
     texts = ["the cat sings", "a dog"]
@@ -253,7 +253,7 @@ def test_records_have_the_ids_and_reply_lengths_of_their_texts(
 
 
 def make_record(rng: random.Random) -> list[Any]:
-    """Completions of one prompt, some of which begin alike; or raw texts."""
+    """Return completions of one prompt, some with a shared prefix, or raw texts."""
     prompt, begins = tiny.sentence(rng), rng.choice(["", "the cat ", tiny.sentence(rng) + " "])
     replies = [begins + tiny.sentence(rng) for _ in range(rng.randint(2, 4))]
     if rng.random() < 0.3:

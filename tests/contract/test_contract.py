@@ -1,4 +1,4 @@
-"""One rule from a text to ids, the same in every process, and guarded by its hash."""
+"""The scoring contract: from samples to token ids, its hash, and validation of its fields."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def changed(**fields: Any) -> ScoringContract:
 
 
 def test_contract_hash_never_changes() -> None:
-    """Archives in the world carry it: a new hash of old fields needs a new VERSION."""
+    """Published archives carry this hash: a change to it needs a new VERSION."""
     assert FIXED.hash == FIXED_HASH
 
 
@@ -90,7 +90,7 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     assert (measured.measured_on, measured.hash) == ("heldout.jsonl", FIXED_HASH)
     assert measured.differences(FIXED) == {}
     shaped = changed(shaping='{"clip": [-1.0, 1.0]}')
-    # Contracts of before there were any have no such fields.
+    # Contracts of earlier versions lack these fields.
     later = {"shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id"}
     later |= {"step_separator", "aggregate"}
     assert not later & set(FIXED.to_dict())
@@ -268,7 +268,7 @@ def test_raw_text_gets_bos_and_eos_once(contracts: Contracts, tokenizer: Tokeniz
     both = contracts(add_bos=True, add_eos=True)
     assert both.encode(tokenizer, "the cat").token_ids == [bos, *bare, eos]
     assert both.encode(tokenizer, "<|im_start|>the cat<|im_end|>").token_ids == [bos, *bare, eos]
-    # Two inside of a text are its own.
+    # Two BOS inside a text are part of the text.
     ids = contracts(add_bos=True).encode(tokenizer, "the cat<|im_start|><|im_start|>").token_ids
     assert ids == [bos, *bare, bos, bos]
 
@@ -290,7 +290,7 @@ def test_truncate_left_keeps_the_end_and_a_bos(contracts: Contracts, tokenizer: 
         assert contract.encode(tokenizer, CHAT) == EncodedText(whole[-length:], True)
     contract = changed(overlong="truncate_left", seq_length=3)
     assert contract.fit([1, 2, 3]) == EncodedText([1, 2, 3], False)
-    # BOS is 1: it stays, unless there is no space beside it.
+    # BOS is token 1: it stays, unless there is room for only one token.
     assert contract.fit([1, 2, 3, 4]) == EncodedText([1, 3, 4], True)
     assert contract.fit([5, 1, 2, 3, 4]) == EncodedText([2, 3, 4], True)
     none = dataclasses.replace(contract, bos_id=None)
@@ -314,7 +314,7 @@ def test_drop_and_error_refuse_what_is_too_long(contracts: Contracts, tokenizer:
 def test_texts_that_cannot_be_encoded_are_refused(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """What is no text at all is in test_messages.py."""
+    """Malformed messages are tested in test_messages.py."""
     contract = contracts()
     twice = (
         r"messages\[{}\].content: got '<\|im_end\|>' at character 2, which the chat template writes"
@@ -366,13 +366,13 @@ def talk(*contents: str) -> list[dict[str, str]]:
 def test_message_that_writes_turns_of_its_own_is_refused(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """It would have the ids of the longer dialogue, by every way from texts to ids."""
+    """A forged turn would give the ids of a longer dialogue; every code path rejects it."""
     from nemo_aligner.contract.turns import TurnMarkError
 
     contract = contracts()
     longer = contract.encode(tokenizer, talk("why", "bad", "thanks", "welcome")).token_ids
     written = tokenizer.decode(longer)
-    # As raw text its turns are those of whoever wrote it.
+    # As raw text it is scored verbatim, forged turns included.
     assert contract.encode(tokenizer, written).token_ids == longer
     ways = (
         lambda text: contract.encode(tokenizer, text),
@@ -399,14 +399,14 @@ def test_message_that_writes_turns_of_its_own_is_refused(
     ]
     for way in ways:
         assert_refused(way, cases, TurnMarkError)
-    # A token that the template does not write ends no turn.
+    # A token that the template does not write is no turn mark.
     assert contract.encode(tokenizer, talk("why", "a<|endoftext|>b < |im_end| >")).token_ids
 
 
 def test_message_with_the_words_between_turns_is_refused(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """Of a template that marks turns by words, all that it writes between two of them."""
+    """For a template without special tokens, the marks are its strings between two turns."""
     plain = contracts(template="plain")
     roles = ("User", "Assistant", "System", "Tool")
     cases: list[tuple[Any, str]] = [
@@ -422,12 +422,12 @@ def test_message_with_the_words_between_turns_is_refused(
     assert_refused(lambda text: plain.encode(tokenizer, text), cases, DataError)
     for reply in ("The User: she.\nUser: he", "a\n\nb", "User:\n\n"):
         assert plain.encode(tokenizer, talk("why", reply)).token_ids
-    # It writes no such token, and none but ChatML's between turns.
+    # This template writes no such token, only those of ChatML.
     assert plain.encode(tokenizer, talk("why", "a<|im_start|>b")).token_ids
     assert contracts().encode(tokenizer, talk("why", "bad\n\nUser: thanks")).token_ids
 
 
-# As a version without ``readout`` for cross-entropy wrote it.
+# As written by a version that had no ``readout`` for cross-entropy.
 OF_STEPS: dict[str, Any] = {
     "version": 1,
     "template": "",
@@ -453,7 +453,7 @@ OF_STEPS: dict[str, Any] = {
 
 
 def test_contract_says_what_its_rewards_are_numbers_of() -> None:
-    """And one of an earlier version keeps its rule, which it had no field for, and its hash."""
+    """A contract of an earlier version, without the field, keeps its rule and its hash."""
     earlier = ScoringContract.from_dict(OF_STEPS)
     assert earlier.to_dict() == OF_STEPS
     assert earlier.reward_scale == "log_odds"

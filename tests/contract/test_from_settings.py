@@ -1,4 +1,4 @@
-"""What of a scoring contract training may change, and how people are told."""
+"""Which fields of a contract training may change, and the errors about differences."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_advice_is_the_setting_that_works(contracts: Contracts) -> None:
         assert said.count("pretrained_checkpoint") == advice.count("pretrained_checkpoint")
         allowed = {"allow_change": CHANGE in advice, "new_head": HEAD in advice}
         assert continue_contract(asked, start, **allowed) is not None
-    # One setting does not stand for the other.
+    # One of the two settings does not imply the other.
     start = contracts(["help", "depth"])
     with pytest.raises(ConfigError, match=rf"set {HEAD} to train"):
         continue_contract(contracts(None), start, allow_change=True)
@@ -70,7 +70,7 @@ def test_advice_is_the_setting_that_works(contracts: Contracts) -> None:
 
 
 def test_start_of_another_rule_for_steps_is_kept_by_nobody(contracts: Contracts) -> None:
-    """Without a word the head would be read by the last step alone, or by all of them."""
+    """Otherwise the rewards of steps would silently be combined by another rule."""
     plain = dataclasses.replace(contracts(None), scored_position="turns")
     assert with_aggregate(plain, "last") == plain
     assert with_aggregate(contracts(None), "min") == contracts(None), "without steps"
@@ -86,7 +86,7 @@ def test_start_of_another_rule_for_steps_is_kept_by_nobody(contracts: Contracts)
 
 
 def test_start_keeps_weights_label_means_and_readout(contracts: Contracts) -> None:
-    """Unless the head is a new one, or other weights are given."""
+    """A kept head keeps its attribute weights, unless the settings have other ones."""
     readout = Readout("bins", ((0.0, 1.0),))
     start = contracts(["help"]).with_readout(readout)
     assert start.readout == readout.to_json()
@@ -126,9 +126,9 @@ def test_differences_are_shown_as_settings_with_both_values() -> None:
 
 
 def test_differences_of_short_values_are_whole_and_of_long_ones_from_where_they_part() -> None:
-    exact = "x" * 38  # with its quotes 40 characters
+    exact = "x" * 38  # 40 characters with its quotes
     assert describe_differences({"dtype": (exact, "y")}) == f"trainer.precision: '{exact}' -> 'y'"
-    # A field without a setting goes by its own name.
+    # A field without a setting is called by its name.
     one, two = "a" * 60 + "b" * 60, "a" * 60 + "c" * 60
     assert describe_differences({"bos_id": (one, two)}) == (
         f"bos_id: ...{'a' * 20}{'b' * 20}... -> ...{'a' * 20}{'c' * 20}..."

@@ -1,4 +1,4 @@
-"""What of a text is the prompt and what the reply, by words and by ids; what is no text."""
+"""Prompt and reply of a sample, the normal form of messages, and malformed messages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_reply_is_the_last_turn_and_the_prompt_all_before_it() -> None:
     assert prompt_of(CHAT) == [SYSTEM, USER, REPLY, AGAIN]
     assert (reply_of(CHAT), first_prompt(CHAT)) == ("the cat", "why")
     assert (prompt_of([REPLY]), first_prompt([REPLY])) == ([], "")
-    # A raw text is all reply.
+    # The whole raw text is the reply.
     assert (prompt_of("the cat"), reply_of("the cat"), first_prompt("the cat")) == (
         [], "the cat", "",
     )  # fmt: skip
@@ -112,14 +112,14 @@ def test_reply_with_calls_of_tools_says_them_and_its_question_is_the_users() -> 
     assert first_prompt([{"role": "user", "content": parts}, REPLY]) == "a\nb"
 
 
-LONGEST_SHOWN = ["x" * 56]  # with its brackets and quotes 60 characters
+LONGEST_SHOWN = ["x" * 56]  # 60 characters with brackets and quotes
 TOO_LONG = ["x" * 57]
 
 
 def test_integer_that_no_float_holds_is_kept_as_it_is(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """In a call, a tool's schema and a document, also where they come as JSON text."""
+    """Nulls in tool calls, schemas and documents are values, also in JSON strings."""
     number = 7 * 10**400
     function = {"name": "f", "arguments": json.dumps({"n": number})}
     text = {

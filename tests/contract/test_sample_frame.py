@@ -1,4 +1,4 @@
-"""What a chat template writes around a sample, and texts that are written in another one."""
+"""Detection of raw texts that were rendered by another chat template."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def written(template: str, conversation: Any, tokenizer: Tokenizer, **kwargs: An
 def test_sample_frame_tells_the_samples_of_each_template_from_those_of_the_others(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """As text and as ids; by the beginning, also where the policy was cut off."""
+    """Texts and token ids, also of replies that were cut off."""
     wrong = []
     for name in BUILT_IN:
         frame = frame_of(contracts(template=name, seq_length=256), tokenizer)
@@ -55,7 +55,7 @@ def test_sample_frame_tells_the_samples_of_each_template_from_those_of_the_other
 def test_sample_frame_of_published_templates_fits_their_own_samples(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """Whatever the conversation: tools, results, thoughts; and only those of their own family."""
+    """Every kind of conversation fits the frame of its own template family, and no other."""
     base, wrong = contracts(template="chatml"), []
     for model, template in read_templates().items():
         kwargs = KWARGS.get(model, {})
@@ -66,7 +66,7 @@ def test_sample_frame_of_published_templates_fits_their_own_samples(
             chat = read_text({"messages": messages, **beside})
             try:
                 text = written(template, chat, tokenizer)
-            except DataError:  # it does not write such a conversation
+            except DataError:  # the template rejects this conversation
                 continue
             taken += 1
             if frame.find_fault(text) is not None:
@@ -97,7 +97,7 @@ def test_sample_frame_says_how_a_text_differs(
 def test_sample_frame_follows_the_contracts_bos_and_eos(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """A BOS that the contract puts there may be missing, an EOS that it does may follow."""
+    """BOS may be missing and EOS may follow if the contract adds them to raw texts."""
     contract = contracts(template="llama3", add_bos=False, add_eos=False)
     whole = written(contract.template, CHAT, tokenizer)
     bare = whole.removeprefix(tokenizer.bos_token)

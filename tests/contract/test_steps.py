@@ -1,4 +1,4 @@
-"""Steps of a text are found by the contract's rule, and each is read where the text could end."""
+"""Steps of a sample: where they are found, and at which token each reward is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(contracts: Contracts, reads: str, **data: Any) -> ScoringContract:
 
 
 def read_texts(contract: ScoringContract, tokenizer: Tokenizer, text: Text) -> list[str]:
-    """The text up to each place that is read."""
+    """Return the decoded text up to each token that is read."""
     encoded = contract.encode(tokenizer, text)
     assert encoded.reads is not None
     assert encoded.reads[-1] == len(encoded.token_ids) - 1
@@ -59,7 +59,7 @@ def test_steps_of_a_reply_end_before_the_separator_or_with_it(
         assert read_texts(marks, tokenizer, text) == [f"{begun}\n\n", f"{whole}\n\n"]
     spans = ends.encode(tokenizer, [USER, said("the cat\n\nsings")]).spans
     assert spans == (StepSpan(1, 0, 7), StepSpan(1, 9, 14))
-    # In a raw text all of it is the reply.
+    # In raw text the whole text is the reply.
     assert read_texts(ends, tokenizer, "why\n\nno") == ["why", "why\n\nno"]
     assert marks.encode(tokenizer, "why\n\nno").spans == (
         StepSpan(None, 0, 3),
@@ -114,7 +114,7 @@ def test_steps_are_read_where_their_answers_begin(
 def test_ids_of_a_step_do_not_depend_on_what_follows(
     contracts: Contracts, tokenizer: Tokenizer, rule: str
 ) -> None:
-    """So its reward is that of the text cut there; one step has the ids of no steps at all."""
+    """So a step's reward is that of the sample cut behind it, and one step is as none."""
     contract = make(contracts, rule, step_separator=None if rule == "turns" else "\n")
     plain = contracts(["right"])
     steps = ["the cat", "\tsings two", " quick"]
@@ -129,13 +129,13 @@ def test_ids_of_a_step_do_not_depend_on_what_follows(
     assert whole.reads is not None
     for place, each in zip(whole.reads, encoded, strict=True):
         own = each.token_ids
-        if rule == "step_ends" and each is not whole:  # the template ends the reply behind it
+        if rule == "step_ends" and each is not whole:  # the template's end of turn follows
             own = own[: own.index(tokenizer.token_id("<|im_end|>"), 20)]
             own = own[: place + 1]
         assert whole.token_ids[: place + 1] == own
     if rule not in OPEN_ENDED:
         assert encoded[0].token_ids == plain.encode(tokenizer, texts[0]).token_ids
-    # Many at once are the same as one.
+    # Many samples at once give the same as one by one.
     (found,) = contract.tokenize_records(tokenizer, [texts])
     assert [(each.token_ids, each.reads) for each in found] == [
         (each.token_ids, each.reads) for each in encoded
@@ -146,7 +146,7 @@ def test_ids_of_a_step_do_not_depend_on_what_follows(
 def test_step_token_is_read_wherever_it_stands_and_put_behind_the_last_step(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    # A token of its own, as <extra_0> is to Qwen.
+    # The separator may be an added token, such as Qwen's <extra_0>.
     contract = make(contracts, "step_marks", step_separator="<|endoftext|>")
     mark = tokenizer.token_id("<|endoftext|>")
     for reply in ("a cat<|endoftext|>sings", "a cat<|endoftext|>sings<|endoftext|>"):
@@ -157,7 +157,7 @@ def test_step_token_is_read_wherever_it_stands_and_put_behind_the_last_step(
     raw = dataclasses.replace(contract, add_bos=True, add_eos=True)
     encoded = raw.encode(tokenizer, "a cat<|endoftext|>sings")
     ids = tokenizer.encode("a cat<|endoftext|>sings<|endoftext|>")
-    assert encoded.token_ids == [tokenizer.bos_id, *ids]  # nothing stands behind the last mark
+    assert encoded.token_ids == [tokenizer.bos_id, *ids]  # nothing follows the last separator
     assert [encoded.token_ids[place] for place in encoded.reads or ()] == [mark, mark]
 
 
@@ -204,7 +204,7 @@ def test_text_whose_steps_cannot_be_told_is_refused(
     marks = make(contracts, "step_marks")
     with pytest.raises(DataError, match=r"does not write the separator .* wanted .*step_ends"):
         dataclasses.replace(marks, template=trims).encode(tokenizer, spaced)
-    # It ends the last turn alone; others leave out what an earlier turn has reasoned.
+    # ``plain`` ends only the last turn; other templates drop the reasoning of earlier turns.
     turns = make(contracts, "turns", template="plain")
     with pytest.raises(
         DataError, match=r"messages\[1\]: the chat template writes this turn differently"
@@ -222,7 +222,7 @@ def test_separator_belongs_to_a_rule_that_has_steps(contracts: Contracts) -> Non
         make(contracts, "step_ends", step_separator="")
     with pytest.raises(DataError, match="step_separator: got None where step_marks is scored"):
         dataclasses.replace(make(contracts, "step_marks"), step_separator=None)
-    # A model that training starts from decides, where the settings do not.
+    # A null setting takes the value of the model that training starts from.
     config = contracts.config(["right"])
     config.head = HeadConfig(reads=ScoredPosition.step_marks)
     start = make(contracts, "step_marks", step_separator="\n")

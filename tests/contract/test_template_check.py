@@ -1,4 +1,4 @@
-"""Conversations with tools, parts, reasoning: as transformers writes them, or refused by name."""
+"""Conversations with tools, parts and reasoning: rendered as by transformers, or rejected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.contract.test_turns import with_tokens
 from tests.harness.contracts import Contracts
 
 WITH_CALLS = [name for name, (said, _) in CONVERSATIONS.items() if "'tool_calls': " in str(said)]
-# Of each template what transformers leaves out without a word.
+# For each template, the parts that transformers drops silently.
 UNWRITTEN: dict[str, dict[str, str]] = {
     "qwen3": {"developer": "role 'developer'", "documents": "documents"},
     "qwen2.5": {
@@ -87,7 +87,7 @@ def written(template: str, conversation: Any, tokenizer: Tokenizer, kwargs: str 
 def test_conversations_by_templates_of_the_world_equal_those_of_transformers(
     read: Callable[[], dict[str, str]], tokenizer: Tokenizer, tokenizer_folder: Path
 ) -> None:
-    """Text and ids; parts that a template does not read are what it makes of their text."""
+    """Texts and ids equal those of transformers; unsupported parts are joined to one text."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
@@ -101,7 +101,7 @@ def test_conversations_by_templates_of_the_world_equal_those_of_transformers(
                 said = [{**turn, "content": joined_content(turn["content"])} for turn in said]
             try:
                 wanted: str | None = ask(said, **copy.deepcopy(beside))
-            except Exception:  # what a template's author raises, or Jinja
+            except Exception:  # an error of the template's author, or of Jinja
                 wanted = None
             given = {"messages": messages, **beside}
             try:
@@ -153,7 +153,7 @@ def test_built_in_templates_write_tools_calls_results_and_reasoning(tokenizer: T
     assert alone.startswith(f"<|im_start|>system\nTools:\n{tool}<|im_end|>\n<|im_start|>user\n")
 
 
-# As version 0.1 has made it.
+# As version 0.1 wrote it.
 EARLIER: dict[str, Any] = {
     "version": 1,
     "template": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
@@ -181,7 +181,7 @@ EARLIER: dict[str, Any] = {
 def test_built_in_template_of_an_earlier_contract_stays(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """A run that goes on keeps its hash, and a plain conversation has the same text by both."""
+    """A resumed run keeps its hash; both versions render plain conversations alike."""
     config = contracts.config(template="chatml")
     now = contracts(template="chatml")
     before = ScoringContract.from_dict(EARLIER)
@@ -217,18 +217,18 @@ def test_template_gets_messages_in_the_words_that_it_reads(tokenizer: Tokenizer)
     both = "{% if m.content is string %}{{ m.content }}{% else %}" + by_parts + "{% endif %}"
     weather = 'weather{"city": "Köln"}'
     cases: list[tuple[str, Any, str]] = [
-        # Null content, where it would be written as a word, or nothing.
+        # Null content, which a template would write as the word None, or not at all.
         ("{{ m.content }}" + CALLS, null, weather),
         ("{{ m['content'] or '' }}" + CALLS, null, weather),
         ("{{ m.content + '' }}" + CALLS, null, weather),
         ("{% if 'content' in m %}[{{ m.content }}]{% endif %}" + CALLS, null, weather),
-        # One name of reasoning for another.
+        # Another key for reasoning.
         ("{{ m.thinking }}{{ m.content }}", thought, "Hm." + REPLY["content"]),
         ("{{ m['reasoning_content'] }}{{ m.content }}", thought, "Hm." + REPLY["content"]),
-        # Parts, where they are read and where not.
+        # Content in parts, for templates that read them and for those that do not.
         ("{{ m.content }}", {**REPLY, "content": parts}, "a\nb"),
         (both, {**REPLY, "content": parts}, "ab"),
-        # The JSON text of arguments.
+        # Arguments as a JSON string.
         (
             "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name"
             " + c.function.arguments }}{% endfor %}",
@@ -270,12 +270,12 @@ def test_template_that_does_not_write_a_part_of_a_conversation_refuses_it(
     ]
     ended = users + "{% endfor %}"
     assert_refused(lambda case: written(ended, case, tokenizer), roles, DataError)
-    # What it reads, or leaves out of an earlier turn, is its own affair.
+    # A template may drop the reasoning of earlier turns.
     taken = [{**USER, "title": "T", "name": "n"}, {**REPLY, "reasoning": "Hm."}, USER, REPLY]
     assert "T<|im_end|>" in written(template, taken, tokenizer)
 
 
-# As those of Hermes and Command R+ for the use of tools: without any there is nothing to loop over.
+# Like the tool-use templates of Hermes and Command R+, which loop over the tools.
 NEEDS_TOOLS = (
     "<|im_start|>system\nCalls are in <tool_call>:{% for t in tools %}{{ t.function.name }}"
     "{{ t.function.parameters.properties | tojson }}{% endfor %}<|im_end|>\n"
@@ -339,7 +339,7 @@ def test_contract_has_the_kwargs_of_its_template(
     assert ScoringContract.from_dict(json.loads(json.dumps(loud.to_dict()))) == loud
     ids = loud.encode(tokenizer, [USER, REPLY]).token_ids
     assert "No, it is dry. LOUD" in tokenizer.decode(ids)
-    # A model that training starts from keeps them, unless the settings say otherwise.
+    # Null settings take those of the model that training starts from.
     config = contracts.config()
     kept = build_contract(config, tokenizer, Precision.fp32, loud)
     assert kept.chat_template_kwargs == loud.chat_template_kwargs
@@ -352,7 +352,7 @@ def test_contract_has_the_kwargs_of_its_template(
 def test_contract_gives_one_conversation_one_sequence_of_ids(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    """Alone, in a record, and in every writing of it."""
+    """For one sample and for records, and for every spelling of the conversation."""
     contract = contracts(template="chatml", seq_length=4096)
     for messages, beside in CONVERSATIONS.values():
         given = {"messages": messages, **beside}

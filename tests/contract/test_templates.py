@@ -1,4 +1,4 @@
-"""Templates write what transformers writes; those that would spoil scores are refused."""
+"""Chat templates: rendered as by transformers, and checked before training."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ AS_IN_THE_WORLD = [
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No trial in a process of its own, for templates that need none."""
-    monkeypatch.setattr(template_check, "check_it_ends", lambda *template: None)
+    """Skip the trial in a subprocess, for templates that are known to terminate."""
+    monkeypatch.setattr(template_check, "check_terminates", lambda *template: None)
 
 
 def check_x(tokenizer: Tokenizer, template: str) -> None:
@@ -110,7 +110,7 @@ def test_templates_that_are_built_in(tokenizer: Tokenizer) -> None:
 
 
 def test_template_that_does_not_end_is_stopped(tokenizer: Tokenizer) -> None:
-    """In a process of its own, which may use so much time and memory."""
+    """The trial runs in a subprocess with limits of time and memory."""
     cases = [
         ("{{ 9 ** (9 ** (9 ** 9)) }}", "the chat template cannot write this.*5 s or 1024 MiB"),
         ("{{ 'a' * 10 ** 11 }}", "the chat template cannot write this.*MemoryError"),
@@ -171,7 +171,7 @@ def test_template_gets_no_date() -> None:
 
 
 class Then:
-    """The date on the day that every template writes."""
+    """Return the date of the day that templates get instead of today's."""
 
     @staticmethod
     def now() -> datetime:
@@ -179,7 +179,7 @@ class Then:
 
 
 LETTERS = "aAwudejbhBmyYCgGUVWDFxcHkIlpPMSfzZRTXr"
-# Where a template may say the date, and what the text before it may be.
+# Positions of the date in a template, and the text before it.
 DATED = [
     LLAMA_3_2,
     "{% block a %}{{ strftime_now(format='%d %B %Y') }}{% endblock %}",
@@ -232,11 +232,11 @@ def test_contract_of_a_dated_template_has_the_day_inside(
     assert frozen.template.endswith(LLAMA_3_2)
     text = tokenizer.decode(frozen.encode(tokenizer, CHAT).token_ids)
     assert "Today Date: 26 Jul 2024" in text
-    # Training on from it, by its own template or by the file's.
+    # Training that starts from this model, with its template or with the file's.
     for data in ({}, {"template": str(path)}):
         config = contracts.config(**data)
         assert build_contract(config, tokenizer, Precision.fp32, frozen).hash == frozen.hash
-    # With another day of its own a template stays as it is.
+    # A template that fixes its own date is not changed.
     mine = contracts(template=str(path), chat_template_kwargs={"date_string": "1 May 2026"})
     assert (mine.template, capsys.readouterr().out) == (LLAMA_3_2, "")
     assert "1 May 2026" in tokenizer.decode(mine.encode(tokenizer, CHAT).token_ids)

@@ -1,4 +1,4 @@
-"""A tokenizer's folder: its ids and special tokens, its fingerprint, and what is none."""
+"""Tokenizer folders: ids, special tokens, the fingerprint, and invalid files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contract.refusals import assert_refused
 def changed(
     folder: Path, target: Path, file: str = "tokenizer_config.json", **changes: object
 ) -> Path:
-    """A copy of a tokenizer folder in which one file has other values; None takes a key out."""
+    """Copy a tokenizer folder, and change values of one file; None removes a key."""
     shutil.copytree(folder, target)
     content = json.loads((target / file).read_text()) if (target / file).is_file() else {}
     content.update(changes)
@@ -52,7 +52,7 @@ def test_tokenizer_is_saved_byte_for_byte(
 
 
 def test_tokenizer_fingerprint_never_changes(tmp_path: Path) -> None:
-    """It stands in the contract of every archive."""
+    """The fingerprint is part of the contract of every archive."""
     (tmp_path / "tokenizer.json").write_text(
         '{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, '
         '"model": {"type": "WordLevel", "vocab": {"a": 0, "\u00e9": 1}, "unk_token": "a"}}',
@@ -82,7 +82,7 @@ def test_tokenizer_fingerprint_is_of_all_that_decides_ids(
             load_tokenizer(changed(tokenizer_folder, tmp_path / name, **{name: None})).fingerprint
         )
     assert len(found) == 7
-    # The layout of the files, padding and the chat template decide none.
+    # File layout, padding and chat template do not change ids.
     same = changed(tokenizer_folder, tmp_path / "same")
     laid_out = json.dumps({**content, "padding": None}, indent=3, sort_keys=True)
     (same / "tokenizer.json").write_text(laid_out)
@@ -161,7 +161,7 @@ def test_tokenizer_config_that_no_text_could_be_written_by_is_refused(
 def test_tokenizer_files_that_cannot_be_read_are_named(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    """By the folder, or by the name of what it is a copy of."""
+    """Errors name the folder, or the given location if it is a copy."""
     model = {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "nobody"}
     mute = changed(tokenizer_folder, tmp_path / "mute", "tokenizer.json", model=model)
     encodes_nothing = json.loads((mute / "tokenizer.json").read_text())
@@ -186,7 +186,7 @@ def test_tokenizer_files_that_cannot_be_read_are_named(
 
 
 def test_tokenizer_neither_cuts_nor_fills_up_texts(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Settings of the file for other uses."""
+    """tokenizer.json may have truncation and padding set, which do not apply here."""
     from tokenizers import Tokenizer as Backend
 
     folder = changed(tokenizer_folder, tmp_path / "a")
@@ -218,7 +218,7 @@ def test_tokenizer_fits_a_model_with_embeddings_for_every_id(tokenizer: Tokenize
     for size in (320, 321):
         tokenizer.check_fits(size)
     for size in (319, 300):
-        wanted = rf"got token ids up to 319 \('.*' is {size}\), wanted them below {size}"
+        wanted = rf"got ids up to 319 \('.*' is {size}\), wanted them below {size}"
         with pytest.raises(DataError, match=wanted):
             tokenizer.check_fits(size)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nemo_aligner.contract.messages import Conversation, messages_of
-from nemo_aligner.contract.messages import said as said_by
+from nemo_aligner.contract.messages import flatten_message as said_by
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.in_process import InProcessScorer

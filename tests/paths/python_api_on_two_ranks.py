@@ -1,4 +1,4 @@
-"""``torchrun two_ranks.py FOLDER SETTINGS``: what every rank gets of one training."""
+"""``torchrun python_api_on_two_ranks.py FOLDER SETTINGS``: training by the Python API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
         model.export(folder / "hf_of_two")
     except ConfigError as error:
         found["export"] = str(error)
-    # The callback is called on the first rank alone.
+    # The callback is called only on rank 0.
     sys.stdout.write(f"FOUND {json.dumps(found)}\n")
     assert bool(told) == is_first_rank()
 

@@ -1,4 +1,4 @@
-"""``import nemo_aligner``: train, evaluate, score and export in this process, as the verbs do."""
+"""The Python API: train, evaluate, score and export, as the verbs do."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trained:
-    """A run of four steps, and what its callback was told."""
+    """A run of four steps, and the arguments of its callback."""
 
     def __init__(self, folder: Path) -> None:
-        # Other tests of this process may keep models of their own.
+        # Other tests in this process may have loaded models.
         self.strangers = models_in_memory()
         self.folder = folder
         self.pairs = rows_of(folder / "pairs.jsonl")
@@ -175,7 +175,7 @@ def test_evaluation_has_the_figures_of_the_validation_and_prints_as_the_verb(
     again = trained.model.evaluate(file, **{"data.format": "chat_pairs"})
     assert again.metrics == found.metrics
     assert f"data          {file}" in str(again)
-    with pytest.raises(ConfigError, match=r"^precision: it is none of data, task"):
+    with pytest.raises(ConfigError, match=r"^precision: wanted one of .*data, task"):
         trained.model.evaluate(trained.heldout, precision="bf16")
     with pytest.raises(DataError, match=r"records\.jsonl:2: got keys 'prompt', 'chosen'"):
         trained.model.evaluate([trained.heldout[0], {"prompt": "a", "chosen": "b"}])
@@ -200,7 +200,7 @@ def test_score_refuses_a_text_by_its_number_or_leaves_it_out(trained: Trained) -
 
 
 def test_score_reads_conversations_and_returns_rows_as_the_client(trained: Trained) -> None:
-    """``tools`` in a dict, as its JSON text, or in a ``Conversation``: one text."""
+    """``tools`` in a dict, as a JSON string, or in a ``Conversation`` are the same sample."""
     tools = [{"type": "function", "function": {"name": "weather"}}]
     forms: list[Any] = [
         {"messages": TEXTS[0], "tools": tools},
@@ -224,7 +224,7 @@ def test_score_reads_conversations_and_returns_rows_as_the_client(trained: Train
 
 
 def test_score_rows_tell_how_certain_they_are(trained: Trained, tmp_path: Path) -> None:
-    """Of a head with several outputs for an attribute, in process as over HTTP."""
+    """For a head with several outputs per attribute, in process and over HTTP."""
     ratings = rows_of(tiny.write_ratings(tmp_path / "rated.jsonl", 16, ("help",)))
     rated = {
         "model.reward_model_type": "regression",
@@ -297,7 +297,7 @@ def test_error_of_a_callback_and_the_time_limit_end_a_run(trained: Trained) -> N
     with pytest.raises(ZeroDivisionError, match="of the callback"):
         trained.train("failed", callback=fail)
     limit = {"trainer.max_time": "00:00:00:01"}
-    with pytest.raises(StoppedError, match=r"by the time limit .* is saved: the same call goes on"):
+    with pytest.raises(StoppedError, match=r"by the time limit .* is saved: the same call resumes"):
         trained.train("stopped", callback=lambda _: time.sleep(0.6), **limit)
 
 
@@ -307,9 +307,9 @@ def test_settings_are_checked_as_the_verbs(trained: Trained, tmp_path: Path) -> 
         ({"model.optim.lrr": 1}, "unknown key model.optim.lrr; did you mean model.optim.lr?"),
         ({"model.optim.lr": "much"}, "model.optim.lr: got 'much', wanted"),
         ({"model": {"seeds": 1}}, "unknown key model.seeds; did you mean model.seed?"),
-        ({"exp_manager.explicit_log_dir": "x"}, "exp_manager.explicit_log_dir: got it twice"),
-        ({"model.data.data_prefix.train": "x"}, "model.data.data_prefix.train: got it twice"),
-        ({"records": {"a": []}}, "records: got a mapping of a, wanted one"),
+        ({"exp_manager.explicit_log_dir": "x"}, "exp_manager.explicit_log_dir: it is set twice"),
+        ({"model.data.data_prefix.train": "x"}, "model.data.data_prefix.train: it is set twice"),
+        ({"records": {"a": []}}, "records: got a mapping from a to data sets, wanted"),
         ({"records": None}, "model.data.data_prefix.train: it is not set"),
         ({"config": "train_reward_modle"}, "did you mean train_reward_model, which the package"),
     ]
@@ -343,7 +343,7 @@ def test_settings_that_do_nothing_are_noted_once_as_by_the_verbs(
 
 
 class Frame:
-    """What of a DataFrame of pandas is asked."""
+    """The part of a pandas DataFrame that the API uses."""
 
     columns = ("prompt",)
 
@@ -353,15 +353,15 @@ class Frame:
 
 
 def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:
-    from nemo_aligner.api.training import _list_files
+    from nemo_aligner.api.training import _write_as_files
 
-    (written,) = _list_files(Frame(), tmp_path, "train")
+    (written,) = _write_as_files(Frame(), tmp_path, "train")
     assert len(rows_of(Path(written))) == 2
     pair = Frame().to_dict("records")[0]
     sets = {"safe": (row for row in [pair]), "chat": "chat.jsonl"}
-    files = _list_files(sets, tmp_path, "validation")
+    files = _write_as_files(sets, tmp_path, "validation")
     assert files == [str(tmp_path / "data/validation/safe.jsonl"), "chat.jsonl"]
-    assert _list_files([Path("a"), "b"], tmp_path, "test") == ["a", "b"]
+    assert _write_as_files([Path("a"), "b"], tmp_path, "test") == ["a", "b"]
     record = {"n": np.int64(3), "x": np.float32(0.5), "l": np.arange(2), "nan": float("nan")}
     assert json.loads(as_json(record)) == {"n": 3, "x": 0.5, "l": [0, 1], "nan": None}
     assert json.loads(as_json({"d": datetime.date(2026, 1, 2)})) == {"d": "2026-01-02"}

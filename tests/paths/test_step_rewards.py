@@ -1,4 +1,4 @@
-"""Rewards of turns and steps for programs, and their evaluation."""
+"""Rewards of turns and steps in the Python API, and their evaluation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
         rows = [judged, {**judged, "label": -1}]
         held, other = (write(tmp_path / f"{name}.jsonl", *rows) for name in ("held", "other"))
         table = model.evaluate(other, task="processbench", threshold_from=str(held)).table
-        shown = "".join(table.split())  # lines are as wide as a log's
+        shown = "".join(table.split())  # lines are as wide as in a log
         assert f",thebestof{held}(" in shown
         assert "2items,2ofthemalsomeasuredhere)" in shown
         assert "0.5, the default" in model.evaluate(other, task="processbench").table
@@ -72,7 +72,7 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
             model.evaluate(held, task="processbench", threshold_from=str(held))
     plain = tiny.write_reward_nemo(tmp_path / "plain.nemo", seq_length=64)
     with na.RewardModel.from_pretrained(plain) as model:
-        with pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"):
+        with pytest.raises(ConfigError, match=r"one reward for each sample; wanted .*turns"):
             model.score(TEXTS, steps=True)
         with pytest.raises(ConfigError, match=r"aggregate: got min, but .* one reward for each"):
             model.evaluate(best, task="best_of_n", aggregate="min")
@@ -81,7 +81,7 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
 
 
 def write_rules(stepped: Path) -> dict[str, Path]:
-    """The model of pairs once for each rule by which the rewards of its steps become one."""
+    """Write the pair model once for each rule that combines the rewards of steps."""
     paths = {}
     with single_process():
         made = load_reward_model(stepped, initialize_layout())
@@ -94,7 +94,7 @@ def write_rules(stepped: Path) -> dict[str, Path]:
 
 
 def merge(rewards: np.ndarray, how: str) -> np.ndarray:
-    """The rule written out, of the rewards ``[S, A]`` of one text."""
+    """A plain implementation of the rule, for the rewards ``[S, A]`` of one sample."""
     exact = rewards.astype(np.float64)
     merged = {
         "last": exact[-1],
@@ -125,7 +125,7 @@ def test_rule_of_the_contract_makes_one_reward_of_a_text_everywhere(tmp_path: Pa
             rows = model.score_rows([*TEXTS, "", *pairs]).rewards
             assert rows[[0, 1, 3, 4]].tobytes() == rewards.tobytes()
             weights = np.array(contract.attribute_weights)
-            for setting in (None, *paths):  # of pairs, by the contract's rule or another one
+            for setting in (None, *paths):  # pairs, by the contract's rule or another one
                 more: dict[str, Any] = {} if setting is None else {"aggregate": setting}
                 measured = model.evaluate([record], **more)
                 row = measured.rows[0]["rewards"]

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from nemo_aligner.utils.host_transfer import before_writing, copy_beside, host_zeros
+from nemo_aligner.utils.host_transfer import host_zeros, start_host_copies, wait_for_host_copies
 from tests.distributed.late_copies import play_late_copies
 
 
@@ -86,10 +86,10 @@ def test_host_memory_that_is_refused_is_an_error_that_says_how_much(
 
 def test_host_copies_on_a_cpu_are_made_at_once() -> None:
     host, source = torch.zeros(3), torch.ones(3)
-    arrived = copy_beside([(host, source)])
+    arrived = start_host_copies([(host, source)])
     assert host.tolist() == [1, 1, 1]
     source.zero_()
-    before_writing()
+    wait_for_host_copies()
     arrived()
     assert host.tolist() == [1, 1, 1]
 
@@ -97,8 +97,8 @@ def test_host_copies_on_a_cpu_are_made_at_once() -> None:
 def test_host_copy_is_there_when_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = play_late_copies(monkeypatch.setattr)
     hosts, source = [torch.zeros(3) for _ in range(2)], torch.ones(3)
-    copy_beside([(hosts[0], source)])
-    arrived = copy_beside([(hosts[1], source)])
+    start_host_copies([(hosts[0], source)])
+    arrived = start_host_copies([(hosts[1], source)])
     assert stream.num_left == 2
     arrived()
     # Copies that began earlier have arrived, too.
@@ -108,12 +108,12 @@ def test_host_copy_is_there_when_it_was_waited_for(monkeypatch: pytest.MonkeyPat
 def test_host_copy_has_nothing_that_is_written_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     play_late_copies(monkeypatch.setattr)
     hosts, source = [torch.zeros(3) for _ in range(2)], torch.ones(3)
-    arrived = copy_beside([(hosts[0], source)])
-    before_writing()
+    arrived = start_host_copies([(hosts[0], source)])
+    wait_for_host_copies()
     source.fill_(2)
     arrived()
     assert hosts[0].tolist() == [1, 1, 1]
-    arrived = copy_beside([(hosts[1], source)])
+    arrived = start_host_copies([(hosts[1], source)])
     source.fill_(3)  # writing without waiting spoils the copy
     arrived()
     assert hosts[1].tolist() == [3, 3, 3]

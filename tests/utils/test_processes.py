@@ -60,7 +60,7 @@ def test_process_is_known_by_the_environment_of_torchrun_and_of_slurm() -> None:
 
 def test_missing_and_malformed_variables_are_named() -> None:
     without = {key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"}
-    with pytest.raises(ConfigError, match="MASTER_PORT: it is missing"):
+    with pytest.raises(ConfigError, match="MASTER_PORT: it is not set"):
         find_process(without)
     with pytest.raises(ConfigError, match="LOCAL_RANK: got 'x', wanted a number"):
         find_process({**TORCHRUN, "LOCAL_RANK": "x"})

@@ -53,7 +53,7 @@ from nemo_aligner.checkpoint.weights.sums import WeightSums, add_shard, merge_su
 from nemo_aligner.distributed.collectives import gather_objects, on_main
 from nemo_aligner.models.shape import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
-from nemo_aligner.utils.host_transfer import Wait, copy_beside, host_zeros
+from nemo_aligner.utils.host_transfer import Wait, host_zeros, start_host_copies
 from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 # Sharded saves, in megatron-core's format.
@@ -187,7 +187,7 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
             and model reuses that memory, which is much faster than allocating it again.
 
     Returns:
-        A function that waits for the copies, see ``copy_beside``.
+        A function that waits for the copies, see ``start_host_copies``.
     """
     entries = [
         entry
@@ -202,7 +202,7 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
     sources = [entry.data.detach() for entry in entries]
     for entry, copy in zip(entries, host, strict=True):
         entry.data = copy
-    return copy_beside(zip(host, sources, strict=True))
+    return start_host_copies(zip(host, sources, strict=True))
 
 
 @contextmanager

@@ -11,7 +11,13 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_aligner.contract.messages import Messages, Text, messages_of, said, with_messages
+from nemo_aligner.contract.messages import (
+    Messages,
+    Text,
+    flatten_message,
+    messages_of,
+    with_messages,
+)
 from nemo_aligner.data.formats.base import Fields, read_turns
 from nemo_aligner.data.records import Rating, Record, is_blank
 from nemo_aligner.utils.errors import DataError, shown
@@ -155,7 +161,7 @@ def _add_history(messages: Messages, turns: Messages) -> Messages:
 def _add_system(messages: Messages, turns: Messages) -> Messages:
     if messages[0]["role"] not in _SYSTEM_ROLES:
         return [*turns, *messages]
-    present, column = said(messages[0]), said(turns[0])
+    present, column = flatten_message(messages[0]), flatten_message(turns[0])
     if present.strip() != column.strip():
         raise DataError(
             f"system: got {shown(column)} next to a conversation whose system prompt is "

@@ -21,11 +21,11 @@ from markupsafe import Markup, escape
 
 from nemo_aligner.contract.messages import (
     Text,
+    flatten_message,
     messages_of,
     prompt_of,
     question_of,
     reply_of,
-    said,
 )
 from nemo_aligner.evaluation.report import heldout_sections, training_sections
 from nemo_aligner.evaluation.report.figures import (
@@ -173,7 +173,9 @@ def show_mistake(mistake: Mistake, num_mistakes: int) -> ShownMistake:
     limit = min(_MAX_CHARACTERS_OF_A_TEXT, _MAX_CHARACTERS // (4 * max(1, num_mistakes)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
     is_shared = all(prompt == prompts[0] for prompt in prompts)
-    prompt = [_cut_turn(turn["role"], said(turn), limit) for turn in prompts[0] * is_shared]
+    prompt = [
+        _cut_turn(turn["role"], flatten_message(turn), limit) for turn in prompts[0] * is_shared
+    ]
     # If the prompts differ, each reply is shown together with its prompt.
     render = reply_of if is_shared else _render_conversation
     replies = [_cut_turn(side, render(text), limit) for side, text in mistake.texts]
@@ -187,7 +189,7 @@ def _cut_turn(role: str, text: str, limit: int) -> ShownTurn:
 def _render_conversation(text: Text) -> str:
     if isinstance(text, str):
         return text
-    return "\n\n".join(f"{turn['role']}: {said(turn)}" for turn in messages_of(text))
+    return "\n\n".join(f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text))
 
 
 def escape_invisible(text: str) -> str:
@@ -315,7 +317,7 @@ def _correlate(values: np.ndarray, labels: np.ndarray) -> float:
 
 def _describe_in_one_line(mistake: Mistake) -> str:
     prompt = question_of(mistake.texts[0][1])
-    question = f"\u201c{_shorten(said(prompt[-1]))}\u201d: " if prompt else ""
+    question = f"\u201c{_shorten(flatten_message(prompt[-1]))}\u201d: " if prompt else ""
     replies = [f"{side} \u201c{_shorten(reply_of(text))}\u201d" for side, text in mistake.texts]
     return f"{question}{', '.join(replies)} ({mistake.about})"
 

@@ -142,8 +142,8 @@ def save(watch: Watch, unheeded: list[str]) -> Found:
         for name in unheeded:
             without.enter_context(mock.patch(name))
         weights.add_(1)
-        arrived = host_transfer.copy_beside(zip(host, [weights], strict=True))
-        host_transfer.before_writing()
+        arrived = host_transfer.start_host_copies(zip(host, [weights], strict=True))
+        host_transfer.wait_for_host_copies()
         weights.add_(1)
         arrived()
     return {"races": streams.races, "copies": streams.copies}

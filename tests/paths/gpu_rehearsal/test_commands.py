@@ -46,7 +46,7 @@ DECISIONS = {
 # A copy that starts while weights are computed; and which wait is missing, if any.
 LEFT_OUT = {
     "": [],
-    "nemo_aligner.utils.host_transfer.before_writing": ["writes what another stream reads"],
+    "nemo_aligner.utils.host_transfer.wait_for_host_copies": ["writes what another stream reads"],
     "tests.paths.gpu_rehearsal.streams.Stream.wait_stream": [
         "reads what another stream writes",
         "writes what another stream reads",
