@@ -155,7 +155,7 @@ class RewardShaper:
     def _standardize(
         self, values: np.ndarray, counts: bool
     ) -> tuple[np.ndarray, np.ndarray | float]:
-        """Standardize ``[N, M, A]`` rewards; return them and the deviations they were divided by."""
+        """Standardize rewards ``[N, M, A]``; return them and the deviations that divided them."""
         std: np.ndarray | float = 1.0
         if self._running is not None:
             # They are added first: before the first reward there is no deviation to divide by.
