@@ -270,7 +270,6 @@ class PrefixCache:
         packs: list[PackedBatch] = []
         num_computed = num_cached = 0
         cached_outputs: dict[int, np.ndarray] = {}
-        uncached_reads = None if reads is None else list(reads)
         tables: list[tuple[BlockManager, BlockTable, SequenceReads]] = []
         assignment = self._assign_replicas(sequences, keys, positions, rotations)
         for replica, members in enumerate(assignment):
@@ -280,6 +279,7 @@ class PrefixCache:
                 [positions[member] for member in members],
                 [rotations[member] for member in members],
             )
+            uncached_reads = None if reads is None else list(reads)
             if reads is not None and uncached_reads is not None:
                 for member, table in zip(members, member_tables, strict=True):
                     places, rows = reads[member].places, reads[member].rows

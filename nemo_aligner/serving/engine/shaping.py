@@ -122,15 +122,7 @@ class RewardShaper:
         if spreads is not None:
             self._note_crossing(spreads)
             spread = spreads.astype(np.float64).reshape(values.shape).clip(0)
-        std: np.ndarray | float = 1.0
-        if self._running is not None:
-            # They are added first: before the first reward there is no deviation to divide by.
-            if counts:
-                self._running.add(values)
-            values, std = self._running.standardize(values), self._running.std
-        if self._fixed is not None:
-            mean, std = self._fixed
-            values = (values - mean) / std
+        values, std = self._standardize(values, counts)
         if spread is not None:
             spread = spread / std
         if self._weights is not None:
@@ -159,6 +151,21 @@ class RewardShaper:
             passed=None if threshold is None else shaped[:, 0] >= np.float32(threshold),
             spread=None if spread is None else spread.mean(axis=1).astype(np.float32),
         )
+
+    def _standardize(
+        self, values: np.ndarray, counts: bool
+    ) -> tuple[np.ndarray, np.ndarray | float]:
+        """Standardize rewards ``[N, M, A]``; return them and the deviations that divided them."""
+        std: np.ndarray | float = 1.0
+        if self._running is not None:
+            # They are added first: before the first reward there is no deviation to divide by.
+            if counts:
+                self._running.add(values)
+            values, std = self._running.standardize(values), self._running.std
+        if self._fixed is not None:
+            mean, std = self._fixed
+            values = (values - mean) / std
+        return values, std
 
     def check_file(self) -> None:
         """Check that statistics can be saved; called once, on rank 0.

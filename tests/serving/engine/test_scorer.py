@@ -53,7 +53,7 @@ def check(found: dict[str, Any], archive: Path, sizes: LayoutSizes, name: str) -
     assert max(found["worst"].values()) < 1e-5, name
     assert found["after_failure"] < 1e-5, name
     counts = [found["counts"][key] for key in found["counts"]]
-    assert {each["asked"] for each in counts} == {found["without"]["asked"]}
+    assert {each["requested"] for each in counts} == {found["without"]["requested"]}
     # The smallest cache has one block, and the largest one saves much.
     assert [each["cached"] > 0 for each in counts] == [True] * 3
     assert counts[0]["cached"] < counts[1]["cached"] < counts[2]["cached"]
