@@ -203,5 +203,7 @@ def test_head_of_steps_without_a_reader_is_refused(tmp_path: Path) -> None:
     contract = na.RewardModel.from_pretrained(archive).export(tmp_path / "out").contract
     plain = dataclasses.replace(contract, scored_position="last_token", step_separator=None)
     (tmp_path / "out" / "scoring_contract.json").write_text(json.dumps(plain.to_dict()))
-    with pytest.raises(CheckpointError, match=r"which reads steps, but scoring_contract.json has"):
+    with pytest.raises(
+        CheckpointError, match=r"which reads steps, but scoring_contract.json does not"
+    ):
         convert(tmp_path / "out", tmp_path / "again.nemo")

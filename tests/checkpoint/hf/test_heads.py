@@ -488,7 +488,9 @@ def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
     expected = (torch.stack(ends) @ head.T).numpy()
 
     summary = convert(tmp_path / "hf", tmp_path / "rm.nemo")
-    description = "v_head (linear; written by InternLM2ForRewardModel), reads token 0, which is appended to a "
+    description = (
+        "v_head (linear; written by InternLM2ForRewardModel), reads token 0, which is appended"
+    )
     assert summary.head.startswith(description)
     ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
     np.testing.assert_allclose(ours.score([*TEXTS, "the cat sings"]), expected, atol=1e-5)
