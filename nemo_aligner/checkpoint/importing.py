@@ -73,8 +73,7 @@ def import_checkpoint(
         source: a checkpoint of NeMo or Megatron, as an archive or a folder.
         tokenizer: a folder, or a model's name on the hub; None means the checkpoint's tokenizer.
         config: a ``model_config.yaml`` that replaces the checkpoint's settings.
-        template: for reward models, a name as in ``model.data.template``; with ``none`` the
-            imported model scores raw texts only.
+        template: for reward models, as ``model.data.template``; ``none`` allows only raw texts.
         attributes: names of a reward model's outputs, if there are several.
         keep_scaling: apply the RoPE and embedding scaling in the settings. NeMo-Aligner's reward
             models ignored it in training and in serving, so by default it is switched off.
@@ -93,12 +92,8 @@ def import_checkpoint(
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
-        options = {
-            "template": template is not None,
-            "attributes": bool(attributes),
-            "keep_scaling": keep_scaling,
-        }
-        _check_options(folder, source, options)
+        options = {"template": template is not None, "attributes": bool(attributes)}
+        _check_options(folder, source, {**options, "keep_scaling": keep_scaling})
         loaded_tokenizer = folder.load_tokenizer()
         settings, ignored = _decoder_settings(folder, keep_scaling)
         shape = model_shape(folder, settings)

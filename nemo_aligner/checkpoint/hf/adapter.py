@@ -94,16 +94,8 @@ def _export_adapter(
     from transformers import AutoTokenizer
 
     archive = RewardArchive.of(folder)
-    if archive.lora is None:
-        raise CheckpointError(
-            f"{folder.source}: it has no LoRA adapter. Export it without --adapter-of"
-        )
     shape = ModelShape.from_config(folder.config)
-    if shape.experts is not None and set(archive.lora.targets) & EXPERT_LINEARS.keys():
-        raise CheckpointError(
-            f"{folder.source}: it has LoRA on experts, which peft does not support. Export it "
-            "without --adapter-of"
-        )
+    lora = _require_lora(folder, archive.lora, shape)
     say(f"scoring samples with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
@@ -121,7 +113,7 @@ def _export_adapter(
         )
     say(f"writing {output} ...")
     _write_tensors(archive, head.tensors[HF_HEAD], staging / _WEIGHTS_NAME)
-    write_json(staging / _CONFIG_NAME, _build_config(archive, archive.lora, base))
+    write_json(staging / _CONFIG_NAME, _build_config(archive, lora, base))
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
     card_arguments = (output.name, exported, pad_token, folder.source, options.base_license)
@@ -130,7 +122,7 @@ def _export_adapter(
     card = model_card(*card_arguments, contract.dtype, base, is_loaded_with_head=is_known)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [
-        f"{output}: adapter of {base}: LoRA of {archive.lora}, and the head of "
+        f"{output}: adapter of {base}: LoRA of {lora}, and the head of "
         f"{', '.join(exported.attributes)}",
         f"scoring contract: {exported.hash}",
     ]
@@ -138,13 +130,27 @@ def _export_adapter(
         return "\n".join([*lines, f"NOT CHECKED: {base} is not a folder on this machine"])
     say(f"scoring the same samples with {base} ...")
     tokenizer = AutoTokenizer.from_pretrained(staging, local_files_only=True)
-    model = _load_adapted(base, staging, archive.lora.scale, pad_id)
+    model = _load_adapted(base, staging, lora.scale, pad_id)
     difference = compare(tokenizer, model, exported, texts, logits)
     lines.append(
         f"checked: {len(texts)} samples, in batches of one and padded; the largest difference of "
         f"a reward is {difference:.1e}"
     )
     return "\n".join(lines)
+
+
+def _require_lora(folder: NemoFolder, lora: LoraShape | None, shape: ModelShape) -> LoraShape:
+    """Return the archive's LoRA shape; raise CheckpointError if peft cannot represent it."""
+    if lora is None:
+        raise CheckpointError(
+            f"{folder.source}: it has no LoRA adapter. Export it without --adapter-of"
+        )
+    if shape.experts is not None and set(lora.targets) & EXPERT_LINEARS.keys():
+        raise CheckpointError(
+            f"{folder.source}: it has LoRA on experts, which peft does not support. Export it "
+            "without --adapter-of"
+        )
+    return lora
 
 
 def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:

@@ -156,20 +156,17 @@ def _convert(
 ) -> ConversionSummary:
     family = find_family(source.config.get("model_type"))
     config = family.to_nemo(source.config)
-    source = replace(
-        source, tensors=split_fused_experts(family, family.rules(config), source.tensors)
-    )
+    single_experts = split_fused_experts(family, family.rules(config), source.tensors)
+    source = replace(source, tensors=single_experts)
     head = find_head(source, choice)
     labels = _read_labels(source, head, options.attributes)
     if head is not None and options.has_steps:
         head = head.at_steps()
     _refuse_options(source, labels, options)
     rules = _select_rules(source, config, labels, choice)
-    # A head of rows of the output layer may refer to the embedding, which both sides list.
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # Any other tensor is refused, because it might change the model, unless the user chose to drop
-    # it.
+    # Other tensors are refused, because they might change the model, unless they are dropped.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -182,10 +179,8 @@ def _convert(
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(source, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
-        longest = shape.max_position_embeddings
-        contract = _read_or_build_contract(
-            source, labels, tokenizer, stored.precision, longest, options, head
-        )
+        limits = stored.precision, shape.max_position_embeddings
+        contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
             # A LongRoPE or dynamic RoPE depends on a length, which only the contract has.
             shape.length_dependent_rope(

@@ -189,9 +189,7 @@ def _export(
         options.base_license,
         contract.dtype,
         form=head.form,
-        is_loaded_with_head=(
-            _fits_class(head, contract) and has_class(architecture, config["model_type"])
-        ),
+        is_loaded_with_head=_fits_class(head, contract, config),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     return ExportSummary(
@@ -235,9 +233,10 @@ def _choose_class(archive: RewardArchive, head: ExportedHead, contract: ScoringC
     return class_name(archive.family.to_hf(archive.config)["model_type"], suffix)
 
 
-def _fits_class(head: ExportedHead, contract: ScoringContract) -> bool:
-    """Tell if transformers' class, if there is one, loads all tensors of the head."""
-    return head.form == (SCORE_WITH_BIAS if contract.has_steps else LINEAR.last)
+def _fits_class(head: ExportedHead, contract: ScoringContract, config: Mapping[str, Any]) -> bool:
+    """Tell if transformers has a class that loads decoder and head; ``config`` is the export's."""
+    is_loaded = head.form == (SCORE_WITH_BIAS if contract.has_steps else LINEAR.last)
+    return is_loaded and has_class(config["architectures"][0], config["model_type"])
 
 
 def _describe_head(

@@ -189,8 +189,7 @@ def load_pretrained(
     Args:
         new_head: train a new head, and ignore the archive's.
         head: settings of the head; None, or default settings, keep the archive's layers.
-        lora: train LoRA adapters: the archive's, or new ones. If None, adapters in the archive are
-            folded into the weights.
+        lora: train LoRA adapters, the archive's or new ones; None folds the archive's adapters.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete or of an unsupported family; or its

@@ -63,7 +63,7 @@ def test_adapter_on_the_base_model_is_the_whole_export(
     archive = make(QKV, tensor_parallel)
     summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
     assert "LoRA of rank 3, alpha 6, on linear_qkv, linear_proj" in summary
-    assert "checked: 7 texts" in summary
+    assert "checked: 7 samples" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"]) == (3, 6.0)
@@ -89,7 +89,7 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
     families.write_hf_checkpoint(hf, case)
     archive = make(LoraShape(3, 6.0, ("linear_qkv", "linear_fc1")))
     summary = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
-    assert "checked: 7 texts" in summary
+    assert "checked: 7 samples" in summary
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     parts = {"phi3_untied": ["qkv_proj"]}.get(case, ["k_proj", "q_proj", "v_proj"])
     # A Granite has no fused weights. transformers has no class for it, so the card defines one.

@@ -348,7 +348,7 @@ def test_export_that_transformers_reads_otherwise_fails_and_leaves_nothing(
     three: Path, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damages: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
-        (damage_tensor, "transformers scores .* wanted .* within 0.0001"),
+        (damage_tensor, "transformers scores .* .* the tolerance is 0.0001"),
         (lose_tensor, "not those that transformers expects.*norm"),
         (damage_tokenizer, "transformers tokenizes .* but the scoring contract"),
         (damage_pad, "pad token: got id 0, wanted 2"),

@@ -402,7 +402,7 @@ def test_gguf_of_what_llama_cpp_has_no_place_for_is_refused(tmp_path: Path) -> N
     pytest.importorskip("gguf")
     for body, kind, options, message in (
         ("llama", "one matrix", {}, "got a llama, wanted a qwen3, the only decoder"),
-        ("qwen3", "several attributes", {}, "got 2 outputs (helpfulness, verbosity), wanted one"),
+        ("qwen3", "several attributes", {}, "got 2 outputs (helpfulness, verbosity), but"),
         ("qwen3", "two layers", {}, "its head is two layers of 64 with bias, wanted one matrix"),
         ("qwen3", "bins", {}, "got 6 outputs"),
         ("qwen3", "one matrix", {"head": "score"}, "got an adapter or a head's form, wanted none"),

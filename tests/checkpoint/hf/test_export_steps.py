@@ -185,9 +185,14 @@ def test_exports_of_steps_have_their_rewards_in_vllm(tmp_path: Path) -> None:
 
 def test_head_of_steps_without_a_reader_is_refused(tmp_path: Path) -> None:
     for name, body, options, message in (
-        ("two layers", "llama", {}, "on a llama, wanted 64 units and one reward"),
+        ("two layers", "llama", {}, "only on a qwen2, with 64 units and one reward"),
         ("two layers of several attributes", "qwen2", {}, "units and 2 outputs"),
-        ("one matrix", "llama", {"head": "score"}, "for a head of steps, wanted score.bias"),
+        (
+            "one matrix",
+            "llama",
+            {"head": "score"},
+            "for a head that reads steps, wanted score.bias",
+        ),
     ):
         archive = tmp_path / f"{name}.nemo"
         write_archive(archive, stepped(name, "step_ends", "\n"), body)
@@ -198,5 +203,7 @@ def test_head_of_steps_without_a_reader_is_refused(tmp_path: Path) -> None:
     contract = na.RewardModel.from_pretrained(archive).export(tmp_path / "out").contract
     plain = dataclasses.replace(contract, scored_position="last_token", step_separator=None)
     (tmp_path / "out" / "scoring_contract.json").write_text(json.dumps(plain.to_dict()))
-    with pytest.raises(CheckpointError, match=r"which reads steps, but scoring_contract.json has"):
+    with pytest.raises(
+        CheckpointError, match=r"which reads steps, but scoring_contract.json does not"
+    ):
         convert(tmp_path / "out", tmp_path / "again.nemo")

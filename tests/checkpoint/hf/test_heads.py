@@ -111,13 +111,13 @@ CASES = {
     "score": Case(
         {"score.weight": (1, HIDDEN)},
         one_layer("score"),
-        "head: score (linear; as of ForSequenceClassification",
+        "head: score (linear; written by ForSequenceClassification",
         "LlamaForSequenceClassification",
     ),
     "score with a bias": Case(
         {"score.weight": (1, HIDDEN), "score.bias": (1,)},
         one_layer("score"),
-        "head: score (linear with bias; as of",
+        "head: score (linear with bias; written by",
         "LlamaForSequenceClassification",
     ),
     "score of two outputs with biases": Case(
@@ -137,7 +137,7 @@ CASES = {
             "score.2.bias": (1,),
         },
         two_layers("score.0", "score.2"),
-        "head: score.2 (two layers of 64 with bias; as of Qwen2ForRewardModel",
+        "head: score.2 (two layers of 64 with bias; written by Qwen2ForRewardModel",
         "Qwen2ForRewardModel",
         "Qwen2ForRewardModel",
         body="qwen2",
@@ -151,7 +151,7 @@ CASES = {
             "score.2.bias": (1,),
         },
         two_layers("score.0", "score.2"),
-        "head: score.2 (two layers of 64 with bias; as of Qwen2ForRewardModel, INF-ORM)",
+        "head: score.2 (two layers of 64 with bias; written by Qwen2ForRewardModel, INF-ORM)",
         "INFORMForSequenceClassification",
         "LlamaForRewardModel",
     ),
@@ -159,7 +159,7 @@ CASES = {
     "TRL's value head": Case(
         {"v_head.summary.weight": (1, HIDDEN), "v_head.summary.bias": (1,)},
         one_layer("v_head.summary"),
-        "head: v_head.summary (linear with bias; as of TRL's value head",
+        "head: v_head.summary (linear with bias; written by TRL's value head",
         "LlamaForCausalLM",
         body="llama_untied",
     ),
@@ -167,7 +167,7 @@ CASES = {
     "LLaMA-Factory's file": Case(
         {"v_head.summary.weight": (1, HIDDEN), "v_head.summary.bias": (1,)},
         one_layer("v_head.summary"),
-        "head: v_head.summary (linear with bias; as of TRL's value head, LLaMA-Factory)",
+        "head: v_head.summary (linear with bias; written by TRL's value head, LLaMA-Factory)",
         "Qwen3ForCausalLM",
         "Qwen3ForSequenceClassification",
         body="qwen3",
@@ -182,7 +182,7 @@ CASES = {
             "v_head.summary.2.bias": (1,),
         },
         two_layers("v_head.summary.0", "v_head.summary.2"),
-        "head: v_head.summary.2 (two layers of 32 with bias; as of GRM)",
+        "head: v_head.summary.2 (two layers of 32 with bias; written by GRM)",
         "GRewardModel",
         "Gemma2ForRewardModel",
         body="gemma2",
@@ -191,7 +191,7 @@ CASES = {
     "OpenRLHF": Case(
         {"the_head.weight": (1, HIDDEN)},
         one_layer("the_head"),
-        "head: the_head (linear; as of OpenRLHF)",
+        "head: the_head (linear; written by OpenRLHF)",
         "RewardModel",
         config={"value_head_prefix": "the_head", "mean": 0.25, "std": 1.5},
     ),
@@ -199,7 +199,7 @@ CASES = {
     "regression_head": Case(
         {"regression_head.weight": (1, HIDDEN)},
         one_layer("regression_head"),
-        "head: regression_head (linear; as of UltraRM, Eurus-RM)",
+        "head: regression_head (linear; written by UltraRM, Eurus-RM)",
         "EurusRewardModel",
         "MistralForSequenceClassification",
         body="mistral_untied_window",
@@ -344,7 +344,7 @@ def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> N
     other = {"score.0.weight": torch.ones(8, HIDDEN), "score.2.weight": torch.ones(1, 8)}
     half = {"score.weight": None, "score.2.weight": torch.ones(1, 8)}
     damages = [
-        (partial(edit_tensors, changes=other), "got several reward heads: score, score.2; wanted"),
+        (partial(edit_tensors, changes=other), "got several reward heads: score, score.2. Choose"),
         (partial(edit_tensors, changes=half), r"score\.2\.weight: .* score\.0\.weight, is missing"),
         (overwrite("value_head.bin", "a pickle"), "pickled reward heads are not supported"),
         *config_edits(
@@ -363,11 +363,11 @@ def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> N
     check_refused(tmp_path / "hf", unknown, head="value")
     edit_tensors(tmp_path / "hf", other)
     summary = str(convert(tmp_path / "hf", tmp_path / "two.nemo", head="score.2"))
-    assert "head: score.2 (two layers of 8; as of" in summary
-    assert summary.splitlines()[1].endswith("kept; left out: score.weight")
+    assert "head: score.2 (two layers of 8; written by" in summary
+    assert summary.splitlines()[1].endswith("kept; dropped: score.weight")
     body = convert(tmp_path / "hf", tmp_path / "base.nemo", head="none")
     assert body.contract is None
-    assert "head: none as asked; left out: score.0.weight, score.2.weight, score.weight" in str(
+    assert "head: none as requested; dropped: score.0.weight, score.2.weight, score.weight" in str(
         body
     )
     with open_nemo(tmp_path / "base.nemo") as folder:
@@ -444,11 +444,16 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
     for source, choice, config, message in (
         ("llama", "lm_head:", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
         ("llama", "lm_head:0,1,2", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
-        ("llama", f"lm_head:{rows}", {}, f"lm_head.weight: it has {rows} rows, .* no row {rows}"),
+        (
+            "llama",
+            f"lm_head:{rows}",
+            {},
+            f"lm_head.weight: it has {rows} rows, so there is no row {rows}",
+        ),
         ("llama", "lm_head:thank the", {}, "token 'thank the': got 6 tokens for it, wanted one"),
         ("llama", None, {"classifier_from_token": ["a", "b", "c"]}, "wanted two tokens with"),
-        ("gemma2", "lm_head:0", {}, "final_logit_softcapping: got 30.0.* changes the logits"),
-        ("granite", "lm_head:0", {}, "logits_scaling: got 4.0.* changes the logits"),
+        ("gemma2", "lm_head:0", {}, "final_logit_softcapping: got 30.0. This setting changes"),
+        ("granite", "lm_head:0", {}, "logits_scaling: got 4.0. This setting changes"),
     ):
         edit(tmp_path / source, **{"classifier_from_token": None, **config})
         with pytest.raises(CheckpointError) as caught:
@@ -484,7 +489,7 @@ def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
 
     summary = convert(tmp_path / "hf", tmp_path / "rm.nemo")
     description = (
-        "v_head (linear; as of InternLM2ForRewardModel), reads token 0, which is appended to a "
+        "v_head (linear; written by InternLM2ForRewardModel), reads token 0, which is appended"
     )
     assert summary.head.startswith(description)
     ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
@@ -506,7 +511,7 @@ def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
     again = convert(tmp_path / "exported", tmp_path / "again.nemo")
     assert again.contract == trained.contract()
     refused = [
-        (partial(edit, reward_token_id=400), "reward_token_id: got 400, wanted a token of"),
+        (partial(edit, reward_token_id=400), "reward_token_id: got 400, wanted a token id below"),
         (partial(edit, reward_token_id="a"), "reward_token_id: got 'a', wanted a token's id"),
         (partial(edit, bias=True), "bias: got True, which is not supported"),
     ]

@@ -48,15 +48,11 @@ def decoder_to_nemo(
         act: supported values of ``hidden_act``; empty if another key names the activation.
         epsilon: epsilon of the norms.
         base: base of RoPE.
-        rotated: fraction of a head's channels to which RoPE is applied; None for a family that
-            always rotates all channels.
+        rotated: fraction of a head's channels with RoPE; None if the family always rotates all.
         head_dim: channels of a head; None means the hidden size divided by the heads.
         attention_bias: queries, keys and values have biases; None for a family that never has them.
         tied: the output layer is tied to the embedding.
         family: settings of this family, which are added to the result.
-
-    Raises:
-        CheckpointError: a setting is not supported.
     """
     reader = HfSettings(config)
     if act:
