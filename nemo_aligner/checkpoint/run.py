@@ -55,8 +55,8 @@ class ShardedOptimizer(Protocol):
     """An optimizer whose state is saved next to the model's weights.
 
     ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in
-    flight. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call of
-    ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
+    flight. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call
+    of ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
     reached the model's weights.
     """
 
