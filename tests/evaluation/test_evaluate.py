@@ -147,7 +147,7 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
     assert table[3] == f"  {path}:10: prompt and chosen: refused by the template"
     with pytest.raises(DataError, match=r"2 of its 10 records(.|\n)*data.max_malformed=0.15"):
         evaluate_file(
-            RewardSource.of(Refusing()), path, ReaderConfig(rule=replace(rule, most=0.15))
+            RewardSource.of(Refusing()), path, ReaderConfig(rule=replace(rule, max_fraction=0.15))
         )
 
 
