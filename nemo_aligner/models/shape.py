@@ -474,7 +474,7 @@ def check_is_linear(head: HeadShape | None, location: str, format_name: str) -> 
     """
     if head is not None and head.mlp_size is not None:
         raise CheckpointError(
-            f"{location}: its head is {head}, wanted one matrix: {format_name} stores only that"
+            f"{location}: its head is {head}, wanted one matrix: {format_name} can store no other"
         )
 
 

@@ -400,7 +400,7 @@ def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
     Results are merged by their log-sum-exp, so a kernel has to return it and take it back.
     """
     if shape.attn_logit_softcapping is not None:
-        return f"no kernel of torch's has {Feature.SOFT_CAP.value}"
+        return f"no kernel in torch supports {Feature.SOFT_CAP.value}"
     if not torch.cuda.is_available():
         return None
     has_window = any(Feature.WINDOW in case.features for case in gpu_cases(shape, dtype))
