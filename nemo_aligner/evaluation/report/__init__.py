@@ -30,7 +30,7 @@ def check_report(setting: str) -> None:
     """Check that a report can be drawn; callers do this before they compute anything.
 
     Args:
-        setting: the setting that asks for a report, for the error message.
+        setting: the setting that turns the report on, for the error message.
 
     Raises:
         ConfigError: matplotlib, which draws the figures, is not installed.

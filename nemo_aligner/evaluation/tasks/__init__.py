@@ -1,7 +1,7 @@
 """Benchmarks of reward models; ``TASKS`` is the registry by name.
 
-``run_task`` (in ``nemo_aligner/evaluation``) reads a benchmark's file, scores its items and asks
-the benchmark for its verdicts and figures.
+``run_task`` (in ``nemo_aligner/evaluation``) reads a benchmark's file, scores its items, and
+computes verdicts and figures with the functions of the benchmark's ``Task``.
 
 - ``base``: the class ``Task``, which every benchmark is an instance of, and shared functions.
 - ``pair_sets``: pairs of a right and a wrong reply: JudgeBench, LLMBar, Auto-J, HumanEvalPack, HHH

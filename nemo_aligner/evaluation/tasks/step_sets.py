@@ -300,7 +300,7 @@ def _compute_figures(
 
 
 def _compute_f1(predicted: np.ndarray, labelled: np.ndarray) -> float:
-    """Compute F1 from positive verdicts and labels, both ``[S]`` bool; an empty ratio counts -1."""
+    """Compute F1 from positive verdicts and labels, both ``[S]`` bool; -1 for a ratio over 0."""
     hits = int((predicted & labelled).sum())
     precision = _divide(hits, int(predicted.sum()))
     recall = _divide(hits, int(labelled.sum()))
