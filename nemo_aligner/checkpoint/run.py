@@ -53,8 +53,9 @@ _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_reco
 class ShardedOptimizer(Protocol):
     """An optimizer that saves its state beside the model's.
 
-    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in flight and
-    are overwritten by its next call. The next update waits for them (``wait_for_host_copies``).
+    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in
+    flight and are overwritten by its next call. The next update waits for them
+    (``wait_for_host_copies``).
     ``finish_update`` waits until the last update has reached the model's weights.
     """
 

@@ -1,8 +1,8 @@
 """Checks of a chat template: what it renders, whether it terminates, whether it writes the date.
 
 - ``check_template`` checks a template before training.
-- ``check_terminates`` renders it in a subprocess with limits: Jinja's sandbox blocks files and code,
-  but not endless loops or the use of all memory.
+- ``check_terminates`` renders it in a subprocess with limits: Jinja's sandbox blocks files and
+  code, but not endless loops or the use of all memory.
 - ``freeze_date`` replaces today's date by a fixed one.
 - ``TemplateReading`` finds by trials which message fields a template renders, and rejects or adapts
   conversations accordingly.

@@ -164,8 +164,8 @@ class Optimizer:
 
         For a save it holds copies in host memory: 12 bytes for each trained parameter on the first
         rank of a data parallel group. They may still be in flight; they have arrived when the next
-        tensors given to ``start_host_copies`` have. The next call reuses the memory, so this one's result
-        must have been written by then.
+        tensors given to ``start_host_copies`` have. The next call reuses the memory, so this one's
+        result must have been written by then.
         """
         self._adamw.wait()
         parts = [

@@ -44,8 +44,8 @@ def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[T
 #
 # A save thereby overlaps with training: the next step computes while tensors are copied, until its
 # optimizer update. Three rules make this safe: a copy starts when its source is computed (the copy
-# stream waits for the kernel stream); readers wait for the copy (``start_host_copies`` returns a function
-# for that); and the update, the only writer, calls ``wait_for_host_copies``.
+# stream waits for the kernel stream); readers wait for the copy (``start_host_copies`` returns a
+# function for that); and the update, the only writer, calls ``wait_for_host_copies``.
 
 Wait = Callable[[], None]
 
