@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
-from nemo_aligner.checkpoint.nemo.load_weights import in_memory, model_shape, unread_decoder
+from nemo_aligner.checkpoint.nemo.load_weights import as_lazy_tensor, lazy_decoder, model_shape
 from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
@@ -100,7 +100,7 @@ def import_checkpoint(
         # Another model's tokenizer would select other tokens' embeddings.
         loaded_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
-        tensors, layers = unread_decoder(folder, shape)
+        tensors, layers = lazy_decoder(folder, shape)
         # A reward model of NeMo-Aligner still stores its base model's output layer, unused.
         if head is not None:
             tensors.pop(PREFIX + OUTPUT_LAYER, None)
@@ -110,7 +110,7 @@ def import_checkpoint(
             contract = _build_contract(
                 folder, loaded_tokenizer, *head, template, attributes, precision
             )
-            tensors[PREFIX + HEAD] = in_memory(head[0])
+            tensors[PREFIX + HEAD] = as_lazy_tensor(head[0])
         loaded_tokenizer.save(scratch / "tokenizer")
         write_lazy_nemo(output, with_lora(settings, None), tensors, layers, scratch, contract)
         return _summarize(output, folder, ignored, contract)

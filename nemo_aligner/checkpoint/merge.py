@@ -24,9 +24,9 @@ from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
+    lazy_decoder,
+    lazy_tensor,
     model_shape,
-    unread,
-    unread_decoder,
 )
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of
 from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
@@ -133,7 +133,7 @@ def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
 def _read_flat_head(folder: NemoFolder) -> Tensor:
     """Read all tensors of a head as one vector."""
     names = sorted(head_names(folder))
-    return torch.cat([unread(folder, HEAD_PREFIX + name).read().flatten() for name in names])
+    return torch.cat([lazy_tensor(folder, HEAD_PREFIX + name).read().flatten() for name in names])
 
 
 def _check_weights(sources: Sequence[str | Path], weights: Sequence[float]) -> None:
@@ -191,7 +191,7 @@ def _merge_tensors(
     inputs: Sequence[_Input],
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """Return the merged tensors outside the layers, and those of all layers, not computed yet."""
-    decoders = [unread_decoder(model.folder, model.shape) for model in inputs]
+    decoders = [lazy_decoder(model.folder, model.shape) for model in inputs]
     weights = [model.weight for model in inputs]
 
     def merge(parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -203,7 +203,7 @@ def _merge_tensors(
     tensors = {key: merge([tensors[key] for tensors, _ in decoders]) for key in outside}
     for name in head_names(inputs[-1].folder):
         tensors[PREFIX + HEAD_PREFIX + name] = merge(
-            [unread(model.folder, HEAD_PREFIX + name) for model in inputs]
+            [lazy_tensor(model.folder, HEAD_PREFIX + name) for model in inputs]
         )
     layers = {
         key: [merge(parts) for parts in zip(*(layers[key] for _, layers in decoders), strict=True)]

@@ -216,21 +216,21 @@ class RunCheckpoints:
 
         A checkpoint that is still being written counts, without waiting for it.
         """
-        ranked = self._ranked(self._with_pending())
+        ranked = self._rank_checkpoints(self._list_with_pending())
         return next(filter(self.is_comparable, ranked), None)
 
-    def _with_pending(self) -> list[Saved]:
+    def _list_with_pending(self) -> list[Saved]:
         pending = [] if self._pending is None else [self._pending[0]]
         return [*on_main(lambda: _list_saved(self.folder)), *pending]
 
     def ranked(self) -> list[Saved]:
         """Return the checkpoints that have a value of ``monitor``, the best first."""
-        return self._ranked(self.list_saved())
+        return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
         """Return ``ranked()``, with the deleted checkpoints that this process had written, too."""
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
-        return self._ranked(list(by_path.values()))
+        return self._rank_checkpoints(list(by_path.values()))
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
@@ -239,7 +239,10 @@ class RunCheckpoints:
         # With the largest step it loses every tie, as a checkpoint that is saved now does.
         state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
-        return newcomer in self._ranked([*self._with_pending(), newcomer])[: self._save_top_k]
+        return (
+            newcomer
+            in self._rank_checkpoints([*self._list_with_pending(), newcomer])[: self._save_top_k]
+        )
 
     def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Start to write a checkpoint; training may continue when this returns.
@@ -310,7 +313,9 @@ class RunCheckpoints:
             self._deletion.result()
         saved = _list_saved(self.folder)
         # A run resumes from the newest checkpoint, so that stays, whatever its metric.
-        retained = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
+        retained = {
+            item.path for item in (*self._rank_checkpoints(saved)[: self._save_top_k], saved[-1])
+        }
         # Training waits for the renames only, which are quick and atomic.
         doomed = [_rename_removed(item.path) for item in saved if item.path not in retained]
         self._deletion = in_background(partial(_delete, doomed))
@@ -345,7 +350,7 @@ class RunCheckpoints:
             advice = on_main(lambda: _advise_without(saved.path))
             raise CheckpointError(f"{error}. {advice}") from error
 
-    def _ranked(self, saved: list[Saved]) -> list[Saved]:
+    def _rank_checkpoints(self, saved: list[Saved]) -> list[Saved]:
         def order(item: Saved) -> tuple[Any, ...]:
             has_other_records = not self.is_comparable(item)
             return has_other_records, self._sort_key(item.state.metrics), item.state.step

@@ -171,7 +171,7 @@ def _read_unsharded(folder: NemoFolder, name: str) -> Tensor:
 # Lazy reading, for conversions.
 
 
-def unread_decoder(
+def lazy_decoder(
     folder: NemoFolder, shape: ModelShape
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """Return lazy tensors of the decoder, without padding rows, and with LoRA folded in.
@@ -191,8 +191,8 @@ def unread_decoder(
 
     def inside(name: str, layer: int) -> LazyTensor:
         if is_numbered:
-            return unread(folder, f"{LAYERS}{layer}.{name}")
-        return unread(folder, LAYERS + name, layer)
+            return lazy_tensor(folder, f"{LAYERS}{layer}.{name}")
+        return lazy_tensor(folder, LAYERS + name, layer)
 
     def inside_folded(name: str, layer: int) -> LazyTensor:
         weight, linear = inside(name, layer), name.removesuffix(".weight")
@@ -211,7 +211,7 @@ def unread_decoder(
     }
 
 
-def unread(folder: NemoFolder, name: str, layer: int | None = None) -> LazyTensor:
+def lazy_tensor(folder: NemoFolder, name: str, layer: int | None = None) -> LazyTensor:
     """Return a tensor of an opened checkpoint that is read later, when a conversion writes it.
 
     With ``layer``, return that layer of a tensor that stacks all layers.
@@ -221,6 +221,6 @@ def unread(folder: NemoFolder, name: str, layer: int | None = None) -> LazyTenso
     return LazyTensor(size, dtype, lambda: folder.store.read(folder.prefix + name, layer))
 
 
-def in_memory(tensor: Tensor) -> LazyTensor:
+def as_lazy_tensor(tensor: Tensor) -> LazyTensor:
     """Wrap a tensor that is in memory already as a lazy one."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)

@@ -366,18 +366,18 @@ def save_lazy(
         The sums of all weights (``weights.sums``).
     """
     request: dict[str, Any] = {}
-    unread = {}
+    lazy_tensors = {}
     for key, tensor in tensors.items():
         request[key] = ShardedTensor.from_rank_offsets(key, tensor.outline())
         # The planner looks a shard up by its key and offsets.
-        unread[key, (0,) * len(tensor.shape)] = tensor
+        lazy_tensors[key, (0,) * len(tensor.shape)] = tensor
     for key, stack in layers.items():
         for number, tensor in enumerate(stack):
             request[f"{number}.{key}"] = ShardedTensor.from_rank_offsets(
                 key, tensor.outline(), (0, number, len(stack)), prepend_axis_num=1
             )
-            unread[key, (number, *(0,) * len(tensor.shape))] = tensor
-    return _save_and_sum(request, folder, _ReadingPlanner(unread))
+            lazy_tensors[key, (number, *(0,) * len(tensor.shape))] = tensor
+    return _save_and_sum(request, folder, _ReadingPlanner(lazy_tensors))
 
 
 # The weights in a training run's checkpoint: the whole model, or with LoRA the trained part.

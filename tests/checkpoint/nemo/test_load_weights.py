@@ -19,7 +19,7 @@ from megatron.core.activations import fast_gelu
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo import reward_model
 from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, open_nemo, unpack
-from nemo_aligner.checkpoint.nemo.load_weights import unread_decoder
+from nemo_aligner.checkpoint.nemo.load_weights import lazy_decoder
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
@@ -284,7 +284,7 @@ def test_lora_is_folded_into_weights_that_are_read_without_a_model(
     stems = {name.partition("adapter.")[0] for name in weights if is_of_adapter(name)}
     assert len(stems) == 4 * 4  # layers, linear layers
     with open_nemo(with_lora) as folder:
-        _, layers = unread_decoder(folder, ModelShape.from_config(folder.config))
+        _, layers = lazy_decoder(folder, ModelShape.from_config(folder.config))
         for stem in stems:
             parts = ("weight", "adapter.linear_in.weight", "adapter.linear_out.weight")
             plain, low, high = (weights[stem + part].detach() for part in parts)
