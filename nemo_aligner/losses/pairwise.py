@@ -20,6 +20,7 @@ from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.losses.base import (
+    Objective,
     PairObjective,
     check_above,
     check_choice,
@@ -258,8 +259,8 @@ Number: TypeAlias = float | Tensor
 
 
 @dataclass(frozen=True)
-class TieObjective(PairObjective):
-    """Base of losses that model ties as a third outcome, next to better and worse.
+class TieModel(Objective):
+    """Loss with ties as a third outcome; a subclass inherits from ``PairObjective``, too.
 
     Their parameter says how often replies with equal rewards are tied. It is fixed, or learned with
     the model, as Rao and Kupper and Davidson estimate it. The head then has one more output, a
@@ -271,6 +272,7 @@ class TieObjective(PairObjective):
         lowest_parameter: parameter with which equal replies are never tied.
     """
 
+    attributes: tuple[str, ...] = ("reward",)
     tie_parameter: float = 1.0
     learned: bool = False
     lowest_parameter: ClassVar[float] = 0.0
@@ -323,7 +325,7 @@ class TieObjective(PairObjective):
 
 
 @dataclass(frozen=True)
-class Davidson(TieObjective):
+class Davidson(TieModel, PairObjective):
     """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
 
     m is the margin. A tie is as likely as the geometric mean of a win and a loss, times the
@@ -354,7 +356,7 @@ _LOG_2 = math.log(2)
 
 
 @dataclass(frozen=True)
-class RaoKupper(TieObjective):
+class RaoKupper(TieModel, PairObjective):
     """Win with probability ``sigmoid(m - h)``, loss with ``sigmoid(-m - h)``, otherwise a tie.
 
     m is the margin, and h is ``log(tie_parameter)``, a threshold below which differences go

@@ -177,7 +177,7 @@ def test_files_are_mixed_by_weights_also_after_a_resume(base: Path, tmp_path: Pa
         ]
     )
     output = done.stdout.replace("\n", " ")
-    assert f"36 of 48 records of an epoch are of {files[0]}, which has 8 (4.50 passes)" in output
+    assert f"36 of 48 records of an epoch come from {files[0]}, which has 8 (4.50 passes)" in output
     assert refused.returncode == 1
     assert weights in refused.stderr
     losses = [tiny.logged(tmp_path / name)["train/loss"] for name in ("run", "whole")]
