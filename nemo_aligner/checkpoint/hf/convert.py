@@ -182,10 +182,9 @@ def _convert(
         limits = stored.precision, shape.max_position_embeddings
         contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
-            # A LongRoPE or dynamic RoPE depends on a length, which only the contract has.
-            shape.length_dependent_rope(
-                contract.seq_length
-            )  # raises if the length is not supported
+            # A LongRoPE or dynamic RoPE depends on a length, which only the contract has; this
+            # raises if the model does not support it.
+            shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
