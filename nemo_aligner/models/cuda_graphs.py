@@ -336,7 +336,7 @@ class DecoderGraphs:
         max_graphs: int = MOST_GRAPHS,
     ) -> None:
         self._decode, self._modules, self._capture = decode, modules, capture
-        self._why_not, self._most = why_not, max_graphs
+        self._why_not, self._max_graphs = why_not, max_graphs
         self._graphs: dict[_Key, _Graph] = {}
         self._seen: Counter[_Key] = Counter()
         self._leaves: _Leaves | None = None
@@ -380,7 +380,7 @@ class DecoderGraphs:
             return self._graphs[key]
         self._seen[key] += 1
         count = sum(other.is_training == is_training for other in self._graphs)
-        if self._seen[key] < 2 or count >= self._most:
+        if self._seen[key] < 2 or count >= self._max_graphs:
             return None
         self._add(key, inputs)
         return self._graphs.get(key)

@@ -343,7 +343,7 @@ class ExpertLinear(torch.nn.Module):
         # parallelism, too, so that a run can be resumed with it.
         self.weight.allreduce = count is None  # type: ignore[attr-defined]
         self._is_shared = count is None
-        self.group, self._others, self.axis = group, expert_group, axis
+        self.group, self._expert_group, self.axis = group, expert_group, axis
         self.size, self.first = size, 0 if count is None else local_count * expert_group.rank()
         self.register_module("adapter", None)
 
@@ -385,7 +385,7 @@ class ExpertLinear(torch.nn.Module):
         offsets = [(prepended + self.axis, self.group.rank(), self.group.size())]
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if not self._is_shared:
-            offsets.append((prepended, self._others.rank(), self._others.size()))
+            offsets.append((prepended, self._expert_group.rank(), self._expert_group.size()))
             copies = parallel_state.get_expert_data_parallel_group()
         entry = ShardedTensor.from_rank_offsets(
             key,
