@@ -159,7 +159,7 @@ def test_array_of_jobs_has_a_seed_and_a_folder_for_each(slurm: FakeSlurm) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "starts"),
+    ("order", "code", "starts"),
     [
         # In turn: steps are left; the model was written in time; an error during the save.
         ("138", 0, 2),
