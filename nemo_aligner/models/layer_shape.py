@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.common import (
-    LEAST_NUMBER,
-    MOST,
-    MOST_NUMBER,
+    MAX_COUNT,
+    MAX_NUMBER,
+    MIN_NUMBER,
     count_of_config,
     number_of_config,
     optional_number_of_config,
@@ -92,7 +92,7 @@ def _factors(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ..
     given = config.get(key)
     factors = given if isinstance(given, list) else []
     if len(factors) != count or not all(
-        type(each) in (int, float) and LEAST_NUMBER <= each <= MOST_NUMBER for each in factors
+        type(each) in (int, float) and MIN_NUMBER <= each <= MAX_NUMBER for each in factors
     ):
         raise CheckpointError(
             f"model_config.yaml: {key}: got {shown(given)}, wanted {count} numbers above 0"
@@ -179,7 +179,7 @@ def read_yarn(config: Mapping[str, Any]) -> YarnScaling | None:
 def read_frequency(config: Mapping[str, Any], key: str) -> Frequency:
     """Read which layers are meant as megatron-core has it: every N-th, or a 0 or 1 for each."""
     value, layers = config.get(key), config.get("num_layers")
-    if value is None or (type(value) is int and 0 < value <= MOST):
+    if value is None or (type(value) is int and 0 < value <= MAX_COUNT):
         return value
     marks = value if isinstance(value, list | tuple) else ()
     if len(marks) == layers and all(type(mark) in (int, bool) and 0 <= mark <= 1 for mark in marks):
@@ -207,7 +207,7 @@ def read_window(value: Any) -> int | None:
     if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
         before = value[0]
         size = None if before == -1 else before + 1 if type(before) is int else before
-    if size is None or (type(size) is int and 0 < size <= MOST):
+    if size is None or (type(size) is int and 0 < size <= MAX_COUNT):
         return size
     raise CheckpointError(
         f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
