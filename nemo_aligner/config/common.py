@@ -206,12 +206,12 @@ class Checks:
 # Checks of numbers in files of other programs: configs of models, headers of weights.
 
 # Far beyond any real model. Larger numbers would be noticed late, when something overflows.
-MOST = 2**31
-LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e12
+MAX_COUNT = 2**31
+MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 
 
 def read_count(
-    value: object, location: str, expected: str, minimum: int = 1, maximum: int = MOST
+    value: object, location: str, expected: str, minimum: int = 1, maximum: int = MAX_COUNT
 ) -> int:
     """Return ``value`` if it is a whole number in the range.
 
@@ -229,8 +229,8 @@ def read_number(
     value: object,
     location: str,
     expected: str,
-    minimum: float = LEAST_NUMBER,
-    maximum: float = MOST_NUMBER,
+    minimum: float = MIN_NUMBER,
+    maximum: float = MAX_NUMBER,
 ) -> float:
     """Return ``value`` if it is an int or float in the range; see ``read_count``.
 
@@ -243,14 +243,14 @@ def read_number(
 def count_of_config(config: Mapping[str, Any], key: str, default: Any = None) -> int:
     """Read a whole number above 0 from a ``model_config.yaml``; see ``read_count``."""
     value = config.get(key)
-    expected = f"a whole number above 0 and of at most {MOST}"
+    expected = f"a whole number above 0 and of at most {MAX_COUNT}"
     return read_count(default if value is None else value, f"model_config.yaml: {key}", expected)
 
 
 def number_of_config(config: Mapping[str, Any], key: str, default: float) -> float:
     """Read a number above 0 from a ``model_config.yaml``; see ``read_number``."""
     value = config.get(key)
-    expected = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
     value = default if value is None else value
     return float(read_number(value, f"model_config.yaml: {key}", expected))
 

@@ -205,7 +205,7 @@ def _to_bytes(ids: list[int]) -> bytes:
 # Servers receive texts of megabytes. Tokenizing one only to reject it, or to keep its last tokens,
 # would delay all other requests.
 
-# NFC shrink_factor the UTF-8 bytes of a text to no less than a third (Unicode, UAX 15).
+# NFC shrinks the UTF-8 bytes of a text to no less than a third (Unicode, UAX 15).
 _NFC_SHRINKS = 3
 # Pre-tokenizers of Llama 3 and Qwen 2. None of their pieces spans the space between two words.
 _KNOWN_REGEXES = frozenset(

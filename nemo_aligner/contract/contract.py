@@ -245,7 +245,9 @@ class ScoringContract:
     @property
     def hash(self) -> str:
         """sha256 (hex) of the canonical JSON of every field that changes a score."""
-        fields = {name: value for name, value in self._fields().items() if name not in _NOT_HASHED}
+        fields = {
+            name: value for name, value in self._collect_fields().items() if name not in _NOT_HASHED
+        }
         # Sorted, ASCII and without spaces, so that any JSON library can write the same bytes.
         canonical = json.dumps(
             {"version": VERSION, **fields},
@@ -257,14 +259,14 @@ class ScoringContract:
 
     def differences(self, other: ScoringContract) -> dict[str, tuple[Any, Any]]:
         """Return every hashed field that differs: name -> (value here, value in ``other``)."""
-        fields, other_fields = self._fields(), other._fields()
+        fields, other_fields = self._collect_fields(), other._collect_fields()
         return {
             name: (fields.get(name), other_fields.get(name))
             for name in {**fields, **other_fields}
             if name not in _NOT_HASHED and fields.get(name) != other_fields.get(name)
         }
 
-    def _fields(self) -> dict[str, Any]:
+    def _collect_fields(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -274,7 +276,7 @@ class ScoringContract:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, with the version and the hash."""
-        return {"version": VERSION, **self._fields(), "hash": self.hash}
+        return {"version": VERSION, **self._collect_fields(), "hash": self.hash}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ScoringContract:

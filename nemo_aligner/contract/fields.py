@@ -100,7 +100,7 @@ def _are_numbers_or_none(value: Any) -> bool:
     return value is None or are_numbers(value)
 
 
-def _one_of(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
+def _check_member(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
     values: Sequence[Any] = [member.value for member in kind]
     return lambda value: value in values, " or ".join(map(repr, values))
 
@@ -121,7 +121,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "add_eos": _FLAG,
     "bos_id": _ID,
     "eos_id": _ID,
-    "overlong": _one_of(Overlong),
+    "overlong": _check_member(Overlong),
     "seq_length": (lambda value: _is_count(value, 1), "a number of tokens"),
     "attributes": (
         lambda value: isinstance(value, list | tuple) and all(map(is_text, value)),
@@ -129,10 +129,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "attribute_weights": _NUMBERS,
     "label_means": _NUMBERS,
-    "dtype": _one_of(Precision),
+    "dtype": _check_member(Precision),
     "tokenizer_fingerprint": (is_text, "a text"),
-    "reward_model_type": _one_of(RewardModelType),
-    "scored_position": _one_of(ScoredPosition),
+    "reward_model_type": _check_member(RewardModelType),
+    "scored_position": _check_member(ScoredPosition),
     "reward_mean": (_are_numbers_or_none, "numbers or null"),
     "reward_std": (_are_numbers_or_none, "numbers or null"),
     "measured_on": _TEXT_OR_NONE,

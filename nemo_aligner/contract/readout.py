@@ -91,10 +91,10 @@ class Readout:
     def rewards(self, outputs: np.ndarray) -> np.ndarray:
         """Turn ``outputs [S, A * K]`` into rewards ``[S, A]`` float32."""
         functions = {
-            BINS: self._expected,
-            QUANTILES: self._median,
-            HEADS: _mean,
-            SIGMOID: _probability,
+            BINS: self._compute_expectation,
+            QUANTILES: self._select_median,
+            HEADS: _average_columns,
+            SIGMOID: _compute_probability,
         }
         return self._apply(outputs, functions[self.kind])
 
@@ -105,10 +105,12 @@ class Readout:
         other kinds the standard deviation.
         """
         functions = {
-            BINS: self._deviation,
+            BINS: self._compute_deviation,
             QUANTILES: lambda row: row[:, -1] - row[:, 0],
-            SIGMOID: lambda row: np.sqrt(_probability(row) * _probability(-row)),
-            HEADS: lambda row: np.sqrt(_mean((row - _mean(row)[:, None]) ** 2)),
+            SIGMOID: lambda row: np.sqrt(_compute_probability(row) * _compute_probability(-row)),
+            HEADS: lambda row: np.sqrt(
+                _average_columns((row - _average_columns(row)[:, None]) ** 2)
+            ),
         }
         return self._apply(outputs, functions[self.kind])
 
@@ -137,24 +139,24 @@ class Readout:
         results = [function(np.ascontiguousarray(row)) for row in rows]
         return np.array(results, dtype=np.float32).reshape(-1, num_attributes)
 
-    def _probabilities(self, logits: np.ndarray) -> np.ndarray:
+    def _softmax(self, logits: np.ndarray) -> np.ndarray:
         # The largest logit is subtracted, because exp overflows for large ones.
         powers = np.exp(logits - logits.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
 
-    def _expected(self, logits: np.ndarray) -> np.ndarray:
-        return (self._probabilities(logits) * np.array(self.numbers)).sum(axis=1)
+    def _compute_expectation(self, logits: np.ndarray) -> np.ndarray:
+        return (self._softmax(logits) * np.array(self.numbers)).sum(axis=1)
 
-    def _deviation(self, logits: np.ndarray) -> np.ndarray:
-        distances = np.array(self.numbers) - self._expected(logits)[:, None]
-        return np.sqrt((self._probabilities(logits) * distances**2).sum(axis=1))
+    def _compute_deviation(self, logits: np.ndarray) -> np.ndarray:
+        distances = np.array(self.numbers) - self._compute_expectation(logits)[:, None]
+        return np.sqrt((self._softmax(logits) * distances**2).sum(axis=1))
 
-    def _median(self, outputs: np.ndarray) -> np.ndarray:
+    def _select_median(self, outputs: np.ndarray) -> np.ndarray:
         medians = [row.index(MEDIAN) for row in self.numbers]
         return outputs[np.arange(len(medians)), medians]
 
 
-def _mean(row: np.ndarray) -> np.ndarray:
+def _average_columns(row: np.ndarray) -> np.ndarray:
     return row.mean(axis=1)
 
 
@@ -164,7 +166,7 @@ def sigmoid(values: np.ndarray) -> np.ndarray:
     return np.where(values >= 0, 1.0, power) / (1.0 + power)
 
 
-def _probability(row: np.ndarray) -> np.ndarray:
+def _compute_probability(row: np.ndarray) -> np.ndarray:
     return sigmoid(row[:, 0])
 
 

@@ -430,7 +430,7 @@ class TemplateReading:
             one_part = [_make_part(_FIRST)]
             two_parts = [_make_part(_FIRST), _make_part(_SECOND)]
             from_string, from_one, from_two = (
-                self._try(_make_dialogue(role, content))
+                self._try_render(_make_dialogue(role, content))
                 for content in (_FIRST, one_part, two_parts)
             )
             self._read_parts[role] = (
@@ -445,7 +445,7 @@ class TemplateReading:
 
     def _is_as_empty(self, trial: Messages, with_empty: Messages) -> bool:
         """Tell if a trial writes the word "None" no more often than one with empty content."""
-        expected, actual = self._try(with_empty), self._try(trial)
+        expected, actual = self._try_render(with_empty), self._try_render(trial)
         if expected is None:
             return True
         return actual is not None and actual.count("None") <= expected.count("None")
@@ -454,10 +454,10 @@ class TemplateReading:
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
         """Tell if one of the rendered trials contains all words; None if all are rejected."""
-        texts = [text for text in map(self._try, trials) if text is not None]
+        texts = [text for text in map(self._try_render, trials) if text is not None]
         return any(all(word in text for word in words) for text in texts) if texts else None
 
-    def _try(self, trial: Messages | Conversation) -> str | None:
+    def _try_render(self, trial: Messages | Conversation) -> str | None:
         try:
             return self._write(trial)
         except DataError:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.common import (
-    LEAST_NUMBER,
-    MOST,
-    MOST_NUMBER,
+    MAX_COUNT,
+    MAX_NUMBER,
+    MIN_NUMBER,
     count_of_config,
     number_of_config,
     optional_number_of_config,
@@ -101,7 +101,7 @@ def _factors(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ..
     value = config.get(key)
     factors = value if isinstance(value, list) else []
     if len(factors) != count or not all(
-        type(factor) in (int, float) and LEAST_NUMBER <= factor <= MOST_NUMBER for factor in factors
+        type(factor) in (int, float) and MIN_NUMBER <= factor <= MAX_NUMBER for factor in factors
     ):
         raise CheckpointError(
             f"model_config.yaml: {key}: got {shown(value)}, wanted {count} numbers above 0"
@@ -201,7 +201,7 @@ def read_frequency(config: Mapping[str, Any], key: str) -> Frequency:
         CheckpointError: the value is neither.
     """
     value, layers = config.get(key), config.get("num_layers")
-    if value is None or (type(value) is int and 0 < value <= MOST):
+    if value is None or (type(value) is int and 0 < value <= MAX_COUNT):
         return value
     marks = value if isinstance(value, list | tuple) else ()
     if len(marks) == layers and all(type(mark) in (int, bool) and 0 <= mark <= 1 for mark in marks):
@@ -236,7 +236,7 @@ def read_window(value: Any) -> int | None:
         size = keys_before + 1 if type(keys_before) is int else keys_before
         if keys_before == -1:
             size = None
-    if size is None or (type(size) is int and 0 < size <= MOST):
+    if size is None or (type(size) is int and 0 < size <= MAX_COUNT):
         return size
     raise CheckpointError(
         f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "

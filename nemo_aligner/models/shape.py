@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nemo_aligner.config.common import (
-    LEAST_NUMBER,
-    MOST,
-    MOST_NUMBER,
+    MAX_COUNT,
+    MAX_NUMBER,
+    MIN_NUMBER,
     count_of_config,
     number_of_config,
     optional_number_of_config,
@@ -447,7 +447,7 @@ def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
     if not isinstance(bias, bool):
         raise CheckpointError(f"{location}.bias: got {shown(bias)}, wanted true or false")
     if size is not None:
-        size = read_count(size, f"{location}.mlp_size", f"a whole number from 1 to {MOST}")
+        size = read_count(size, f"{location}.mlp_size", f"a whole number from 1 to {MAX_COUNT}")
     head = HeadShape(bias, size)
     return None if head == HeadShape() else head
 
@@ -568,9 +568,9 @@ def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
     keys = {"rank", "alpha", "targets"}
     if not isinstance(section, Mapping) or set(section) != keys:
         raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
-    expected = f"a whole number above 0 and of at most {MOST}"
+    expected = f"a whole number above 0 and of at most {MAX_COUNT}"
     rank = read_count(section["rank"], f"{_WHERE}.rank", expected)
-    expected = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
     alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", expected))
     targets = section["targets"]
     names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_count, read_number
+from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_count, read_number
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -142,10 +142,12 @@ class HfSettings:
     def number(self, key: str, default: float | None = None) -> Any:
         """Read a number above 0."""
         value = self.config.get(key)
-        expected = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+        expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
         return read_number(default if value is None else value, key, expected)
 
-    def count(self, key: str, default: int | None = None, least: int = 1, limit: int = MOST) -> int:
+    def count(
+        self, key: str, default: int | None = None, least: int = 1, limit: int = MAX_COUNT
+    ) -> int:
         """Read an integer from ``least`` to ``limit``."""
         value = self.config.get(key)
         expected = f"a whole number from {least} on, at most {limit}"
