@@ -309,7 +309,7 @@ def test_the_options_are_settings_of_the_server_that_is_started() -> None:
     [
         ({}, "server_url, model_path: set exactly one of them"),
         ({"server_url": "http://x", "model_path": "y"}, "set exactly one of them"),
-        ({"server_url": "http://x", "clip": [0, 1]}, "clip: set them only together with model_path"),
+        ({"server_url": "http://x", "clip": [0, 1]}, "clip: set them only together"),
         ({"model_path": "x", "num_workers": 2}, "num_workers"),
         ({"model_path": "x", "reward_mean": 1, "reward_std": 1}, "normalize_rewards: true"),
         ({"model_path": "x", "normalize_rewards": True, "reward_std": 1}, "set both or none"),
