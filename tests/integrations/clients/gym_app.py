@@ -308,11 +308,11 @@ def test_the_options_are_settings_of_the_server_that_is_started() -> None:
     ("options", "wanted"),
     [
         ({}, "server_url, model_path: set exactly one of them"),
-        ({"server_url": "http://x", "model_path": "y"}, "wanted one of them"),
-        ({"server_url": "http://x", "clip": [0, 1]}, "clip: wanted with model_path alone"),
+        ({"server_url": "http://x", "model_path": "y"}, "set exactly one of them"),
+        ({"server_url": "http://x", "clip": [0, 1]}, "clip: set them only together"),
         ({"model_path": "x", "num_workers": 2}, "num_workers"),
         ({"model_path": "x", "reward_mean": 1, "reward_std": 1}, "normalize_rewards: true"),
-        ({"model_path": "x", "normalize_rewards": True, "reward_std": 1}, "wanted both"),
+        ({"model_path": "x", "normalize_rewards": True, "reward_std": 1}, "set both or none"),
         ({"model_path": "x", "batch_size": 2}, "max_length"),
     ],
 )

@@ -231,4 +231,4 @@ def test_model_with_one_reward_of_a_text_says_that_it_has_no_steps(archive: Path
         "/pooling": {"input": "ab", "task": "token_classify"},
     }.items():
         answer = call(app, path, body)
-        assert (answer.status, "one reward for each text" in answer.body.decode()) == (400, True)
+        assert (answer.status, "one reward per sample" in answer.body.decode()) == (400, True)
