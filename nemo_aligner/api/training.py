@@ -117,7 +117,7 @@ def _check_not_twice(settings: Mapping[str, Any], keys: Iterable[str]) -> None:
     for key in keys:
         if key in settings:
             raise ConfigError(
-                f"{key}: it is set twice, as a setting and as an argument. Omit one of them"
+                f"{key}: got it twice, as a setting and as an argument. Omit one of them"
             )
 
 

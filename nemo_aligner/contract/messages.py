@@ -198,8 +198,8 @@ def read_text(value: Any) -> Text:
     unknown_keys = [key for key in value if key != "messages" and key not in _CONTEXT_KEYS]
     if unknown_keys:
         raise DataError(
-            f"got the key {unknown_keys[0]!r:.60}, wanted only messages, "
-            f"{' and '.join(_CONTEXT_KEYS)}"
+            f"got the key {unknown_keys[0]!r:.60}, wanted messages, "
+            f"{' and '.join(_CONTEXT_KEYS)} only"
         )
     if not isinstance(value["messages"], list):
         raise DataError(
