@@ -46,7 +46,7 @@ NEEDS = {
     "docker": "docker; tests/deploy reads the file",
     "curl localhost:8080/rerank": "llama.cpp; tests/checkpoint/hf has its server in a process",
     "kubectl": "a cluster; tests/deploy holds the files to the schemas",
-    "nemo-aligner data fetch": "the hub; tests/data/test_hub.py has one of files",
+    "nemo-aligner data fetch": "the hub; tests/data reads one that is made of files",
     "pip": "packages of the network, by the hundreds of megabytes",
     "python3.11 -m venv vllm": "the same",
     "source .venv/bin/activate": "an environment, which the tests run in",
