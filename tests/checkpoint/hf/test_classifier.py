@@ -91,8 +91,14 @@ def test_contract_of_an_export_is_followed(
 def test_contract_that_is_not_of_the_export_is_refused(exported_folder: Path) -> None:
     damages = [
         (partial(edit, name="scoring_contract.json", seq_length=9), "was changed after"),
-        (partial(edit, id2label={"0": "a", "1": "b"}, label_means=None), "id2label: the folder has"),
-        (partial(edit, name="tokenizer.json", normalizer={"type": "NFC"}), "fingerprint: the folder has"),
+        (
+            partial(edit, id2label={"0": "a", "1": "b"}, label_means=None),
+            "id2label: the folder has",
+        ),
+        (
+            partial(edit, name="tokenizer.json", normalizer={"type": "NFC"}),
+            "fingerprint: the folder has",
+        ),
     ]
     check_damages(exported_folder / "hf", damages, load, AlignerError)
 
