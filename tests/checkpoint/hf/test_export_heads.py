@@ -37,7 +37,7 @@ TEXTS = [
 ]
 # A kind of head, options of the export, the class in its config, and a part of the summary.
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("several attributes", {}, "LlamaForSequenceClassification", "add {'helpfulness': 0.75"),
+    ("several attributes", {}, "LlamaForSequenceClassification", "Add {'helpfulness': 0.75"),
     ("a bias", {}, "LlamaForSequenceClassification", "WARNING: the logits are not the rewards"),
     (
         "a bias",
