@@ -40,7 +40,7 @@ def convert_parser() -> Parser:
         help="reward head to convert, by its name in docs/checkpoints.md; none: only the body, as "
         "a base model; default: the only head of the model",
     )  # fmt: skip
-    rules = parser.add_argument_group("for a reward model")
+    rules = parser.add_argument_group("options for a reward model")
     rules.add_argument(
         "--template", help="its chat template, as model.data.template; default: the tokenizer's"
     )
@@ -111,7 +111,7 @@ def import_parser() -> Parser:
         "--config", type=Path, metavar="YAML",
         help="model_config.yaml; default: the checkpoint's own",
     )  # fmt: skip
-    rules = parser.add_argument_group("for a reward model")
+    rules = parser.add_argument_group("options for a reward model")
     rules.add_argument(
         "--template",
         help="chat template: 'tokenizer', a built-in name, a file, or 'none' for raw texts",
