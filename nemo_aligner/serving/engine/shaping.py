@@ -143,12 +143,14 @@ class RewardShaper:
             rewards = np.minimum(np.maximum(rewards, low), high)
         # Compared in float32, because clients see float32 rewards.
         shaped, threshold = rewards.astype(np.float32), shaping.threshold
+        passed = None if threshold is None else shaped[:, 0] >= np.float32(threshold)
         return replace(
             scored,
             rewards=shaped,
             raw_rewards=raw,
             deviation=deviation.astype(np.float32) if "deviation" in self.outputs else None,
-            passed=None if threshold is None else shaped[:, 0] >= np.float32(threshold),
+            # A number, because rejected rows of the request get NaN.
+            passed=None if passed is None else passed.astype(np.float32),
             spread=None if spread is None else spread.mean(axis=1).astype(np.float32),
         )
 

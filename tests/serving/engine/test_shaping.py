@@ -13,6 +13,7 @@ import pytest
 from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.scorer import place_rows
 from nemo_aligner.serving.engine.scorer import check_same_encoding
 from nemo_aligner.serving.engine.shaping import RewardShaper, build_shaper
 from nemo_aligner.serving.protocols import ScoredRows
@@ -71,6 +72,7 @@ def test_shaping_by_each_rule() -> None:
         passed = shape(shaper(threshold=threshold), RAW).passed
         assert passed is not None
         assert passed.tolist() == [True, False, True]
+        assert np.isnan(place_rows(passed, [0, 1, 3], 4)[2])  # a rejected row has no verdict
     assert build_shaper(ShapingConfig(), EnsembleConfig(), [ONE]) is None
 
 
