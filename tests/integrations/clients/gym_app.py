@@ -327,4 +327,4 @@ def test_a_server_that_cannot_start_masks_the_sample(tmp_path: Path) -> None:
     settings = config(model_path="x", command=[sys.executable, str(script)])
     (answer,) = asyncio.run(answers(1, body(), settings))
     assert (answer["mask_sample"], answer["failure_kind"]) == (True, "provider_unavailable")
-    assert answer["failure_reason"].endswith("ended with exit code 3; its output says why")
+    assert answer["failure_reason"].endswith("ended with exit code 3; see its output")
