@@ -310,8 +310,8 @@ class _Segments:
     ) -> None:
         if group.prefix >= min(map(len, sequences)):
             raise ValueError(
-                f"a shared prefix of {group.prefix} tokens is not shorter than all of its "
-                f"sequences, which have {[*map(len, sequences)]} tokens"
+                f"a prefix of {group.prefix} tokens is not shorter than all sequences that share "
+                f"it, which have {[*map(len, sequences)]} tokens"
             )
         segment, num_cached = -1, 0
         if group.cached is not None:

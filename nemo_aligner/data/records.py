@@ -1,8 +1,8 @@
 """Comparison and Rating, the preference records of all formats; and how records are written.
 
 ``formats/`` make records of the lines of a file. Training tokenizes them (``tokenize.py``),
-evaluation scores them. Also here: keys by which duplicate prompts and verdicts are found, rows of
-held-out rewards, and conversion of Python values to lines of JSON.
+evaluation scores them. This module also has the keys by which duplicate prompts and contradicting
+verdicts are found, rows of held-out rewards, and the conversion of Python values to lines of JSON.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
 
 
 def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:
-    """Return how many tokens each reward of a sample belongs to.
+    """Return, for each reward of a sample, the length of the text that it scores, in tokens.
 
-    A reward belongs to its turn or step. The last reward of a sample without step labels belongs to
-    the whole reply.
+    A reward scores its turn or step. The last reward of a sample without step labels scores the
+    whole reply.
 
     Args:
         reply_tokens: number of tokens of the whole reply.
@@ -258,7 +258,7 @@ def _text_bytes(text: Text) -> bytes:
 def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
     """List the lengths of the better and the worse sample of each pair of a record, without ties.
 
-    ``lengths`` are those of the replies of all samples of ``records``.
+    ``lengths`` has the length of the reply of each sample, record by record.
     """
     remaining = iter(lengths)
     pairs = []
@@ -289,8 +289,8 @@ def reward_row(
     """Build a row with the origin, the rewards and the samples of a record.
 
     Args:
-        rewards: by ``chosen`` and ``rejected`` for a pair, by attribute for a rating. A value that
-            is not finite becomes null.
+        rewards: rewards of a pair by ``chosen`` and ``rejected``, or of a rating by attribute. A
+            value that is not finite becomes null.
         more: further fields, for example labels.
     """
     row: dict[str, Any] = {"record": str(origin), "rewards": _replace_infinite(rewards)}
@@ -382,14 +382,14 @@ def write_records(
     return count
 
 
-# Most levels of nested lists and objects in a record; Python can read some hundreds.
+# Largest number of nested lists and objects in a record. Python itself could read some hundreds.
 DEEPEST = 100
 
 
 def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
-    """True if an object read from ``raw`` is nested more than ``DEEPEST`` levels.
+    """True if ``value``, read from the JSON ``raw``, is nested more than ``DEEPEST`` levels.
 
-    Recursive functions could exceed Python's recursion limit on it.
+    Recursive functions could exceed Python's recursion limit on such a value.
     """
     if raw.count("[") + raw.count("{") <= DEEPEST:
         return False
@@ -417,7 +417,8 @@ def as_json(value: Mapping[str, Any]) -> str:
         DataError: it has a value of another type, for example bytes; the message says where.
     """
     try:
-        # This raises at a NaN or a key of another type; only then is the value walked through.
+        # This raises at a NaN or a key that is no string. Only then convert the value item by item,
+        # which is slower.
         text = json.dumps(value, ensure_ascii=False, default=_convert, allow_nan=False)
     except RecursionError as error:
         raise DataError("it holds lists or dicts nested too deep for JSON") from error
@@ -425,7 +426,7 @@ def as_json(value: Mapping[str, Any]) -> str:
         text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair; a reader reports it with its line
+    except UnicodeEncodeError:  # half of a surrogate pair: escape it, for a reader to report
         return json.dumps(_json_value(value))
     return text
 
@@ -463,7 +464,8 @@ def _json_value(value: Any, location: str = "") -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str | int | float | None):
-                raise DataError(f"{location or 'it'}: got the key {shown(key)}, wanted a string")
+                location = location or "top level"
+                raise DataError(f"{location}: got the key {shown(key)}, wanted a string")
         return {
             str(key): _json_value(item, f"{location}.{key}" if location else str(key))
             for key, item in value.items()
