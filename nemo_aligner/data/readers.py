@@ -2,8 +2,8 @@
 
 ``open_file`` finds the format of a file, and returns ``FileRules``, which make records of lines,
 and the file's blocks, which training tokenizes one by one. ``read_records`` and ``parse_file`` read
-a whole
-file for evaluation and the ``data`` verbs. ``clean.py`` decides which records are dropped.
+a whole file for evaluation and ``nemo-aligner data``. ``clean.py`` decides which records are
+dropped.
 """
 
 from __future__ import annotations

@@ -464,8 +464,9 @@ def _json_value(value: Any, location: str = "") -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str | int | float | None):
-                location = location or "top level"
-                raise DataError(f"{location}: got the key {shown(key)}, wanted a string")
+                raise DataError(
+                    f"{location or 'top level'}: got the key {shown(key)}, wanted a string"
+                )
         return {
             str(key): _json_value(item, f"{location}.{key}" if location else str(key))
             for key, item in value.items()

@@ -33,9 +33,9 @@ class Rollout:
         return len(self.tokens)
 
     def lengths(self) -> np.ndarray:
-        """Count the tokens up to the last value that is learned, ``[N]`` int64; 0 if there is none.
+        """Count the tokens of each sequence up to its last learned value; 0 if it has none.
 
-        Attention is causal, so later tokens do not matter.
+        Attention is causal, so later tokens do not matter. The result is ``[N]`` int64.
         """
         learned = self.mask != 0
         # argmax finds the first True, here counted from the end.
@@ -79,7 +79,7 @@ class Rollout:
             if actual != expected:
                 raise DataError(
                     f"{name}: got shape {list(actual)}, wanted {list(expected)}: one number for "
-                    f"each of the tokens {list(shape)} but the last"
+                    f"each token of a sequence except its last (tokens have shape {list(shape)})"
                 )
 
     def _check_numbers(self) -> None:
@@ -92,8 +92,8 @@ class Rollout:
             if wrong.any():
                 row, position = np.argwhere(wrong)[0]
                 raise DataError(
-                    f"{name}, row {row}: got a number that is not finite at {position}, where the "
-                    "mask is not 0"
+                    f"{name}, row {row}: got a number that is not finite at position {position}, "
+                    "where the mask is 1"
                 )
 
     def _check_tokens(self, seq_length: int, vocab_size: int) -> None:

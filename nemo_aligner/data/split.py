@@ -276,8 +276,8 @@ def _render_length_baseline(
     train_lengths = measure_replies([text for record in train for text in record.texts], tokenizer)
     lines, values = [], []
     for index, name in enumerate(settings.reading.attributes):
-        # The prediction is a line fitted to the training lengths. Of this line, only the sign of the
-        # slope changes r.
+        # The prediction is a line fitted to the training lengths. Only the sign of its slope
+        # changes r.
         sign = np.sign(_length_correlation(train, train_lengths, index))
         values.append(sign * _length_correlation(heldout, lengths, index))
         lines.append(

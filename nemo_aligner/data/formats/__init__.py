@@ -124,7 +124,8 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# Their records also have a format above, and are read differently: these are chosen only by name.
+# Formats that ``auto`` never chooses, only their name does: their records also fit a format above,
+# which reads them differently.
 NAMED_FORMATS: dict[str, Format] = {TRL.name: TRL}
 
 
@@ -139,15 +140,15 @@ def choose_format(
     """Choose the format called ``fmt``, or for ``auto`` the first one that recognizes a record.
 
     Args:
-        kind: kind of records that the format must have; None takes both.
+        kind: kind of records that the format must have; None allows comparisons and ratings.
         lines: lines of the file.
-        pair_keys: read ``chat_pairs`` with these keys.
-        labels: label columns, which are ignored when a format is recognized.
+        pair_keys: names of the fields of pairs; if given, the format is ``chat_pairs``.
+        labels: label columns. A record that also fits a format without these columns is recognized.
 
     Raises:
-        ConfigError: there is no format of that name, it has another kind of records, or
+        ConfigError: there is no format called ``fmt`` with records of this ``kind``, or
             ``pair_keys`` do not apply to it.
-        DataError: the file is empty, or no format of this kind recognizes a record.
+        DataError: the file has no records, or no format of this ``kind`` recognizes one.
     """
     if pair_keys is not None:
         return _choose_pairs(pair_keys, fmt, kind)
@@ -198,7 +199,7 @@ def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
 
 
 def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
-    """Write the end of the error about a record that has none of the formats ``fitting``."""
+    """Write the end of the error about a record that none of the formats ``fitting`` recognizes."""
     if any({f"chosen_{ids}", f"rejected_{ids}"} <= set(line.value) for ids in _TOKEN_IDS):
         return (
             ". These are token ids of a data set that TRL has tokenized. Pass the texts that it "
@@ -244,7 +245,7 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
             matches.append((len(keys), candidate, names))
     if not matches:
         return None
-    # The more keys match, the less likely it is by chance.
+    # The more keys a format has, the less likely they match by chance.
     _, likely, names = max(matches, key=lambda match: match[0])
     fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
     return f"did you mean {fields}? {likely.name} wants {likely.wanted}"
@@ -258,13 +259,14 @@ def parse_lines(
     counts: Counter[str] | None = None,
     unread: Counter[str] | None = None,
 ) -> Iterator[Record | MalformedRecord]:
-    """Yield the records of lines of the format ``chosen``, and malformed records, in order.
+    """Yield the records of ``lines``, read by the format ``chosen``, and malformed ones, in order.
 
     Args:
         lines: lines of complete records (see ``check_lines_are_whole``).
         columns: label columns to read.
-        counts: counts, by ``COLUMN_COUNTS``, lines with a column that became a part of the prompt.
-        unread: counts lines with each column that was not read.
+        counts: counter of lines with a column that became a part of the prompt, by
+            ``COLUMN_COUNTS``.
+        unread: counter of lines with a column that was not read, by the name of the column.
     """
     size = chosen.lines_per_record
     counts = Counter() if counts is None else counts
@@ -297,7 +299,7 @@ def _parse_records(
     try:
         parsed = chosen.parse([*fields], origin, columns)
         parts = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
-        # A column that the format itself has read is not a part of the prompt.
+        # A column that the format itself has read is not added to the prompt.
         by_format = value.names_read.copy()
         records = []
         for part in parts:
@@ -339,9 +341,9 @@ _JOINED = re.compile(r"\}\s*\{")
 
 
 def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -> None:
-    """Check the lines of a format with several lines per record.
+    """Check that the lines of a format with several lines per record belong together.
 
-    One line too many would shift all records after it.
+    One line too many or too few would pair the wrong lines in all later records.
 
     Raises:
         DataError: it is not certain which lines of the file belong to the same record.
@@ -385,7 +387,7 @@ def _explain_mismatch(chosen: Format, line: AnyLine) -> str:
     if chosen.matches(line.value):
         return ""
     recognized = [fmt.name for fmt in FORMATS.values() if fmt.is_certain(line.value)]
-    # ``chosen`` itself may be among these, if it is read with other keys (``pair_keys``).
+    # ``chosen`` itself may be recognized with its usual keys, but is read with ``pair_keys``.
     different = [name for name in recognized if name != chosen.name]
     if different:
         return (

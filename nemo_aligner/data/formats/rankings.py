@@ -161,8 +161,8 @@ def ranked_by_strength(
 # UltraFeedback: an instruction, and completions with scores.
 #
 # Cui et al. 2023, arXiv:2310.01377. Completions are ranked by ``fine-grained_score``, the mean of
-# the ratings of four aspects, if all of them have one, else by ``overall_score``. In the first
-# version of the data, many completions with an ``overall_score`` of 1 have 10
+# the ratings of four aspects, if all completions have it, else by ``overall_score``. The latter is
+# less reliable: the first version of the data has 10 for many completions that were scored 1
 # (OpenBMB/UltraFeedback, "Update"). Equal scores are a tie.
 
 _SCORES = ("fine-grained_score", "overall_score")
@@ -298,7 +298,7 @@ QA_FEEDBACK = Format(
 
 _RESPONSES = ("response1", "response2")
 _ANNOTATORS = ("annotator1", "annotator2", "annotator3")
-# By label: 1 if the second response is better, -1 if the first is.
+# The vote of each label: 1 if the second response is better, -1 if the first is, 0 for a tie.
 _VOTES = {0: 0, 1: -1, 2: 1}
 
 
@@ -309,7 +309,7 @@ def _parse_pandalm(
     parts = [read_string(value, key) for key in ("instruction", "input") if key in value]
     prompt = "\n\n".join(part for part in parts if part.strip())
     texts = [read_conversation(prompt, read_string(value, key), key) for key in _RESPONSES]
-    # If two of three votes agree, the median is theirs.
+    # The median of three votes is the vote of the majority, or 0 if all three differ.
     vote = median(_read_vote(value, key) for key in _ANNOTATORS)
     return rank_samples(texts, (vote, -vote), origin, read_pair_labels(value, columns))
 

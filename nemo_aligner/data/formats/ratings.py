@@ -162,7 +162,7 @@ def _parse_stepwise(values: list[dict[str, Any]], origin: Origin, columns: Wante
             raise DataError(f"{key}: got {shown(value[key])}, wanted a list, one for each step")
     if len(steps) != len(step_labels):
         raise DataError(
-            f"labels: got {len(step_labels)} of them, wanted {len(steps)}, one for each completion"
+            f"labels: got {len(step_labels)} labels, wanted {len(steps)}, one for each completion"
         )
     labels = [
         _read_step_labels(label, f"labels[{number}]", columns)
@@ -243,8 +243,9 @@ MATH_SHEPHERD = Format(
 
 # PRM800K as published (Lightman et al. 2023, arXiv:2305.20050): a path of chosen steps, and other
 # completions of each step, all rated 1, 0 (neutral) or -1. The path becomes one record. Each other
-# completion becomes a record, too, after the path up to its step, whose labels are left out because
-# the record of the path has them. A step that an annotator wrote is right.
+# completion becomes a record, too: the path up to its step, followed by the completion. In this
+# record only the completion has a label, because the record of the path has those of the path. A
+# step that an annotator wrote counts as right.
 
 
 def _parse_prm800k(
@@ -281,7 +282,11 @@ def _parse_prm800k(
 def _read_completions(
     step: Any, location: str, columns: WantedLabels
 ) -> list[tuple[Any, Labels, bool]]:
-    """List the completions of a step: text, labels, and whether the path continues with it."""
+    """List the completions of a step, each with its labels and whether the path continues with it.
+
+    Returns:
+        A list of (text, labels, is chosen).
+    """
     if not isinstance(step, dict):
         raise DataError(f"{location}: got {shown(step)}, wanted an object with 'completions'")
     chosen, written = step.get("chosen_completion"), step.get("human_completion")
