@@ -71,17 +71,14 @@ def build_training_data(
     measure_label_means: bool = True,
     length_dependent_rope: Callable[[int], int] | None = None,
 ) -> TrainingData:
-    """Build the data sets of a run from the files of ``model.data.data_prefix``.
+    """Tokenize the files of ``model.data.data_prefix``, or open their token caches.
 
-    The files are tokenized, or their token caches are opened. Every rank must call this function.
+    Every rank must call this function.
 
     Args:
-        contract: determines how samples are tokenized. The result has a copy of it, with the
-            readout and the label means of this run.
-        measure_label_means: centre labels on the means of the training set; False centres them on
-            the means that ``contract`` has.
-        length_dependent_rope: ``ModelShape.length_dependent_rope`` if the RoPE of the model depends
-            on the length of a sample, else None.
+        contract: determines the tokens; the result has a copy with this run's readout and means.
+        measure_label_means: centre labels on the training set's means, not on the contract's.
+        length_dependent_rope: method of ``ModelShape``; None if RoPE ignores a sample's length.
 
     Raises:
         ConfigError: there is no training file, a record is too large for
