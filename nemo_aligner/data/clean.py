@@ -91,9 +91,9 @@ class MalformedRule:
     """Whether malformed records are dropped or an error.
 
     Attributes:
-        action: drop them, or raise an error.
-        max_fraction: largest fraction of a file's records that may be dropped.
-        section: section of these two settings, for errors: ``model.data.`` in training.
+        action: drop malformed records, or raise an error.
+        max_fraction: largest fraction of a file's records that may be dropped as malformed.
+        section: prefix of the names of these two settings in errors: ``model.data.`` in training.
     """
 
     action: Malformed = DataConfig.malformed
@@ -117,8 +117,8 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
     """Check that the rule allows the malformed records of all files.
 
     Raises:
-        DataError: it does not. One error lists the first malformed records of each such file, and
-            their number.
+        DataError: a file has too many malformed records. One error covers all such files, with the
+            number of their malformed records and a list of the first ones.
     """
     # The same file may be both a training and a validation file.
     rejected = {file.path: file for file in files if not rule.allows(file)}
@@ -233,9 +233,10 @@ class EncodedRecord(NamedTuple):
     """A record with the tokens of its samples.
 
     Attributes:
-        texts: for each sample, its tokens, or the error that it is too long.
-        reply_tokens: number of tokens of each reply; empty if not counted.
-        step_tokens: number of tokens of each step of each reply; empty if not counted.
+        texts: for each sample, its tokens, or an error if the sample is too long.
+        reply_tokens: number of tokens of each sample's reply; empty if not counted.
+        step_tokens: for each reply, the number of tokens of each of its steps; empty if not
+            counted.
     """
 
     record: Record
@@ -247,7 +248,10 @@ class EncodedRecord(NamedTuple):
 def encode_record(
     record: Record, encode: Callable[[Sequence[Text]], list[Item]]
 ) -> list[Item] | MalformedRecord:
-    """Encode the samples of a record; return why it is malformed if one of them is rejected.
+    """Encode the samples of a record.
+
+    Returns:
+        The encoded samples; or a ``MalformedRecord`` if the contract rejects one of them.
 
     Raises:
         DataError: the record has conversations, and there is no chat template to encode them.

@@ -125,7 +125,7 @@ class TokenizedDataset:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of the data; for several files, a digest of their digests."""
+        """sha256 (hex) of token ids, labels and ranks; for several files, of the files' digests."""
         return self.known_digest or self.measure_digest()
 
     def measure_digest(self) -> str:
@@ -320,7 +320,7 @@ def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
 
 
 def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelColumns:
-    """Build label columns of ``records`` that are not centred, NaN where a label is missing."""
+    """Build label columns from ``records``, not centred, with NaN where a label is missing."""
     missing = float("nan")
     # Comparisons in a data set of ratings have no labels.
     rows = [row or (None,) * len(columns) for record in records for row in label_rows(record)]
@@ -329,7 +329,7 @@ def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelCol
     return LabelColumns.of(columns, values)
 
 
-# The order of an epoch: every record once, or each file by its weight.
+# The order of the records in an epoch: every record once, or files in proportion to their weights.
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class EpochOrder:
         return sum(self.sizes)
 
     def record(self, position: int) -> int:
-        """Return the record at ``position``, counted from 0 over all epochs."""
+        """Return the index of the record at ``position``, counted from 0 over all epochs."""
         epoch, place = divmod(position, self.size)
         return int(_order_epoch(self, epoch)[place])
 
@@ -377,7 +377,8 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
     """Build the order over files of these ``sizes``, after checking the weights.
 
     Raises:
-        ConfigError: there is not one weight for each file, or a file gets no record.
+        ConfigError: the number of weights is not the number of files, or an epoch has no record of
+            a file.
     """
     order = EpochOrder(tuple(sizes), seed, tuple(weights))
     if weights and len(weights) != len(sizes):
@@ -411,7 +412,7 @@ def _order_epoch(order: EpochOrder, epoch: int) -> np.ndarray:
 
 
 def _take_from_passes(size: int, share: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the records that an epoch takes from a file, numbered within the file."""
+    """Return the indices, within a file, of the records that an epoch takes from it."""
     begin, end = epoch * share, (epoch + 1) * share
     passes = range(begin // size, -(-end // size))
     records = np.concatenate([_permute(size, seed, number) for number in passes])

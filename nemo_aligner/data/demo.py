@@ -111,7 +111,11 @@ def _draw_balanced(candidates: list[DemoPair], count: int, rng: random.Random) -
 
 @dataclass(frozen=True)
 class DemoPair:
-    """One pair; ``item`` is what its prompt asks about, in any wording."""
+    """One pair of the demo set.
+
+    ``item`` names what the prompt asks about, so that pairs with differently worded prompts about
+    the same thing stay in the same part.
+    """
 
     kind: str
     item: str

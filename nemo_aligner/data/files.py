@@ -313,16 +313,18 @@ def _decode(content: bytes, path: str) -> str:
 
 
 def decode_utf8(content: bytes, path: str, first: int = 1) -> str:
-    """Decode complete lines of a file; the first one has the number ``first``.
+    """Decode complete lines of a file; ``first`` is the number of the first of these lines.
 
     Raises:
-        DataError: they are not UTF-8; the message names the line.
+        DataError: a line is not UTF-8; the message has its number.
     """
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + first
-        raise DataError(f"{path}:{line}: not valid UTF-8 ({error.reason})") from error
+        raise DataError(
+            f"{path}:{line}: not valid UTF-8 ({error.reason}). Convert the file to UTF-8"
+        ) from error
 
 
 def _refuse_constant(name: str) -> None:
@@ -330,7 +332,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class _RepeatedKeyError(ValueError):
-    """An object has a key twice, and JSON does not define which of them counts."""
+    """An object has the same key twice, and JSON does not define which value counts."""
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -358,7 +360,7 @@ def _check_object(item: _Value) -> AnyLine:
 
 
 def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
-    """Yield the lines that are not empty, numbered from ``first``."""
+    """Parse the lines of ``text`` that are not empty; ``first`` is the number of its first line."""
     # Not splitlines(): JSON strings may contain U+2028 and similar line ends.
     for number, raw in enumerate(text.split("\n"), start=first):
         if raw.strip():
@@ -494,7 +496,7 @@ def _split_rows(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
 
 
 def _has_json_lines(path: str) -> bool:
-    """True if the file is JSON lines, and not a JSON list or a table."""
+    """True if a file consists of JSON lines, and is not a JSON list or a table."""
     with open_unpacked(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:

@@ -51,10 +51,10 @@ class Inspection:
     """Options of an inspection.
 
     Attributes:
-        rules: tokenizer and contract; without them lengths are characters.
+        rules: tokenizer and contract; None measures lengths in characters.
         show: number of records of each file to print in full.
-        reading: rules by which files are read. The contract of a regression model overrides its
-            attributes.
+        reading: rules by which files are read. If ``rules`` has the contract of a regression model,
+            the attributes of the contract take the place of those in ``reading``.
         marks: what to print before and after a special token.
     """
 

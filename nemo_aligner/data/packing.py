@@ -260,8 +260,8 @@ class PrefixGroup:
 
     Attributes:
         members: indices of the sequences.
-        prefix: number of tokens that all of them share after the cached ones.
-        size: number of tokens to compute.
+        prefix: number of tokens that all sequences share after their cached tokens.
+        size: number of tokens to compute, with the prefix counted once.
         cached: the cached tokens before the prefix; None if there are none.
     """
 
@@ -279,7 +279,7 @@ class PrefixGroup:
 
     @property
     def in_pack(self) -> Group:
-        """The group as ``PackedBatch.pack`` takes it."""
+        """The group as an argument of ``PackedBatch.pack``, whose prefix includes cached tokens."""
         return Group(len(self.members), _count_cached(self.cached) + self.prefix, self.cached)
 
 

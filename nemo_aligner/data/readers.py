@@ -263,8 +263,8 @@ def _have_different_prompts(record: Comparison) -> bool:
 # Text around the prompts of a file: a system prompt, instructions, or a raw text.
 #
 # System prompt and instructions come from files, as for data sets of NVIDIA-NeMo/RL
-# (``system_prompt_file``, ``prompt_file``). A raw text is written by a template, as OpenRLHF's
-# ``input_template``. ``{}`` stands for the prompt.
+# (``system_prompt_file``, ``prompt_file``). A raw text is made by a template like OpenRLHF's
+# ``input_template``. In instructions and templates ``{}`` stands for the prompt.
 
 PLACE = "{}"
 
@@ -274,10 +274,10 @@ class PromptWrapping:
     """Text to put around every conversation of a file; None adds nothing.
 
     Attributes:
-        system: system prompt, unless a conversation has one.
-        words: template around the last user turn.
-        raw: template around the only user turn of a conversation, which becomes a raw text: the
-            filled template, and then the reply.
+        system: system prompt for conversations that have none.
+        words: template that is put around the last user turn.
+        raw: template for conversations of one user turn and a reply. The conversation becomes a raw
+            text: the template with the user turn in it, followed by the reply.
     """
 
     system: str | None = None
@@ -286,7 +286,7 @@ class PromptWrapping:
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str) -> PromptWrapping | None:
-        """Read a section of the settings; None if nothing is set.
+        """Read the prompts and templates that a section of the settings names; None if it has none.
 
         Raises:
             ConfigError: a file cannot be read, or a template does not have ``{}`` exactly once.
@@ -309,8 +309,8 @@ class PromptWrapping:
         """Put the text around each conversation of a record; raw texts are not changed.
 
         Raises:
-            DataError: a conversation has no user turn, or, if it is to become a raw text, anything
-                else than one user turn and the reply.
+            DataError: a conversation has no user turn for the template ``words``, or has other
+                turns than one user turn and the reply for the template ``raw``.
         """
         if isinstance(record, Rating):
             return replace(record, response=self._wrap(record.response))
@@ -326,7 +326,7 @@ class PromptWrapping:
             if isinstance(text, Conversation):
                 raise DataError(
                     "input_template cannot render tools or documents, and this conversation has "
-                    "them"
+                    "them. Remove input_template, or the tools and documents"
                 )
             return _render_raw(messages, self.raw)
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):

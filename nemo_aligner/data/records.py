@@ -67,8 +67,8 @@ class Comparison:
     Attributes:
         texts: K samples, each with the prompt.
         ranks: rank of each sample; a lower one is better, equal ones are tied.
-        source: the record's own name of its source; "" if it has none.
-        labels: labels in the requested columns, None if one is missing.
+        source: name of the record's source, as the record gives it; "" if it gives none.
+        labels: a label for each requested column, None where it is missing.
     """
 
     texts: tuple[Text, ...]
@@ -108,7 +108,7 @@ class Rating:
     Attributes:
         response: the sample, with its prompt.
         labels: a label for each attribute, None if it is missing; empty if ``steps`` has labels.
-        source: the record's own name of its source; "" if it has none.
+        source: name of the record's source, as the record gives it; "" if it gives none.
         steps: labels of each turn or step; None if the sample is rated as a whole.
     """
 

@@ -168,15 +168,16 @@ def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
 
 # The range of a label column, and outliers among its labels.
 #
-# A label is an outlier if its distance from the median of its column is more than ten times both of
+# A label is an outlier if its distance from the median of its column is more than ten times each of
+# two reference distances:
 #
-# * the largest distance among the other labels, after the farthest hundredth of all labels is left
-#   out (at least three labels, at most a quarter of them), and
-# * the distance of the median from zero. (If both distances are 0, 1 takes their place.)
+# * the largest distance from the median among the column's labels, after the farthest hundredth of
+#   them is left out (at least three labels, at most a quarter of all);
+# * the distance of the median from zero. (If both reference distances are 0, 1 is used instead.)
 #
-# Because of the first distance, outliers are few: a long tail has none, and labels at the other end
-# of the scale are none if they are every fiftieth. Because of the second, ratings from 0 to 4 that
-# are nearly all 4 have no outliers, but a 400 among them is one.
+# The first distance keeps outliers few: a long tail has none, and if every fiftieth label is at the
+# other end of the scale, none of these is an outlier. Because of the second distance, ratings from
+# 0 to 4 that are nearly all 4 have no outliers, but a 400 among them is one.
 
 _MIN_RATIO = 10
 _OUTLIER_FRACTION = 0.01
@@ -187,7 +188,7 @@ _MIN_OUTLIERS = 3
 class FarLabel:
     """An outlier among the labels of the column ``name``.
 
-    ``times`` is its distance from the median divided by the larger of the two distances above.
+    ``times`` is its distance from the median, divided by the larger of the two reference distances.
     """
 
     origin: Origin

@@ -87,7 +87,7 @@ class Objective(ABC):
 
     @property
     def learns_from_ties(self) -> bool:
-        """True if it trains on comparisons whose completions are all tied."""
+        """True if the objective trains on comparisons whose completions are all tied."""
         return False
 
     @property
@@ -97,12 +97,12 @@ class Objective(ABC):
 
     @property
     def lowest_label(self) -> float | None:
-        """Smallest value allowed in its label columns; None allows all."""
+        """Smallest value allowed in the label columns; None sets no limit."""
         return None
 
     @property
     def highest_label(self) -> float | None:
-        """Largest value allowed in its label columns; None allows all."""
+        """Largest value allowed in the label columns; None sets no limit."""
         return None
 
     @property
@@ -141,7 +141,7 @@ class Objective(ABC):
 
     @property
     def right_from(self) -> float:
-        """Reward from which on a step counts as right, if steps have rewards."""
+        """Lowest reward with which a step counts as right, if steps have rewards."""
         return RIGHT_FROM
 
     # How the loss is computed.
@@ -156,12 +156,12 @@ class Objective(ABC):
 
     @property
     def initial_scalars(self) -> tuple[float, ...]:
-        """Initial values of the scalars that it learns in addition to the model's weights."""
+        """Initial values of the scalars that the objective learns in addition to the weights."""
         return ()
 
     @property
     def output_columns(self) -> OutputColumns:
-        """Columns of the head's outputs, which its methods get as ``rewards``."""
+        """Columns of the head's outputs, which the objective's methods get as ``rewards``."""
         width = 1 if self.readout is None else self.readout.width
         return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
@@ -241,7 +241,7 @@ class RatingObjective(Objective):
         }
 
     def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:
-        """Judge the rewards of steps as right or wrong; None if samples have one reward each."""
+        """Judge each step as right or wrong by its reward; None if steps have no rewards."""
         if not self.has_steps:
             return None
         # Round the means to fp32 first, as centred labels are, so that a label of 0 becomes exactly

@@ -59,14 +59,14 @@ def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: st
 
 
 def pearson(first: Tensor, second: Tensor) -> Tensor:
-    """Pearson's r of two tensors ``[N]``; 0, without a gradient, if one of them is constant."""
+    """Compute Pearson's r of two tensors ``[N]``; 0, without a gradient, if one is constant."""
     if first.numel() == 0:
         return first.sum()
     return _cosine(first - first.mean(), second - second.mean())
 
 
 def _cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Cosine of the angle between two vectors; 0 if one of them is zero."""
+    """Compute the cosine of the angle between two vectors; 0 if one of them is zero."""
     squares = first.square().sum() * second.square().sum()
     # Without the first ``where``, the unused branch would have the gradient 0 * infinity = NaN.
     scale = torch.where(squares > 0, squares, 1.0).sqrt()

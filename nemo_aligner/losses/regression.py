@@ -287,7 +287,7 @@ def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
     """Split each label over the two nearest values.
 
     Args:
-        labels: ``[S, A]``; those beyond the outer values are clamped.
+        labels: ``[S, A]``; labels beyond the outer values are clamped to these.
         values: ``[A, K]`` ascending values.
 
     Returns:
@@ -312,7 +312,8 @@ class RankingAndRegression(RatingObjective):
 
     Ratings say what is good about a reply; comparisons say which reply people prefer overall. Wang
     et al. 2024, "Interpretable preferences via multi-objective reward modeling and
-    mixture-of-experts", train on one after the other; here both are in one loss.
+    mixture-of-experts", train on ratings first and then on comparisons; this loss trains on both
+    together.
 
     m is the margin of the weighted sums of attributes. Every record counts once: a comparison with
     the mean over its pairs, a rating with the mean over its labels times ``regression_weight``.
@@ -367,7 +368,7 @@ class RankingAndRegression(RatingObjective):
         return metrics
 
     def _merge(self, rewards: Tensor) -> Tensor:
-        """Weighted sums ``[S]`` of the attributes' rewards ``[S, A]``."""
+        """Compute the weighted sums ``[S]`` of the attributes' rewards ``[S, A]``."""
         return merge_attributes(rewards, self.weights or (1.0,) * len(self.attributes))
 
     def _pair_rewards(
@@ -381,6 +382,6 @@ class RankingAndRegression(RatingObjective):
 
 
 def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
-    """Indices of the ratings among ``records``, and of their rewards; both on the host."""
+    """Find the indices of the ratings among ``records``, and the rows of their rewards."""
     rated = (records.sample_bounds.diff() == 1).nonzero().flatten()
     return rated, records.record_bounds[:-1][rated]

@@ -86,9 +86,10 @@ def length_correlation_by_attribute(rated: RatedRewards) -> dict[str, float]:
 
 
 def length_only_pearson_mean(rated: RatedRewards) -> float:
-    """Mean over attributes of |r| between label and length of the reply.
+    """Mean over attributes of |r|, where r is Pearson's r between label and reply length.
 
-    A model that only measures length would get this ``pearson_mean`` at best.
+    This is the best ``pearson_mean`` of a model whose rewards are linear in the length of the
+    reply: a baseline for length bias.
     """
     lengths = rated.reply_lengths.double()[:, None].expand_as(rated.rewards)
     correlations = _compare_with_labels(rated, lengths, correlation)
@@ -105,7 +106,7 @@ def spread(rated: RatedRewards) -> dict[str, float]:
 def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
     """Rank correlation between spread and ``|reward - label|`` by attribute.
 
-    It is high if the model knows where it is wrong.
+    The correlation is high if the model is least certain where its rewards are most wrong.
     """
     if rated.spreads is None:
         return {}

@@ -124,7 +124,7 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# Formats that ``auto`` never chooses, only their name does: their records also fit a format above,
+# Formats that are chosen only by name, never by ``auto``: their records also fit a format above,
 # which reads them differently.
 NAMED_FORMATS: dict[str, Format] = {TRL.name: TRL}
 
@@ -179,7 +179,11 @@ def choose_format(
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
-    """Return the format that ``choose_format`` chose, by its name and the same ``pair_keys``."""
+    """Return the format called ``name``, or with ``pair_keys`` the format of pairs by these keys.
+
+    Worker processes find the result of ``choose_format`` by it, because a ``Format`` has functions
+    that cannot be pickled.
+    """
     return {**FORMATS, **NAMED_FORMATS}[name] if pair_keys is None else pairs_by(pair_keys)
 
 
@@ -187,8 +191,8 @@ def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
     by_keys = pairs_by(keys)
     if fmt not in ("auto", by_keys.name):
         raise ConfigError(
-            f"model.data.format: got {fmt!r}, wanted auto or {by_keys.name}, whose fields "
-            "model.data.prompt_key, chosen_key and rejected_key name"
+            f"model.data.format: got {fmt!r}, wanted auto or {by_keys.name}, because "
+            "model.data.prompt_key, chosen_key and rejected_key apply only to that format"
         )
     if kind not in (None, by_keys.kind):
         raise ConfigError(
@@ -233,7 +237,7 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
 
 
 def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | None:
-    """Suggest which keys of ``value`` may be misspelt keys of a format; None if none are close."""
+    """Suggest corrections of keys of ``value`` that resemble the keys of a format; else None."""
     matches: list[tuple[int, Format, dict[str, str]]] = []
     for candidate in fitting:
         keys = set(candidate.sample[0])

@@ -177,7 +177,7 @@ _RESULTS = ("observation", "function_response", "tool_response")
 _CALLS = ("function_call", "tool_call")
 
 
-# Roles that need no translation, as in most data.
+# Standard roles. Most data has only these, and its messages need no translation.
 _STANDARD_ROLES = ("user", "assistant", "system", "tool", "developer")
 
 
@@ -290,7 +290,7 @@ def read_conversation(
 
 
 def _has_messages(part: Any) -> TypeGuard[dict[str, Any]]:
-    """True for the JSON of a ``Conversation`` with tools or documents."""
+    """True for an object with ``messages``, which may also have ``tools`` and ``documents``."""
     return isinstance(part, dict) and isinstance(part.get("messages"), list)
 
 
@@ -317,7 +317,9 @@ def _join(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
     first = turns[0]
     if isinstance(first, dict) and first.get("role") == "assistant":
         if prompt is None:
-            raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
+            raise DataError(
+                f"missing key {prompt_key!r}: {key} begins with the reply, so it has no prompt"
+            )
         question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return _concatenate(question, turns, key, prompt_key)
     conversation: Messages = check_text(turns, key)
@@ -365,7 +367,7 @@ def read_labels(
 
 
 def read_pair_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
-    """Read the labels of a pair, whose columns the objective names."""
+    """Read the labels of a pair from the label columns that the objective needs."""
     return read_labels(value, columns, "a label column that model.objective reads")
 
 

@@ -204,7 +204,7 @@ def _parse_sharegpt(
     values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     key = _key_of_conversation(values[0])
-    assert key is not None  # the format is recognized by it
+    assert key is not None  # because ``matches`` of the format has found it
     return pairs_by(PairKeys(prompt=key)).parse(values, origin, columns)  # type: ignore[return-value]
 
 
@@ -244,7 +244,7 @@ def _parse_swift(values: list[dict[str, Any]], origin: Origin, columns: WantedLa
     else:
         roles = [turn["role"] for turn in chosen]
         if "user" not in roles:
-            raise DataError(f"messages: got turns of {', '.join(roles)}, wanted one of the user")
+            raise DataError(f"messages: got turns of {', '.join(roles)}, wanted a user turn")
         # All messages after the last question are replaced, with tool calls and their results.
         end = len(roles) - roles[::-1].index("user")
         # In tables and data sets of the hub, a column that a row does not have is null.
@@ -386,7 +386,7 @@ def _read_margin(value: dict[str, Any], columns: WantedLabels) -> dict[str, floa
     return {}
 
 
-# OpenAI's preference fine-tuning: a request to the chat API, a preferred and another output.
+# OpenAI's preference fine-tuning: a request to the chat API, a preferred output and a worse one.
 #
 # ``input`` has ``messages`` and may have ``tools``; both outputs are messages that continue it
 # (OpenAI, "Direct preference optimization", preparing the data).

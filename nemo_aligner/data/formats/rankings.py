@@ -144,8 +144,9 @@ def ranked_by_strength(
 ) -> Comparison:
     """Compare two samples by the field ``key``, which says by how much the second is better.
 
-    It is from -3 (the first is much better) to 3 (the second is much better); 0 is a tie. Its
-    absolute value is the ``label_margin``, unless the record has a field of this name.
+    The field is a number from -3 (the first is much better) to 3 (the second is much better); 0 is
+    a tie. Its absolute value becomes the label ``label_margin``, unless the record has a field of
+    this name.
     """
     strength = value[key]
     is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
@@ -195,7 +196,9 @@ def _read_scores(completions: list[dict[str, Any]]) -> list[float]:
         present = [score for score in scores if score is not None]
         if len(present) == len(scores):
             return present
-    raise DataError(f"completions: wanted a number in all of them, {' or '.join(_SCORES)}")
+    raise DataError(
+        f"completions: some have no score, wanted a number in all of them, {' or '.join(_SCORES)}"
+    )
 
 
 ULTRAFEEDBACK = Format(
@@ -218,7 +221,7 @@ ULTRAFEEDBACK = Format(
 )
 
 
-# QA-Feedback: four answers to a question, of which all pairs are compared.
+# QA-Feedback: four answers to a question, and a preference for each pair of the answers.
 #
 # Wu et al. 2023, arXiv:2306.01693. ``preference`` has six labels, for answers 1 and 2, 1 and 3, 1
 # and 4, 2 and 3, 2 and 4, 3 and 4: 1 if the first is preferred, 2 if the second is, 0 for neither
@@ -317,7 +320,9 @@ def _parse_pandalm(
 def _read_vote(value: dict[str, Any], key: str) -> int:
     label = value[key]
     if isinstance(label, bool) or not isinstance(label, int) or label not in _VOTES:
-        raise DataError(f"{key}: got {label!r:.60}, wanted 1 or 2, the better response, or 0")
+        raise DataError(
+            f"{key}: got {label!r:.60}, wanted 1 or 2, the better response, or 0 for a tie"
+        )
     return _VOTES[label]
 
 

@@ -159,7 +159,9 @@ def _parse_stepwise(values: list[dict[str, Any]], origin: Origin, columns: Wante
     steps, step_labels = value["completions"], value["labels"]
     for key in ("completions", "labels"):
         if not isinstance(value[key], list) or not value[key]:
-            raise DataError(f"{key}: got {shown(value[key])}, wanted a list, one for each step")
+            raise DataError(
+                f"{key}: got {shown(value[key])}, wanted a list with an item for each step"
+            )
     if len(steps) != len(step_labels):
         raise DataError(
             f"labels: got {len(step_labels)} labels, wanted {len(steps)}, one for each completion"
@@ -254,7 +256,10 @@ def _parse_prm800k(
     value = values[0]
     problem, steps = value["question"].get("problem"), value["label"]["steps"]
     if not isinstance(problem, str) or not isinstance(steps, list):
-        raise DataError(f"question: got {shown(value['question'])}, wanted a 'problem'")
+        raise DataError(
+            f"question: got {shown(value['question'])}, wanted a 'problem' that is a text, and in "
+            "label a list of 'steps'"
+        )
     path: list[tuple[Any, Labels]] = []
     ratings: list[Rating] = []
 

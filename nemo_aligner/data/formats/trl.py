@@ -36,7 +36,9 @@ def _join(prompt: Any, reply: Any, key: str) -> Text:
         return cast(Text, check_text([*prompt, *reply], key))
     parts = [part for part in (prompt, reply) if part is not None]
     kinds = " and ".join(type(part).__name__ for part in parts)
-    raise DataError(f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists")
+    raise DataError(
+        f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists of messages"
+    )
 
 
 TRL = Format(
