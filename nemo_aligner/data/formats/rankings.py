@@ -197,7 +197,7 @@ def _read_scores(completions: list[dict[str, Any]]) -> list[float]:
         if len(present) == len(scores):
             return present
     raise DataError(
-        f"completions: some have no score, wanted a number in all of them, {' or '.join(_SCORES)}"
+        f"completions: wanted a number in all of them, as {' or as '.join(_SCORES)}; some have none"
     )
 
 

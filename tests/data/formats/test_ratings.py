@@ -303,7 +303,7 @@ def test_labels_of_steps_need_a_model_that_reads_them(tmp_path: Path, contracts:
     with pytest.raises(ConfigError, match=r"for each sample.* model.objective=bradley_terry"):
         build_training_data(config, contract, contracts.tokenizer)
     bad = write(tmp_path / "b.jsonl", {**STEPWISE, "labels": [0, 1.5, 1]})
-    with pytest.raises(DataError, match=r"b.jsonl:1: right: .* 1.5 .* 0 to 1, as model.obj"):
+    with pytest.raises(DataError, match=r"b.jsonl:1: right: .* 1.5 .* 0 to 1\. "):
         build(contracts, bad, objective="binary_cross_entropy")
 
 
