@@ -35,9 +35,9 @@ class OutputColumns:
     """Columns of a head's outputs, as an objective needs them.
 
     Attributes:
-        num_attributes: A.
+        num_attributes: number of attributes, A.
         outputs_per_attribute: K, which is 1 unless the objective has a readout.
-        num_learned: L.
+        num_learned: number of learned scalars, L.
     """
 
     num_attributes: int

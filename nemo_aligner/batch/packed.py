@@ -23,9 +23,10 @@ from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a pool.
+    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's pool.
 
-    All sequences that begin with it refer to the same object.
+    All sequences that begin with this prefix refer to the same object, so that a pack recognizes
+    them by identity.
     """
 
     slots: Tensor
@@ -75,7 +76,8 @@ class LabelColumns:
     Attributes:
         names: C names.
         values: ``[L, C]`` float32 as in the data, NaN where a label is missing.
-        means: number that ``targets`` subtracts from each column; None if it is not centred.
+        means: for each column, the number that ``targets`` subtracts; None if the column is not
+            centred.
     """
 
     names: tuple[str, ...]
@@ -101,7 +103,7 @@ class LabelColumns:
         return replace(self, values=self.values[rows])
 
     def measured_means(self) -> tuple[float, ...]:
-        """Compute the mean of each column over the labels that are present; NaN if none is."""
+        """Compute the mean of each column over its present labels; NaN if all are missing."""
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
@@ -110,14 +112,14 @@ class LabelColumns:
         return [means.get(name) or 0.0 for name in names]
 
     def targets(self, names: Sequence[str]) -> Tensor:
-        """Return the columns ``names``, ``[L, len(names)]`` float32, centred ones minus their mean.
+        """Return the columns ``names``, ``[L, len(names)]`` float32, minus their ``means``.
 
         Raises:
-            KeyError: there is no column of such a name.
+            KeyError: one of ``names`` is not a column.
         """
         missing = [name for name in names if name not in self.names]
         if missing:
-            raise KeyError(f"no label column {missing[0]!r}; there are {self.names}")
+            raise KeyError(f"no label column {missing[0]!r}; the label columns are {self.names}")
         # Column by column: an index tensor or a row of means would have to be copied to the device.
         columns = [self.names.index(name) for name in names]
         return torch.stack([self._centre(column) for column in columns], dim=1)
@@ -172,8 +174,8 @@ class Records:
     ) -> Records:
         """Build records with ``sample_counts [R]`` samples each.
 
-        By default a sample has one reward (else ``reward_counts [Q]``), the best sample is the
-        first one, and there are no labels.
+        By default each sample has one reward (else ``reward_counts [Q]``), the samples of a record
+        are ranked in their order, the first one best, and there are no labels.
         """
         samples = torch.tensor([0, *sample_counts], dtype=torch.int64).cumsum(0)
         count = int(samples[-1])

@@ -365,7 +365,8 @@ class _Ordered:
         }
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
         if len(numbers) > 1:
-            # The sort is stable: sequences of one kind stay in the order of their tokens.
+            # The sort is stable: sequences with the same cached prefix and RoPE stay in the order
+            # of their tokens.
             positions.sort(key=lambda position: numbers[kinds[position]])
         # The first sequence has no left neighbour; without sequences there is no first one.
         common = [0][: len(positions)]
@@ -452,7 +453,7 @@ def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[li
 
 def _pack_best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # (free tokens, pack), sorted
+    space: list[tuple[int, int]] = []  # (free tokens, index of the pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         # The fullest pack with enough space; -1 sorts before all pack numbers.
         fitting = bisect_left(space, (sizes[index], -1))
@@ -476,7 +477,7 @@ def _fill_groups(
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
-    spent = [(0.0, group) for group in range(count)]  # a heap
+    spent = [(0.0, group) for group in range(count)]  # a heap of (cost so far, index of the group)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         full = []
         while spent and filled[spent[0][1]] + sizes[index] > budget:

@@ -124,7 +124,7 @@ class Rating:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of the only sample."""
+        """The rank 0 of the only sample, so that comparisons and ratings can be read alike."""
         return (0,)
 
 
@@ -186,8 +186,9 @@ def prompt_key(record: Record) -> str:
     """Return a key that records with the same prompt share; case and white space do not matter.
 
     Raw text does not show where its prompt ends. The prompt of a raw pair is taken to be the
-    complete lines that both samples begin with, else their shared beginning if it has at least
-    ``_MIN_SHARED_CHARACTERS``. Without either, the key is the samples themselves.
+    complete lines that both samples begin with. If they share no complete line, it is the text that
+    both begin with, provided that this has at least ``_MIN_SHARED_CHARACTERS``. Otherwise the key
+    is made of both whole samples.
     """
     first = record.texts[0]
     if isinstance(first, str):
@@ -228,9 +229,10 @@ def prompt_hash(record: Record) -> int:
 
 
 def verdict_keys(record: Record) -> list[int]:
-    """Hash each verdict, which is a pair of samples of which one is better, to 64 bits.
+    """Hash each verdict of a record to 64 bits, to find contradicting verdicts.
 
-    The keys of two opposite verdicts on the same samples differ only in the lowest bit.
+    A verdict is a pair of samples of which one is better. The keys of two opposite verdicts on the
+    same samples differ only in the lowest bit.
     """
     if isinstance(record, Rating):
         return []
@@ -245,7 +247,7 @@ def verdict_keys(record: Record) -> list[int]:
 
 
 def _text_bytes(text: Text) -> bytes:
-    """Encode a sample so that different samples have different bytes."""
+    """Encode a sample as bytes to hash, such that different samples have different bytes."""
     if isinstance(text, str):
         return text.encode(errors="surrogatepass")
     if isinstance(text, Conversation) or not is_plain(text):
@@ -414,7 +416,8 @@ def as_json(value: Mapping[str, Any]) -> str:
     decimal numbers, UUIDs and paths become strings.
 
     Raises:
-        DataError: it has a value of another type, for example bytes; the message says where.
+        DataError: the record has a value of another type, for example bytes; the message says
+            where.
     """
     try:
         # This raises at a NaN or a key that is no string. Only then convert the value item by item,
@@ -447,7 +450,7 @@ def without_other_kinds(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _convert(value: Any) -> Any:
-    """Convert a value of a type that JSON does not have; raise TypeError if there is no way."""
+    """Convert a value of a type that JSON does not have; raise TypeError if that is impossible."""
     if isinstance(value, Conversation):
         return conversation_as_json(value)
     if type(value).__name__ in _MISSING:

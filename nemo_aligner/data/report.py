@@ -108,7 +108,7 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
     """Count the prompts of a validation file that are also in the training files.
 
     Raises:
-        DataError: there are any, and ``allowed`` is False.
+        DataError: there are such prompts, and ``allowed`` is False.
     """
     prompts = validation.prompts
     is_common = find_members(prompts.keys, [report.prompts.keys for report in training])
@@ -127,7 +127,7 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
 
 
 def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
-    """Find the first record with a prompt, in the last of the files that have it."""
+    """Find the first record with the prompt ``key``, in the last training file that has one."""
     matching = [prompts for prompts in training if find_members(key.reshape(1), [prompts.keys])[0]]
     last = matching[-1]
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
@@ -139,7 +139,7 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
 def measure_replies(texts: Sequence[Text], tokenizer: Tokenizer | None = None) -> list[int]:
     """Measure the replies of samples, in tokens, or in characters without a tokenizer.
 
-    What the chat template adds does not count, as in ``ScoringContract.count_reply_tokens``.
+    Text that the chat template adds is not counted, as in ``ScoringContract.count_reply_tokens``.
     """
     replies = [reply_of(text) for text in texts]
     if tokenizer is None:
@@ -293,7 +293,8 @@ class PrefixSummary:
     """Tokens saved by computing the shared prefix of a record's samples once.
 
     Attributes:
-        saved: number of tokens that are not computed again.
+        saved: number of tokens that need not be computed, because an earlier sample of the record
+            has the same prefix.
         alone: number of records whose samples share no prefix.
     """
 
@@ -334,7 +335,7 @@ class FileSummary:
     unread: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values, without the path: a file may be moved with its token cache."""
+        """Convert to JSON values, without the path, as a file may be moved with its token cache."""
         values = asdict(self)
         del values["path"]
         values["kind"] = self.kind.value

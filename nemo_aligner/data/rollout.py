@@ -12,14 +12,14 @@ from nemo_aligner.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Rollout:
-    """N sequences, padded to S tokens.
+    """N sequences, padded to S tokens, and what a critic learns about the value at each token.
 
     Element t of ``returns``, ``prev_values`` and ``mask`` belongs to the value at token t, which is
     the value of the sequence up to this token. The value at the last token is never learned.
 
     Attributes:
         tokens: ``[N, S]`` int64.
-        returns: ``[N, S - 1]`` float32.
+        returns: ``[N, S - 1]`` float32 targets of the values.
         prev_values: ``[N, S - 1]`` float32, the critic's values when the rollout was generated.
         mask: ``[N, S - 1]`` float32, 1 if the value is learned, else 0.
     """
@@ -55,8 +55,8 @@ class Rollout:
 
         Raises:
             DataError: the shapes do not fit each other; the mask has another value than 0 and 1; a
-                value is not finite where the mask is 1; a sequence is too long or has a token id
-                outside the vocabulary; or all values of a step are masked.
+                return or previous value is not finite where the mask is 1; a sequence is too long
+                or has a token id outside the vocabulary; or the mask of a whole step is 0.
         """
         self._check_shapes()
         self._check_numbers()

@@ -40,10 +40,10 @@ class Split:
     Attributes:
         heldout: fraction of the records to hold out.
         seed: seed of the draw.
-        by: what keeps records in the same part: the whole ``prompt``, or the ``first_prompt``,
-            which is the first user turn of a conversation.
+        by: ``prompt`` keeps records with the same whole prompt in the same part; ``first_prompt``
+            keeps conversations with the same first user turn in the same part.
         similar: prompts whose sets of three consecutive words have at least this Jaccard
-            similarity also stay in the same part; None does not compare them.
+            similarity also stay in the same part; None does not compare prompts.
         reading: rules by which the file is read.
         tokenizer: counts the tokens of replies for the length baseline; None counts characters.
     """
@@ -140,7 +140,7 @@ def check_names(attributes: Sequence[str]) -> None:
 
 
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """Return the lines of each record as written, by the number of its first line."""
+    """Return the lines of each record as they are in the file, by the number of its first line."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = format_named(file.format, None).lines_per_record
     return {
@@ -266,7 +266,10 @@ def _draw_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
 def _render_length_baseline(
     train: Sequence[Record], heldout: Sequence[Record], settings: Split
 ) -> list[str]:
-    """Report how often the longer reply is better, or Pearson's r of labels and lengths."""
+    """Report how often the longer reply is better; for ratings, Pearson's r of labels and lengths.
+
+    Both are measured on the held-out records.
+    """
     tokenizer = settings.tokenizer
     unit = unit_of_lengths(tokenizer)
     lengths = measure_replies([text for record in heldout for text in record.texts], tokenizer)

@@ -40,7 +40,7 @@ def labelled_conversation(option: str) -> tuple[str, Any]:
     """Parse the option ``--conversation``; return its label and the conversation.
 
     Raises:
-        ConfigError: it is not JSON, or not a conversation that ends with a reply.
+        ConfigError: the option is not JSON, or not a conversation that ends with a reply.
     """
     try:
         messages = json.loads(option)

@@ -68,7 +68,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FileStat:
-    """Size and times of a file; while these do not change, its content is taken as unchanged."""
+    """Size and times of a file, which show a change of its content without reading the file."""
 
     size: int
     mtime_ns: int

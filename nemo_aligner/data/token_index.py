@@ -41,7 +41,7 @@ from nemo_aligner.data.token_workers import tokenize_blocks
 from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules
 
 _INT = np.dtype(np.int64)
-_COUNT = np.dtype(np.int32)  # for arrays that every rank may hold in memory
+_COUNT = np.dtype(np.int32)  # half of int64, for arrays that every rank may hold in memory
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
 ShowProgress = Callable[[int], None]
@@ -160,7 +160,7 @@ def make_index(
 
 
 class _Writer:
-    """Appends blocks to arrays; its own memory does not grow with the number of records."""
+    """Appends tokenized blocks to arrays, in memory that does not grow with their number."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.records = 0
@@ -300,7 +300,7 @@ def end_digest(
 
 
 class ArraysInMemory:
-    """Arrays that live as long as the process."""
+    """Arrays in the memory of this process; the methods are those of ``ArraysInFolder``."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, bytearray] = {}

@@ -155,7 +155,7 @@ def _tokenize_records(
     counts: Counter[str],
     malformed: list[MalformedRecord],
 ) -> Iterator[_TokenizedRecord]:
-    """Yield the records that are kept; the others are counted, or added to ``malformed``."""
+    """Yield the records that are kept; count the others, and list malformed ones."""
     stops = rules.contract.overlong == Overlong.error.value
     error = " (model.data.overlong is 'error')" if stops else None
     encoded_records = _encode_all(records, rules.contract, rules.tokenizer)

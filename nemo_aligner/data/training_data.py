@@ -142,7 +142,7 @@ def _check_reads(contract: ScoringContract, objective: Objective) -> None:
 
 
 def how_to_read(config: ModelConfig, objective: Objective) -> ReaderConfig:
-    """Build the rules by which the files of ``model.data.data_prefix`` are read."""
+    """Build the rules by which files are read, from the settings and what the objective needs."""
     is_rating = objective.record_kind is RecordKind.rating
     return ReaderConfig.of(
         config.data,
@@ -268,8 +268,8 @@ class StepPlan:
 
     Attributes:
         record_ids: records of the global batch, in order; the same with any parallel layout.
-        owners: data parallel rank that computes each record; every rank has at least one.
-        packs: packs of this rank; their number may differ between ranks. Their ``rows`` are
+        owners: data parallel rank that computes each record; every rank has at least one record.
+        packs: packs of this rank. Their number may differ between ranks, and their ``rows`` are
             positions among the rewards of the global batch.
     """
 

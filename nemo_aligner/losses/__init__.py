@@ -94,7 +94,7 @@ def build_objective(
     Args:
         config: settings of the model, which name the objective and its settings.
         weights: weights of the attributes in the merged reward, for objectives that use them.
-        has_steps: a sample has a reward for each of its turns or steps.
+        has_steps: True if a sample has a reward for each of its turns or steps.
 
     Raises:
         ConfigError: the objective or one of its settings is unknown or out of range, or it learns
@@ -205,7 +205,7 @@ def describe_removed(name: str) -> str | None:
 
 
 def _find_objective_class(name: str) -> type[Any]:
-    """Return the class that ``model.objective`` names; a ConfigError if there is none."""
+    """Return the class that ``model.objective`` names; raise ConfigError if there is none."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
     removed = describe_removed(name)

@@ -284,7 +284,7 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
 def losses_per_record(objective: Objective, records: Records) -> float:
     """Count the losses of a batch of ``records``, relative to the number of records.
 
-    It is 1 for most losses on comparisons, and the number of labels for ratings.
+    The result is 1 for most losses on comparisons, and for ratings the number of labels per record.
     """
     if objective.is_batch_level:
         return 1.0
