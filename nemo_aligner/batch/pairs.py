@@ -22,7 +22,7 @@ class PairRows:
         records: ``[P]`` int64 index of each pair's record, or a slice.
         shares: ``[P]`` float32, 1 divided by the number of pairs of the pair's record; None if the
             indices are slices, because all shares are 1.
-        are_ties: ``[P]`` bool, True if neither sample is better; None if there are no tied pairs.
+        are_ties: ``[P]`` bool, True if neither sample is better; if None, no pair is tied.
         num_records: number of records with at least one pair.
     """
 

@@ -423,7 +423,7 @@ def count_fitting(sequences: Sequence[Tokens], budget: int) -> int:
     """
     lengths = list(accumulate(map(len, sequences)))
     fitting = min(len(sequences), max(1, bisect_right(lengths, budget)))
-    limit = min(len(sequences), budget)  # each sequence has at least one token of its own
+    limit = min(len(sequences), budget)  # each sequence has a token outside shared prefixes
     while fitting < limit:
         tried = min(4 * fitting, limit)
         ordered = _Ordered.of(sequences[:tried])

@@ -300,7 +300,7 @@ def end_digest(
 
 
 class ArraysInMemory:
-    """Arrays in the memory of this process; the methods are those of ``ArraysInFolder``."""
+    """Arrays in the memory of this process, written and read like those of ``ArraysInFolder``."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, bytearray] = {}

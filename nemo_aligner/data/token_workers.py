@@ -1,7 +1,7 @@
 """Tokenize the blocks of a data file in several processes, and return them in order.
 
 The processes are started by ``subprocess``. A child of ``multiprocessing`` would run the caller's
-main script again (spawn), or inherit torch's threads and open devices (fork).
+main script again (spawn), or inherit the locks and devices that torch holds (fork).
 """
 
 from __future__ import annotations

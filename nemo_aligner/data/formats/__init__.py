@@ -143,7 +143,7 @@ def choose_format(
         kind: kind of records that the format must have; None allows comparisons and ratings.
         lines: lines of the file.
         pair_keys: names of the fields of pairs; if given, the format is ``chat_pairs``.
-        labels: label columns. A record that also fits a format without these columns is recognized.
+        labels: label columns. A format also recognizes a record that fits it without these columns.
 
     Raises:
         ConfigError: there is no format called ``fmt`` with records of this ``kind``, or
