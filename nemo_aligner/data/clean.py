@@ -11,7 +11,7 @@ record of another format than the others                                       c
 chosen and rejected are the same (``identical``)                               dropped and counted
 the reply is empty or shows nothing when printed (``empty_reply``)             dropped and counted
 a rating without any label (``no_label``)                                      dropped and counted
-a comparison says the opposite of another (``contradicting``)                  kept and counted,
+a comparison has the opposite verdict of another (``contradicting``)           kept and counted,
                                                                                dropped if the
                                                                                settings say so
 all samples are tied (``tied``)                                                dropped and counted,

@@ -1,4 +1,4 @@
-"""Generate the demo sets: preference pairs that anyone can judge, and chains of sums in steps.
+"""Generate the demo sets: preference pairs that anyone can judge, and sums solved step by step.
 
 ``nemo-aligner data demo`` and the quickstart write them.
 """

@@ -1,9 +1,9 @@
 """Read a data file as JSON objects with line numbers: JSON lines, a JSON list, or a table.
 
-A file may be gzipped. Its content decides what it is, not its name. A line that is not a JSON
-object is malformed, and the others are read; a file without any object is an error. ``read_lines``
-reads a whole file; ``BlockFile`` reads it in blocks, so that memory does not grow with it.
-``readers.py`` makes records of the objects.
+A file may be gzipped. The content of a file decides how it is read, not its name. A line that is
+not a JSON object is malformed, and the other lines are read; a file without any object is an error.
+``read_lines`` reads a whole file; ``BlockFile`` reads a file in blocks, so that memory does not
+grow with its size. ``readers.py`` makes records of the objects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Split a file of preference data into two parts, so that no prompt is in both.
 
-``nemo-aligner data split`` writes them. The report has the length baseline: the accuracy of always
-taking the longer reply.
+``nemo-aligner data split`` writes the two files. Its report has the length baseline: the accuracy
+of always taking the longer reply.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples to score from a command line or a file, each with a short label to print.
 
-``nemo-aligner score`` and the quickstart use them.
+``nemo-aligner score`` and the quickstart use this module.
 """
 
 from __future__ import annotations

@@ -7,23 +7,23 @@
 - ``ratings.py``: a reply with labels, or with labels for each of its turns or steps.
 - ``prompts.py``: columns with a part of the prompt, for all formats.
 
-To add a format, define it in one of these files and list it in ``FORMATS``. ``choose_format`` takes
-the first one that recognizes a record of the file, or the one that ``model.data.format`` names;
-``parse_lines`` makes records of lines. A record without a key that its format needs is malformed,
-and ``clean.py`` decides what happens to it.
+To add a format, define it in one of these modules and list it in ``FORMATS``. ``choose_format``
+takes the first format that recognizes a record of the file, or the format that
+``model.data.format`` names. ``parse_lines`` makes records of lines. A record without a key that its
+format needs is malformed, and ``clean.py`` decides what happens to it.
 
 Rules that all formats share:
 
 - Except in raw text, a string prompt is one user turn, and a string reply one assistant turn. A
-  reply that is a list either begins with an assistant turn and continues the prompt, or is the
-  whole conversation and must then begin with the prompt (contain it, if the prompt is a string). In
-  ``chat_pairs`` a whole conversation needs no ``prompt``.
+  reply that is a list may begin with an assistant turn; it then continues the prompt. Otherwise it
+  is the whole conversation, which must begin with a prompt that is a list, and contain a prompt
+  that is a string. In ``chat_pairs`` a whole conversation needs no ``prompt``.
 - Conversations get the record's ``tools`` (a list of objects, or its JSON), ``documents`` (a list
   of objects), and its ``system`` prompt and ``history`` (``prompts.py``).
 - The source of a record is the first of ``source``, ``subset`` and ``kind`` that is a string or a
   number. Metrics are also computed by source. No other keys are read.
-- Label columns of pairs are fields with their names. If a format tells by how much a reply is
-  better, that is the ``label_margin`` of a record without a field of this name.
+- A label column of pairs is the field with the name of the column. If a format tells by how much a
+  reply is better, this number is the ``label_margin`` of a record without a field of this name.
 """
 
 from __future__ import annotations

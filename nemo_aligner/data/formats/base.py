@@ -1,6 +1,6 @@
 """Format: how records of a public format are recognized and read; and functions to read fields.
 
-Each file of this folder defines some formats. Errors of the functions here name the field;
+The other modules of this package define the formats. Errors of the functions here name the field;
 ``parse_lines`` adds file and line.
 """
 

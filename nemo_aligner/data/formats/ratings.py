@@ -1,8 +1,8 @@
 """Formats of rated replies, and of replies with labels for each of their turns or steps.
 
-A reply in steps is a message whose content is a list of text parts, one for each step. The scoring
-contract (``contract/steps.py``) decides how the parts are joined and at which tokens they are
-scored.
+A reply in steps is read as a message whose content is a list of text parts, one for each step. The
+scoring contract (``contract/steps.py``) decides how the parts are joined and at which tokens the
+steps are scored.
 """
 
 from __future__ import annotations
