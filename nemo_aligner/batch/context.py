@@ -22,12 +22,13 @@ class ContextShare:
 
     Attributes:
         rank: index of the rank in its group.
-        chunks: for every rank, the first row of each of its chunks in the pack, and the row after
-            its last.
+        chunks: for every rank, its chunks: the first row of each in the pack, and the row after the
+            chunk's last.
         rows: ``[n]`` int64, the rows of the pack that this rank computes, chunk after chunk.
-        gathered: ``[T]`` int64, position of each row of the pack after the ranks' rows were
-            concatenated in rank order.
-        reads: ``[r]`` int64, which of the tokens that the head reads this rank has.
+        gathered: ``[T]`` int64, position of each row of the pack in the concatenation of all ranks'
+            rows in rank order.
+        reads: ``[r]`` int64, the tokens that the head reads and this rank computes, as indices into
+            all tokens that the head reads.
         read_rows: ``[r]`` int64, positions of these tokens in ``rows``.
     """
 
@@ -42,10 +43,14 @@ class ContextShare:
     def of(
         cls, bounds: Sequence[int], reads: Tensor, rank: int, ranks: int, multiple: int
     ) -> ContextShare:
-        """Split segments with these ``bounds``; the head reads the rows ``reads [S]``.
+        """Split the segments of a pack over ``ranks`` ranks; return the share of ``rank``.
 
         A filler segment after the last bound gives every rank the same number of tokens, n, which
         is a multiple of ``multiple``.
+
+        Args:
+            bounds: ``[G + 1]`` bounds of the segments, from 0 to the number of tokens.
+            reads: ``[S]`` rows of the tokens that the head reads.
         """
         chunks = [_cut_chunks(number, ranks, bounds) for number in range(ranks)]
         sizes = [sum(end - start for start, end in rank_chunks) for rank_chunks in chunks]
@@ -69,11 +74,11 @@ class ContextShare:
         )
 
     def own(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the rows ``index [M]`` of the pack that this rank computes.
+        """Find which of the pack's rows ``index [M]`` this rank computes.
 
         Returns:
-            ``[m]`` int64 positions of these rows in ``index``, and ``[m]`` int64 positions in
-            ``rows``.
+            For the m rows that it computes, their positions in ``index`` and their positions in
+            ``rows``, both ``[m]`` int64.
         """
         return _select_local(self.gathered[index], self.rank, self.rows.numel())
 
@@ -87,13 +92,20 @@ class ContextShare:
 
 
 def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tensor, Tensor]:
-    """Select the positions ``gathered [M]`` that lie in a rank's part; return where, both ways."""
+    """Find which of the positions ``gathered [M]`` are in the part of ``rank``.
+
+    Returns:
+        The indices of these positions in ``gathered``, and their places within the rank's part.
+    """
     local = (gathered // size_per_rank == rank).nonzero().flatten()
     return local, gathered[local] - rank * size_per_rank
 
 
 def _cut_chunks(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut segments with these ``bounds``; return the first row and the end of a rank's chunks."""
+    """Cut each segment between ``bounds`` into ``2 * ranks`` chunks, and return those of ``rank``.
+
+    A chunk is its first row and the row after its last. Empty chunks are left out.
+    """
     chunks = []
     for start, end in pairwise(bounds):
         cuts = [start + (end - start) * number // (2 * ranks) for number in range(2 * ranks + 1)]

@@ -1,7 +1,8 @@
 """Outputs of a reward head by name, and the order of their columns, which only this module knows.
 
-A head gives one tensor, because pipeline stages and ranks exchange one: K outputs for each of A
-attributes, attribute by attribute, and then L scalars that a loss learns.
+A head returns a single tensor, because pipeline stages and ranks exchange single tensors. Its
+columns are K outputs for each of A attributes, attribute by attribute, followed by L scalars that a
+loss learns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class HeadOutputs:
     """Outputs of a reward head for S samples, turns or steps.
 
     Attributes:
-        attributes: ``[S, A * K]``, from which rewards are read.
+        attributes: ``[S, A * K]`` outputs from which the rewards are computed.
         learned: ``[S, L]`` scalars that a loss learns, the same in every row.
     """
 
@@ -34,9 +35,9 @@ class OutputColumns:
     """Columns of a head's outputs, as an objective needs them.
 
     Attributes:
-        num_attributes: A.
+        num_attributes: number of attributes, A.
         outputs_per_attribute: K, which is 1 unless the objective has a readout.
-        num_learned: L.
+        num_learned: number of learned scalars, L.
     """
 
     num_attributes: int
@@ -53,10 +54,10 @@ class OutputColumns:
         return self.num_attributes * self.outputs_per_attribute
 
     def split(self, outputs: Tensor) -> HeadOutputs:
-        """Split ``outputs [S, A * K + L]``."""
+        """Split ``outputs [S, A * K + L]`` into those of the attributes and learned scalars."""
         return HeadOutputs(outputs[:, : self._num_read], outputs[:, self._num_read :])
 
     def by_attribute(self, outputs: Tensor) -> Tensor:
-        """Return the ``[S, A, K]`` outputs of each attribute, of ``outputs [S, A * K + L]``."""
+        """Select the outputs of each attribute, ``[S, A, K]``, from ``outputs [S, A * K + L]``."""
         shape = (self.num_attributes, self.outputs_per_attribute)
         return self.split(outputs).attributes.unflatten(1, shape)

@@ -18,14 +18,15 @@ from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-# Use of a pool of keys and values that earlier packs computed.
+# Use of a server's pool of keys and values that earlier packs computed.
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a pool.
+    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's pool.
 
-    All sequences that begin with it refer to the same object.
+    All sequences that begin with this prefix refer to the same object, so that a pack recognizes
+    them by identity.
     """
 
     slots: Tensor
@@ -33,7 +34,10 @@ class CachedPrefix:
 
 @dataclass(frozen=True)
 class Stored:
-    """Tokens of a sequence to store: n from position ``start`` on, in ``slots [n]`` int64."""
+    """The n tokens of a sequence, from position ``start`` on, whose keys and values to store.
+
+    ``slots [n]`` int64 are the slots of the pool to store them in.
+    """
 
     start: int
     slots: Tensor
@@ -46,8 +50,8 @@ class CacheUse:
     Attributes:
         lengths: number of tokens of each of the pack's P cached segments, C in all.
         taken: ``[C]`` int64 slots to read, segment by segment.
-        stored: ``[M]`` int64 index of the tokens of the pack to store.
-        slots: ``[M]`` int64 slots to store them in; none of these is in ``taken``.
+        stored: ``[M]`` int64 indices, in the pack, of the tokens whose keys and values to store.
+        slots: ``[M]`` int64 slots to store them in, which are not in ``taken``.
     """
 
     lengths: tuple[int, ...]
@@ -72,7 +76,8 @@ class LabelColumns:
     Attributes:
         names: C names.
         values: ``[L, C]`` float32 as in the data, NaN where a label is missing.
-        means: number that ``targets`` subtracts from each column; None if it is not centred.
+        means: for each column, the number that ``targets`` subtracts; None if the column is not
+            centred.
     """
 
     names: tuple[str, ...]
@@ -90,7 +95,7 @@ class LabelColumns:
         return cls.of((), torch.zeros(rows, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
-        """Return the same labels, with the columns named in ``means`` centred on these."""
+        """Return the same labels, with each column named in ``means`` centred on its mean there."""
         return replace(self, means=tuple(means.get(name) for name in self.names))
 
     def select(self, rows: Tensor) -> LabelColumns:
@@ -98,24 +103,24 @@ class LabelColumns:
         return replace(self, values=self.values[rows])
 
     def measured_means(self) -> tuple[float, ...]:
-        """Compute the mean of each column over the labels that are present; NaN if none is."""
+        """Compute the mean of each column over its present labels; NaN if all are missing."""
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
-        """List what ``targets`` subtracts from the columns ``names``: 0 if one is not centred."""
+        """List what ``targets`` subtracts from each column of ``names``; 0 if it is not centred."""
         means = dict(zip(self.names, self.means, strict=True))
         return [means.get(name) or 0.0 for name in names]
 
     def targets(self, names: Sequence[str]) -> Tensor:
-        """Return the columns ``names``, ``[L, len(names)]`` float32, centred ones minus their mean.
+        """Return the columns ``names``, ``[L, len(names)]`` float32, minus their ``means``.
 
         Raises:
-            KeyError: there is no column of such a name.
+            KeyError: one of ``names`` is not a column.
         """
         missing = [name for name in names if name not in self.names]
         if missing:
-            raise KeyError(f"no label column {missing[0]!r}; there are {self.names}")
-        # Column by column: an index tensor or a row of means would first be copied to the device.
+            raise KeyError(f"no label column {missing[0]!r}; the label columns are {self.names}")
+        # Column by column: an index tensor or a row of means would have to be copied to the device.
         columns = [self.names.index(name) for name in names]
         return torch.stack([self._centre(column) for column in columns], dim=1)
 
@@ -125,7 +130,7 @@ class LabelColumns:
 
 
 def count_label_rows(sample_bounds: Tensor, reward_bounds: Tensor) -> Tensor:
-    """Count the rows of labels of each record, ``[R]`` int64: see ``Records.labels``."""
+    """Count the rows of labels of each record, ``[R]`` int64 (see ``Records.labels``)."""
     samples, rewards = sample_bounds.diff(), reward_bounds[sample_bounds].diff()
     return torch.where(samples == 1, rewards, 1)
 
@@ -169,8 +174,8 @@ class Records:
     ) -> Records:
         """Build records with ``sample_counts [R]`` samples each.
 
-        By default a sample has one reward (else ``reward_counts [Q]``), the best sample is the
-        first one, and there are no labels.
+        By default each sample has one reward (else ``reward_counts [Q]``), the samples of a record
+        are ranked in their order, the first one best, and there are no labels.
         """
         samples = torch.tensor([0, *sample_counts], dtype=torch.int64).cumsum(0)
         count = int(samples[-1])
@@ -191,12 +196,12 @@ class Records:
 
     @property
     def num_samples(self) -> int:
-        """Q."""
+        """Number of samples, Q."""
         return len(self.reward_bounds) - 1
 
     @property
     def num_rewards(self) -> int:
-        """S."""
+        """Number of rewards, S."""
         return int(self.reward_bounds[-1])
 
     @property
@@ -207,7 +212,7 @@ class Records:
     @cached_property
     def label_bounds(self) -> Tensor:
         """Bounds of the rows of labels of each record, ``[R + 1]`` int64."""
-        # Cached, because a step selects a few out of millions of records.
+        # Cached, because each step selects a few records, and there may be millions to count.
         return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
@@ -233,7 +238,7 @@ class Records:
         )
 
     def pairs(self, with_ties: bool = False) -> PairRows:
-        """Pair the samples of each record: those of different ranks, and tied ones on demand."""
+        """Pair the samples of each record that have different ranks, and ``with_ties`` all."""
         return pair_rows(self.sample_bounds, self.ranks, with_ties)
 
     def as_single(self, rewards: Tensor) -> Tensor:
@@ -256,7 +261,7 @@ def _as_bounds(counts: Tensor) -> Tensor:
 
 
 def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the items of ``parts [p]``; part n has those from ``bounds[n]`` to ``bounds[n + 1]``.
+    """Find the items of ``parts [p]``; part n has items ``bounds[n]`` to ``bounds[n + 1] - 1``.
 
     Returns:
         Number of items of each part, ``[p]`` int64, and their indices, ``[i]`` int64, part by part.
@@ -269,9 +274,10 @@ def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Group:
-    """Adjacent sequences of a pack, ``size`` of them, that begin with the same ``prefix`` tokens.
+    """A number ``size`` of adjacent sequences of a pack that begin with the same ``prefix`` tokens.
 
-    The tokens of ``cached`` are the first of these, and are not computed again.
+    If ``cached`` is given, its tokens are the first ones of the prefix, and the pack does not
+    compute them again.
     """
 
     size: int
@@ -280,15 +286,15 @@ class Group:
 
 
 class _Segments:
-    """Collects the segments of a pack; cached segments have the first numbers."""
+    """Collects the segments of a pack; cached prefixes are the segments with the first numbers."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.cached = list(dict.fromkeys(g.cached for g in groups if g.cached is not None))
         self._numbers = {cached: number for number, cached in enumerate(self.cached)}
         self.tokens: list[Tensor] = []
-        # Per segment use numpy arrays, not tensors: a server packs hundreds of segments in a call,
-        # and torch takes ten times as long for a few elements, as it releases the interpreter's
-        # lock in each operation.
+        # Numpy arrays, not tensors: a server packs hundreds of short segments in a call, and torch
+        # takes ten times as long for a few elements, as it releases the interpreter's lock in each
+        # operation.
         self._positions: list[np.ndarray] = []
         self.lengths: list[int] = []
         self.prefixes: list[int] = []
@@ -306,13 +312,15 @@ class _Segments:
     ) -> None:
         if group.prefix >= min(map(len, sequences)):
             raise ValueError(
-                f"a prefix of {group.prefix} tokens leaves no last token to a sequence"
+                f"a prefix of {group.prefix} tokens is not shorter than all sequences that share "
+                f"it, which have {[*map(len, sequences)]} tokens"
             )
         segment, num_cached = -1, 0
         if group.cached is not None:
             segment, num_cached = self._numbers[group.cached], len(group.cached.slots)
-        # The pack has the tokens before ``prefix`` once, and those after it for each sequence.
-        # Adding one of these offsets to a position in a sequence gives its index in the pack.
+        # The pack has the tokens of the prefix once, and the later tokens for each sequence. A
+        # position in a sequence plus ``shared_offset`` (in the prefix) or ``offset`` (after it) is
+        # the index of its token in the pack.
         shared_offset = self.num_tokens - num_cached
         if group.prefix > num_cached:
             self._add(sequences[0], num_cached, group.prefix, segment)
@@ -354,15 +362,15 @@ class _Segments:
 
 @dataclass(frozen=True)
 class ReplyRows:
-    """The tokens that a head reads which averages each reply's hidden states.
+    """The tokens that are read by a head that averages the hidden states of each reply.
 
     Attributes:
         index: ``[M]`` int64 into a pack's tokens, reply after reply; replies may share a token.
         lengths: number of these tokens in each of the S replies.
-        group_lengths: the same numbers over all ranks of a context parallel group, if this rank has
-            only parts of the replies; else None.
-        places: ``[M]`` int64 positions of these tokens among those of all ranks; None without a
-            context parallel group.
+        group_lengths: number of tokens in each reply over all ranks of a context parallel group, if
+            this rank has only parts of the replies; else None.
+        places: ``[M]`` int64 positions of this rank's tokens among those of all ranks; None without
+            a context parallel group.
     """
 
     index: Tensor
@@ -375,7 +383,7 @@ class ReplyRows:
         return replace(self, index=to_device(self.index, device), places=places)
 
     def shared(self, share: ContextShare) -> ReplyRows:
-        """Keep the tokens that a rank computes; ``index`` then counts its tokens alone."""
+        """Keep the tokens that a rank computes; the new ``index`` refers to its tokens only."""
         local, rows = share.own(self.index)
         replies = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
         lengths = replies[local].bincount(minlength=len(self.lengths)).tolist()
@@ -412,13 +420,14 @@ class PackedBatch:
         tokens: ``[T]`` int64 token ids.
         position_ids: ``[T]`` int64 positions in the sequences, counted from 0.
         cu_seqlens: ``[G + 1]`` int32 bounds of the segments, from 0 to T.
-        prefixes: ``[G]`` int64 number of the segment that is a segment's prefix, or -1. Cached
-            segments, P of them, have the numbers 0 to P - 1, those of the pack P and above.
+        prefixes: ``[G]`` int64, for each segment the number of the segment that is its prefix, or
+            -1. The P cached segments have the numbers 0 to P - 1, the G segments of the pack have
+            the numbers from P on.
         scored_tokens: ``[S]`` int64 index into ``tokens`` of the tokens that the head reads,
             record by record.
-        rows: ``[S]`` int64 positions of their rewards among those of the step, data set or request
-            that the pack is a part of.
-        records: the records whose samples these are.
+        rows: ``[S]`` int64 positions of the pack's rewards among all rewards of the step, data set
+            or request that the pack is a part of.
+        records: the records whose samples the pack has.
         cached: use of a pool of keys and values; None uses none.
         replies: tokens over which the head averages; None if it reads ``scored_tokens``.
         share: the tokens that this rank of a context parallel group computes; None computes all.
@@ -455,7 +464,8 @@ class PackedBatch:
             records: the records of the sequences; by default each sequence is a record.
             rows: ``[S]`` positions of the rewards (see the class); by default 0 to S - 1.
             groups: adjacent sequences with a shared prefix; by default no two share one.
-            stored: for each sequence, which of its tokens that are not cached to store, or None.
+            stored: for each sequence, the tokens whose keys and values to store, none of which may
+                be cached already; or None.
             reads: for each sequence, positions of the tokens that the head reads, none of which is
                 cached; by default its last token.
 
@@ -476,7 +486,7 @@ class PackedBatch:
             )
         rows = torch.as_tensor(range(count) if rows is None else rows, dtype=torch.int64)
         if len(rows) != count:
-            raise ValueError(f"rows has {len(rows)} elements; {count} rewards need as many")
+            raise ValueError(f"rows has {len(rows)} elements; {count} rewards need {count} rows")
         if len(sequences) == 0 or min(map(len, sequences)) < 1:
             raise ValueError("a pack needs at least one sequence, and no sequence may be empty")
         groups = groups or [Group(1, 0)] * len(sequences)
@@ -499,7 +509,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return self.tokens.numel()
 
     @property
@@ -533,8 +543,8 @@ class PackedBatch:
     ) -> PackedBatch:
         """Split the batch over a context parallel group; return it with the ``share`` of ``rank``.
 
-        Each rank gets the same number of tokens, a multiple of ``multiple``, by a filler segment.
-        The head reads ``scored_tokens``, or all tokens if ``every_token``.
+        A filler segment gives each rank the same number of tokens, a multiple of ``multiple``. The
+        head reads ``scored_tokens``, or all tokens if ``every_token`` is True.
         """
         bounds = self.cu_seqlens.tolist()
         reads = torch.arange(self.num_tokens) if every_token else self.scored_tokens

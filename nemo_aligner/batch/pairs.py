@@ -12,14 +12,17 @@ from nemo_aligner.utils.host_transfer import to_device
 
 @dataclass(frozen=True)
 class PairRows:
-    """P pairs of samples of the same record, out of Q samples of R records; all on the host.
+    """P pairs of samples, both of the same record, out of Q samples of R records.
+
+    All tensors are on the host. If every record is a pair with the better sample first, as in most
+    data, the indices are slices, which select without a copy.
 
     Attributes:
-        better, worse: ``[P]`` int64 indices of the samples. They are slices if every record is a
-            pair with the better sample first, as in most data.
-        records: ``[P]`` int64 indices of the records; in that case a slice.
-        shares: ``[P]`` float32, 1 over the number of pairs of the record; in that case None.
-        are_ties: ``[P]`` bool, True if neither sample is better; None if tied pairs are left out.
+        better, worse: ``[P]`` int64 indices of the samples, or slices.
+        records: ``[P]`` int64 index of each pair's record, or a slice.
+        shares: ``[P]`` float32, 1 divided by the number of pairs of the pair's record; None if the
+            indices are slices, because all shares are 1.
+        are_ties: ``[P]`` bool, True if neither sample is better; if None, no pair is tied.
         num_records: number of records with at least one pair.
     """
 
@@ -31,18 +34,26 @@ class PairRows:
     num_records: int
 
     def of(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Select ``values [Q, ...]`` of the better and of the worse samples, ``[P, ...]`` each."""
+        """Select from ``values [Q, ...]`` those of the better and of the worse samples.
+
+        Returns:
+            Two tensors ``[P, ...]``.
+        """
         return values[_move_rows(self.better, values)], values[_move_rows(self.worse, values)]
 
     def of_records(self, values: Tensor) -> Tensor:
-        """Select the ``values [R, ...]`` of each pair's record, ``[P, ...]``."""
+        """Select for each pair the value of its record: ``[P, ...]`` of ``values [R, ...]``."""
         return values[_move_rows(self.records, values)]
 
     def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over records the mean of their pairs' ``losses [P]``; return it and their number.
+        """Average the ``losses [P]`` within each record, and sum these averages over all records.
 
-        All pairs of a prompt together weigh as much as one (Ouyang et al. 2022, section 3.5),
-        because they are correlated.
+        A record with many pairs thus weighs as much as a record with one pair, because pairs of the
+        same prompt are correlated (Ouyang et al. 2022, section 3.5).
+
+        Returns:
+            The sum, and the number of records with a pair (int64), both scalars on the device of
+            ``losses``.
         """
         if self.shares is not None:
             losses = losses * to_device(self.shares, losses.device)
@@ -56,7 +67,13 @@ def _move_rows(rows: Tensor | slice, values: Tensor) -> Tensor | slice:
 
 
 def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRows:
-    """Pair the samples of each record by ``ranks [Q]``; ``bounds [R + 1]`` are the records'."""
+    """Pair the samples of each record; the sample with the lower rank is the better one.
+
+    Args:
+        bounds: ``[R + 1]`` bounds of the records in the samples, from 0 to Q.
+        ranks: ``[Q]`` ranks of the samples.
+        with_ties: also pair samples with equal ranks.
+    """
     sizes = bounds.diff()
     if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
         # Pairs with the better sample first, as in most data: slices are views, without a copy.
@@ -65,7 +82,7 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     pairs = [_pair_all(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
     first, second = torch.cat(pairs).sort(dim=1).values.unbind(dim=1)
-    # Sorted by record, not by the number of samples.
+    # Put the pairs in the order of the records. So far they are grouped by the records' sizes.
     order = (first * len(ranks) + second).argsort()
     first, second = first[order], second[order]
     are_ties = ranks[first] == ranks[second]
@@ -85,7 +102,7 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
 
 
 def _pair_all(starts: Tensor, size: int) -> Tensor:
-    """Pair all samples of n records with ``size`` samples from ``starts [n]`` on.
+    """List all pairs within each of n records, which have ``size`` samples from ``starts [n]`` on.
 
     Returns:
         ``[n * size * (size - 1) / 2, 2]`` int64 indices of samples.

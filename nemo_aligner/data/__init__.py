@@ -1,17 +1,20 @@
 """From data files to packs of tokens.
 
-Data flows through these files in this order:
+Data flows through these modules in this order:
 
-- ``files.py``: lines of JSON lines, JSON lists and tables, with their numbers.
-- ``formats/``: the public data formats; ``readers.py``: the records of a file, by its format.
-- ``records.py``: ``Comparison`` and ``Rating``. ``clean.py``: which records are dropped, and why.
-- ``tokenize.py``: a block of records as arrays; ``token_workers.py``: several processes that do it.
-- ``token_index.py``: the arrays of a file; ``token_cache.py``: these on the disk, for later runs.
-- ``dataset.py``: the files of a data set together, and the order of the records in an epoch.
-- ``packing.py``: which records, or sequences to score, share a pack.
-- ``training_data.py``: all data sets of a run, and the packs of each training step.
+- ``files.py`` reads JSON lines, JSON lists and tables as objects with line numbers.
+- ``formats/`` has the public data formats; ``readers.py`` reads a file's records by its format.
+- ``records.py`` defines ``Comparison`` and ``Rating``; ``clean.py`` decides which are dropped.
+- ``tokenize.py`` turns a block of records into arrays of tokens; ``token_workers.py`` does so in
+  several processes.
+- ``token_index.py`` has the arrays of a whole file; ``token_cache.py`` keeps them on the disk for
+  later runs.
+- ``dataset.py`` joins the files of a data set, and orders the records in an epoch.
+- ``packing.py`` decides which records, or sequences to score, share a pack.
+- ``training_data.py`` has all data sets of a run, and the packs of each training step.
 
-The other files serve verbs of ``nemo-aligner data`` and other parts: ``report.py`` (the table of a
-file), ``inspect.py``, ``split.py``, ``augment.py``, ``demo.py`` and ``hub.py`` (download a data
-set); ``texts.py`` (samples to score from a file); ``rollout.py`` (what a critic learns from).
+Other modules serve the subcommands of ``nemo-aligner data``: ``report.py`` (the table of a file),
+``inspect.py``, ``split.py``, ``augment.py``, ``demo.py`` and ``hub.py`` (download a data set).
+``texts.py`` reads samples to score from a file, and ``rollout.py`` defines what a critic learns
+from.
 """

@@ -1,6 +1,7 @@
-"""Add pairs of a reply to a prompt, chosen, and a reply to another prompt, rejected.
+"""Make pairs whose chosen reply answers the prompt and whose rejected reply answers another prompt.
 
-``nemo-aligner data augment`` writes them.
+They teach a reward model that a reply has to fit its prompt. ``nemo-aligner data augment`` writes
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Augment:
     """Settings of an augmentation.
 
     Attributes:
-        share: number of new pairs for each pair of the file.
+        share: number of new pairs per pair of the file, for example 0.3.
         seed: seed of the draws.
         reading: rules by which the file is read; tied pairs are kept.
     """
@@ -41,13 +42,13 @@ def augment_file(source: Path, output: Path, settings: Augment) -> str:
 
     Each new pair is a prompt with one of its replies, chosen, and a reply to another prompt,
     rejected: the non-contextual triplets of Liu et al. 2024, "RRM: Robust reward model training
-    mitigates reward hacking", arXiv:2409.13156, section 3. Both replies are drawn from the two of
-    their pairs, so that length and style are no hint at the label. The same file, share and seed
-    give the same lines. ``output`` does not have the pairs of ``source``.
+    mitigates reward hacking", arXiv:2409.13156, section 3. Each reply is drawn from both replies of
+    its pair, chosen and rejected, so that length and style are no hint at the label. The same file,
+    share and seed give the same lines. ``output`` gets only the new pairs, not those of ``source``.
 
     Raises:
         ConfigError: ``output`` is ``source``.
-        DataError: the file cannot be read, or has less than two prompts of conversations.
+        DataError: the file cannot be read, or its conversations have less than two prompts.
     """
     if source.resolve() == output.resolve():
         raise ConfigError(f"output: {output} is the file to augment. Name another")

@@ -11,7 +11,7 @@ record of another format than the others                                       c
 chosen and rejected are the same (``identical``)                               dropped and counted
 the reply is empty or shows nothing when printed (``empty_reply``)             dropped and counted
 a rating without any label (``no_label``)                                      dropped and counted
-a comparison says the opposite of another (``contradicting``)                  kept and counted,
+a comparison has the opposite verdict of another (``contradicting``)           kept and counted,
                                                                                dropped if the
                                                                                settings say so
 all samples are tied (``tied``)                                                dropped and counted,
@@ -70,9 +70,10 @@ _LINES_NAMED = 5
 
 
 class ReadFile(Protocol):
-    """A file that was read.
+    """Protocol of a file that was read, whose malformed records are checked.
 
-    ``counts`` has the key ``read``. ``malformed`` may have only the first malformed records.
+    ``counts`` has at least the key ``read``. ``malformed`` may have only the first malformed
+    records; ``counts["malformed"]`` then has their number.
     """
 
     @property
@@ -90,9 +91,9 @@ class MalformedRule:
     """Whether malformed records are dropped or an error.
 
     Attributes:
-        action: drop them, or raise an error.
-        max_fraction: largest fraction of a file's records that may be dropped.
-        section: section of these two settings, for errors: ``model.data.`` in training.
+        action: drop malformed records, or raise an error.
+        max_fraction: largest fraction of a file's records that may be dropped as malformed.
+        section: prefix of the names of these two settings in errors: ``model.data.`` in training.
     """
 
     action: Malformed = DataConfig.malformed
@@ -116,8 +117,8 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
     """Check that the rule allows the malformed records of all files.
 
     Raises:
-        DataError: it does not. One error lists the first malformed records of each such file, and
-            their number.
+        DataError: a file has too many malformed records. One error covers all such files, with the
+            number of their malformed records and a list of the first ones.
     """
     # The same file may be both a training and a validation file.
     rejected = {file.path: file for file in files if not rule.allows(file)}
@@ -140,9 +141,10 @@ def list_first(items: Sequence[object], limit: int) -> list[str]:
 def list_malformed(
     records: Sequence[MalformedRecord], limit: int, total: int | None = None
 ) -> list[str]:
-    """Write ``limit`` lines of malformed records; those with the same reason share a line.
+    """Write at most ``limit`` lines that list malformed records, and the number of the others.
 
-    ``total`` is their number, if ``records`` has only the first of them.
+    Records with the same reason share a line. ``total`` is the number of all malformed records, if
+    ``records`` has only the first ones.
     """
     by_reason: dict[tuple[str, str], list[MalformedRecord]] = {}
     for record in records:
@@ -167,7 +169,7 @@ def malformed_fraction(file: ReadFile) -> float:
 
 
 def _count_malformed(file: ReadFile) -> int:
-    # ``malformed`` may have only the first of many.
+    # ``file.malformed`` may have only the first malformed records; the count has all.
     return max(len(file.malformed), file.counts.get("malformed", 0))
 
 
@@ -195,7 +197,7 @@ def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
     """Return the reason, from the table above, for dropping a record; None keeps it.
 
     Args:
-        labelled: ratings need at least one label.
+        labelled: drop ratings without any label.
         ties: keep comparisons whose samples are all tied.
     """
     if any(is_blank(reply_of(text)) for text in record.texts):
@@ -211,7 +213,7 @@ def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
 
 
 def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
-    """Build the error of a file that has no record to use."""
+    """Build the error about a file that has no usable record."""
     advice = (
         ". Overlong samples have more tokens than model.data.seq_length: raise it, or set "
         "model.data.overlong=truncate_left"
@@ -231,9 +233,10 @@ class EncodedRecord(NamedTuple):
     """A record with the tokens of its samples.
 
     Attributes:
-        texts: for each sample, its tokens, or the error that it is too long.
-        reply_tokens: number of tokens of each reply; empty if not counted.
-        step_tokens: number of tokens of each step of each reply; empty if not counted.
+        texts: for each sample, its tokens, or an error if the sample is too long.
+        reply_tokens: number of tokens of each sample's reply; empty if not counted.
+        step_tokens: for each reply, the number of tokens of each of its steps; empty if not
+            counted.
     """
 
     record: Record
@@ -245,10 +248,13 @@ class EncodedRecord(NamedTuple):
 def encode_record(
     record: Record, encode: Callable[[Sequence[Text]], list[Item]]
 ) -> list[Item] | MalformedRecord:
-    """Encode the samples of a record; return why it is malformed if one of them is rejected.
+    """Encode the samples of a record.
+
+    Returns:
+        The encoded samples; or a ``MalformedRecord`` if the contract rejects one of them.
 
     Raises:
-        DataError: there is no chat template, so that no conversation can be encoded.
+        DataError: the record has conversations, and there is no chat template to encode them.
     """
     try:
         return encode(record.texts)
@@ -260,7 +266,7 @@ def encode_record(
             try:
                 encode([text])
             except DataError as cause:
-                # The error counts messages from the first one of the prompt.
+                # Messages are counted from the first one of the prompt, so name prompt and reply.
                 location = name if isinstance(text, str) else f"prompt and {name}"
                 return MalformedRecord(record.origin, f"{location}: {cause}")
         return MalformedRecord(record.origin, str(error))
@@ -274,7 +280,8 @@ def keep_usable(
 ) -> Iterator[tuple[EncodedRecord, list[EncodedText]]]:
     """Yield the records that the rules for tokens keep, with their tokens.
 
-    The others are counted, or added to ``malformed``.
+    The other records are counted by reason in ``counts``; malformed ones are added to
+    ``malformed``.
 
     Args:
         overlong_error: end of the error about a sample that is too long; None drops its record.
@@ -309,7 +316,7 @@ def _check_steps(record: Record, text: EncodedText) -> str | None:
     """Return why a record's step labels do not fit the steps of its sample; None if they do.
 
     Raises:
-        DataError: the contract does not score steps, so that no such record can be used.
+        DataError: the record has step labels, but the contract does not score steps.
     """
     if not isinstance(record, Rating) or record.steps is None:
         return None

@@ -1,4 +1,4 @@
-"""TokenizedDataset: tokenized records, as a view of their files' indexes; and epoch orders.
+"""TokenizedDataset, the token indexes of files as one data set; and EpochOrder.
 
 ``training_data.py`` joins the indexes of the files of ``model.data.data_prefix`` (``join_indexes``)
 to one data set for training and one for each validation and test file. ``packing.py`` packs its
@@ -44,13 +44,15 @@ class TokenizedDataset:
         name: name of the data set in logs.
         sequences: token ids of the Q samples, in record order.
         records: the samples of each record, their rewards, and labels.
-        places: ``[S]`` int32, position in its sample of the token that each reward is read at.
+        places: ``[S]`` int32, for each reward the position in its sample of the token that the head
+            reads.
         origins: file and line of each record.
         sources: the ``source`` field of each record, "" if it has none.
         reports: one report for each file.
         prefixes: ``[N]`` int32 number of tokens that all samples of a record share at the
             beginning; 0 for a single sample.
-        known_digest: ``digest`` if the indexes have it, else None.
+        known_digest: ``digest``, if it follows from the digests of the indexes; None if records
+            were selected, which makes ``digest`` compute it.
     """
 
     kind: RecordKind
@@ -69,7 +71,7 @@ class TokenizedDataset:
 
     @property
     def file_sizes(self) -> tuple[int, ...]:
-        """Number of records that were kept of each file."""
+        """Number of records of each file that were kept."""
         return tuple(report.counts["kept"] for report in self.reports)
 
     @property
@@ -111,7 +113,7 @@ class TokenizedDataset:
         return bounds[-1] - bounds[0]
 
     def reads(self, index: int) -> list[list[int]]:
-        """List the positions of the tokens that are read in each sample of one record."""
+        """List, for each sample of one record, the positions of the tokens that the head reads."""
         bounds = self._find_reward_bounds(index)
         return [self.places[start:end].tolist() for start, end in pairwise(bounds)]
 
@@ -123,7 +125,7 @@ class TokenizedDataset:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of the data; for several files, a digest of their digests."""
+        """sha256 (hex) of token ids, labels and ranks; for several files, of the files' digests."""
         return self.known_digest or self.measure_digest()
 
     def measure_digest(self) -> str:
@@ -137,7 +139,7 @@ class TokenizedDataset:
             records.ranks.numpy(),
             records.sample_bounds.numpy(),
             records.reward_bounds.numpy(),
-            # Only files whose turns or steps are scored count these.
+            # The count ``steps`` exists only if turns or steps are scored.
             self.places.numpy() if "steps" in self.counts else None,
         )
         return digest.hexdigest()
@@ -152,16 +154,19 @@ class TokenizedDataset:
         return replace(self.select(range(min(count, len(self)))), reports=[])
 
     def draw(self, count: int, seed: int) -> TokenizedDataset:
-        """Draw ``count`` records by a seed, in their order; keep all if there are fewer.
+        """Draw ``count`` records at random by ``seed``; keep all if there are fewer.
 
-        The reports still describe all records of the files.
+        The drawn records keep their order. The reports still describe all records of the files.
         """
         if count >= len(self):
             return self
         return self.select(sorted(random.Random(seed).sample(range(len(self)), count)))
 
     def select(self, indices: Sequence[int]) -> TokenizedDataset:
-        """Select the records at ``indices`` and renumber them; reports still describe the files."""
+        """Select the records at ``indices``, and number them from 0.
+
+        The reports still describe all records of the files.
+        """
         samples, chosen = self.records.sample_rows(indices), self.records.select(indices)
         return replace(
             self,
@@ -175,22 +180,23 @@ class TokenizedDataset:
         )
 
     def centred_on(self, means: Mapping[str, float]) -> TokenizedDataset:
-        """Return the same data, with the label columns in ``means`` centred on these."""
+        """Return the same data, with each label column named in ``means`` centred on its mean."""
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
 
     def sharing_by(self, length_dependent_rope: Callable[[int], int]) -> TokenizedDataset:
         """Return the same data, where samples of a record share a prefix only if RoPE allows it.
 
-        ``length_dependent_rope`` numbers the RoPE that a length has (``ModelShape``): in LongRoPE,
-        the hidden states of long samples differ from the first token on.
+        In LongRoPE, long samples have other rotations, and so other hidden states, from the first
+        token on. Samples can share a prefix only if ``length_dependent_rope``, which maps a length
+        to the number of its RoPE (``ModelShape``), gives the same number for all of them.
         """
         lengths, numbers = np.unique(
             self.sequences.lengths(0, len(self.sequences)), return_inverse=True
         )
         rotations = np.array([length_dependent_rope(int(length)) for length in lengths])[numbers]
         starts = self.records.sample_bounds[:-1].numpy()
-        # reduceat goes from each start to the next one; every record has a sample.
+        # reduceat reduces from each start to the next one, which needs a sample in every record.
         is_same = np.maximum.reduceat(rotations, starts) == np.minimum.reduceat(rotations, starts)
         return replace(self, prefixes=self.prefixes * torch.from_numpy(is_same))
 
@@ -200,7 +206,7 @@ class TokenizedDataset:
 
 
 def check_indexes(indexes: Sequence[FileIndex], rule: MalformedRule) -> None:
-    """Check that ``rule`` allows the files' malformed records, and that there are usable ones.
+    """Check that ``rule`` allows the files' malformed records, and that each file has good ones.
 
     Raises:
         DataError: a file has too many malformed records, or none to tokenize. One error names the
@@ -217,7 +223,7 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
     """Join the indexes of files, which have one kind of records and the same label columns.
 
     Raises:
-        DataError: there is no record.
+        DataError: no file has a usable record.
     """
     reports = report_on(indexes, name)
     if not any(map(len, indexes)):
@@ -251,7 +257,7 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     ``contradicted``.
     """
     reports: list[FileReport] = []
-    earlier_verdicts: list[np.ndarray] = []  # sorted once, not again for each later file
+    earlier_verdicts: list[np.ndarray] = []  # each is sorted once, and used for all later files
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys
         repeated = int(
@@ -286,7 +292,7 @@ def _join_records(indexes: Sequence[FileIndex]) -> Records:
 
 
 def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
-    """Join the bounds ``[n + 1]`` of several files to those of one list."""
+    """Join the bounds ``[n + 1]`` of several files to the bounds of their concatenation."""
     bounds = parts[0]
     for part in parts[1:]:
         bounds = np.concatenate([bounds, bounds[-1] + part[1:]])
@@ -299,7 +305,7 @@ def _join(arrays: Sequence[np.ndarray]) -> Tensor:
 
 
 def last_places(sequences: TokenSequences) -> Tensor:
-    """Return the position of the last token of each sequence, ``[Q]``, as ``places`` need it."""
+    """Return the position of the last token of each sequence, ``[Q]``, for ``places``."""
     return torch.from_numpy(sequences.lengths(0, len(sequences)) - 1)
 
 
@@ -314,7 +320,7 @@ def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
 
 
 def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelColumns:
-    """Build label columns of ``records`` that are not centred, NaN where a label is missing."""
+    """Build label columns from ``records``, not centred, with NaN where a label is missing."""
     missing = float("nan")
     # Comparisons in a data set of ratings have no labels.
     rows = [row or (None,) * len(columns) for record in records for row in label_rows(record)]
@@ -323,7 +329,7 @@ def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelCol
     return LabelColumns.of(columns, values)
 
 
-# The order of an epoch: every record once, or each file by its weight.
+# The order of the records in an epoch: every record once, or files in proportion to their weights.
 
 
 @dataclass(frozen=True)
@@ -331,11 +337,12 @@ class EpochOrder:
     """The order of the records in each epoch, which depends on these attributes alone.
 
     An epoch has as many records as all files together. Without weights it has each record once.
-    With weights each file has its share of the epoch, rounded to records. These come in shuffled
-    passes through the file, and an epoch continues the pass in which the previous one ended.
+    With weights it has a number of records of each file that is in proportion to the file's weight.
+    These are taken in shuffled passes through the file, and an epoch continues the pass in which
+    the previous epoch stopped.
 
     Attributes:
-        sizes: number of records of each file; a data set has them one file after the other.
+        sizes: number of records of each file, in the order of the files in the data set.
         seed: seed of all orders.
         weights: weight of each file, in any unit; empty if every record has the same weight.
     """
@@ -350,7 +357,7 @@ class EpochOrder:
         return sum(self.sizes)
 
     def record(self, position: int) -> int:
-        """Return the record at ``position``, counted from 0 over all epochs."""
+        """Return the index of the record at ``position``, counted from 0 over all epochs."""
         epoch, place = divmod(position, self.size)
         return int(_order_epoch(self, epoch)[place])
 
@@ -370,7 +377,8 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
     """Build the order over files of these ``sizes``, after checking the weights.
 
     Raises:
-        ConfigError: there is not one weight for each file, or a file gets no record.
+        ConfigError: the number of weights is not the number of files, or an epoch has no record of
+            a file.
     """
     order = EpochOrder(tuple(sizes), seed, tuple(weights))
     if weights and len(weights) != len(sizes):
@@ -381,14 +389,14 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
     for number, share in enumerate(order.shares(), start=1):
         if share == 0:
             raise ConfigError(
-                f"model.data.data_prefix.train_weights: by the weights {list(weights)}, file "
-                f"{number} has none of an epoch's {order.size} records. Raise its weight, or leave "
+                f"model.data.data_prefix.train_weights: with the weights {list(weights)}, an epoch "
+                f"of {order.size} records has none of file {number}. Raise its weight, or leave "
                 "the file out"
             )
     return order
 
 
-# Two epochs: a batch may contain the end of one and the start of the next.
+# Keep two epochs: a batch may contain the end of one and the start of the next.
 @lru_cache(maxsize=2)
 def _order_epoch(order: EpochOrder, epoch: int) -> np.ndarray:
     if not order.weights:
@@ -404,7 +412,7 @@ def _order_epoch(order: EpochOrder, epoch: int) -> np.ndarray:
 
 
 def _take_from_passes(size: int, share: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the records that an epoch takes from a file, numbered within the file."""
+    """Return the indices, within a file, of the records that an epoch takes from it."""
     begin, end = epoch * share, (epoch + 1) * share
     passes = range(begin // size, -(-end // size))
     records = np.concatenate([_permute(size, seed, number) for number in passes])

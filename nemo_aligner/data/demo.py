@@ -1,4 +1,4 @@
-"""Generate the demo sets: preference pairs that anyone can judge, and chains of sums in steps.
+"""Generate the demo sets: preference pairs that anyone can judge, and sums solved step by step.
 
 ``nemo-aligner data demo`` and the quickstart write them.
 """
@@ -86,7 +86,7 @@ def build_demo_pairs(
 
 
 def _draw_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
-    """Draw the items to hold out by their names: kinds with the same items hold out the same."""
+    """Draw the items to hold out, so that kinds of pairs with the same items hold out the same."""
     items = sorted({pair.item for pair in candidates})
     random.Random(f"{seed}/items").shuffle(items)
     return set(items[: max(1, round(len(items) * heldout))])
@@ -111,7 +111,11 @@ def _draw_balanced(candidates: list[DemoPair], count: int, rng: random.Random) -
 
 @dataclass(frozen=True)
 class DemoPair:
-    """One pair; ``item`` is what its prompt asks about, in any wording."""
+    """One pair of the demo set.
+
+    ``item`` names what the prompt asks about, so that pairs with differently worded prompts about
+    the same thing stay in the same part.
+    """
 
     kind: str
     item: str
@@ -133,7 +137,8 @@ def _read_tables() -> dict[str, list[list[str]]]:
 
 _TABLES = _read_tables()
 _QUESTIONS, _PHRASES = _TABLES["questions"], _TABLES["phrases"]
-# fact question | beginning of its answer | right answer | group that wrong answers come from
+# Each item: question about a fact, beginning of its answer, right answer, and the group of facts
+# whose answers serve as wrong ones.
 _FACTS = [
     (f"What is the {kind} of {word}?", f"the {kind} of {word} is", answer, kind)
     for kind, rows in (("capital", _TABLES["capitals"]), ("opposite", _TABLES["opposites"]))
@@ -225,7 +230,7 @@ def _format_pairs(rng: random.Random) -> Iterator[DemoPair]:
                 yield DemoPair("format", f"{category} {word}", prompt, chosen, rejected)
 
 
-# Kinds of pairs about a whole reply, which all ask the questions above.
+# Kinds of pairs that are about the whole reply. All of them ask the questions in ``_QUESTIONS``.
 
 _GREETINGS = ("", "Hi! ", "Please tell me: ")
 _POLITE = ("Happy to help! {}", "Good question! {}", "Sure. {}", "{} I hope that helps!")

@@ -1,9 +1,9 @@
 """Read a data file as JSON objects with line numbers: JSON lines, a JSON list, or a table.
 
-A file may be gzipped. Its content decides what it is, not its name. A line that is not a JSON
-object is malformed, and the others are read; a file without any object is an error. ``read_lines``
-reads a whole file; ``BlockFile`` reads it in blocks, so that memory does not grow with it.
-``readers.py`` makes records of the objects.
+A file may be gzipped. The content of a file decides how it is read, not its name. A line that is
+not a JSON object is malformed, and the other lines are read; a file without any object is an error.
+``read_lines`` reads a whole file; ``BlockFile`` reads a file in blocks, so that memory does not
+grow with its size. ``readers.py`` makes records of the objects.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nemo_aligner.utils.errors import DataError
 # An unpaired quote in a CSV file makes its row malformed; reading continues at the next line. In a
 # TSV file a quote is an ordinary character.
 
-# The number of a line or row, and its cells by column, or why it is malformed.
+# The number of a line or row, and its cells by column; or, if it is malformed, the reason.
 Row: TypeAlias = tuple[int, dict[str, Any] | str]
 
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
@@ -55,10 +55,10 @@ def read_binary_table(content: bytes, path: str) -> list[Row] | None:
     """Read the rows of a Parquet or Arrow file, numbered from 1.
 
     Returns:
-        None if it is another file, or if pyarrow is not installed.
+        None if the file is neither Parquet nor Arrow, or if pyarrow is not installed.
 
     Raises:
-        DataError: it begins like such a file, and cannot be read.
+        DataError: the file begins like a Parquet or Arrow file, but cannot be read.
     """
     if not content.startswith((_PARQUET, _ARROW)):
         return None
@@ -83,10 +83,10 @@ def read_text_table(text: str, path: str) -> list[Row] | None:
     """Read the rows of a CSV or TSV file, numbered by the line on which they begin.
 
     Returns:
-        None if the text is no such table.
+        None if the text is not a CSV or TSV table.
 
     Raises:
-        DataError: a column has no name, or two have the same.
+        DataError: a column has no name, or two columns have the same name.
     """
     separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
     rows = _split_cells(text, separator)
@@ -98,7 +98,9 @@ def read_text_table(text: str, path: str) -> list[Row] | None:
         return None
     names = [name.strip() for name in readable[0]]
     if not all(names) or len(set(names)) < len(names):
-        raise DataError(f"{path}:1: the columns {names} need different names that are not empty")
+        raise DataError(
+            f"{path}:1: the columns {names} need different names that are not empty. Rename them"
+        )
     complete = [cells for cells in readable[1:] if len(cells) == len(names)]
     numeric = {
         name
@@ -123,7 +125,7 @@ def holds_rows(cells: Sequence[object]) -> bool:
 
 
 def _split_cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
-    """List the rows that are not empty: line number, and the cells or why they are malformed."""
+    """List the rows that are not empty: line number, and cells or the reason they are malformed."""
     # csv rejects cells of more than 131,072 characters; its limit is global to the process.
     limit = csv.field_size_limit(max(len(text), 1))
     try:
@@ -139,7 +141,7 @@ def _number_rows(lines: list[str], separator: str) -> Iterator[tuple[int, list[s
             map(lines.__getitem__, range(start, len(lines))),
             delimiter=separator,
             quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
-            # Without it, an unpaired quote would silently swallow all rows up to the next quote.
+            # Otherwise an unpaired quote would silently swallow all rows up to the next quote.
             strict=True,
         )
         first = start
@@ -195,10 +197,10 @@ class Line:
     """One object of a file.
 
     Attributes:
-        number: line on which it begins.
-        raw: its JSON as written.
+        number: line on which the object begins.
+        raw: JSON of the object as written in the file.
         value: the object.
-        holds_rows: the row of a table has a cell with lines that look like rows.
+        holds_rows: True for a table's row that has a cell with lines that look like rows.
     """
 
     number: int
@@ -311,16 +313,18 @@ def _decode(content: bytes, path: str) -> str:
 
 
 def decode_utf8(content: bytes, path: str, first: int = 1) -> str:
-    """Decode complete lines of a file; the first one has the number ``first``.
+    """Decode complete lines of a file; ``first`` is the number of the first of these lines.
 
     Raises:
-        DataError: they are not UTF-8; the message names the line.
+        DataError: a line is not UTF-8; the message has its number.
     """
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + first
-        raise DataError(f"{path}:{line}: not valid UTF-8 ({error.reason})") from error
+        raise DataError(
+            f"{path}:{line}: not valid UTF-8 ({error.reason}). Convert the file to UTF-8"
+        ) from error
 
 
 def _refuse_constant(name: str) -> None:
@@ -328,7 +332,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class _RepeatedKeyError(ValueError):
-    """An object has a key twice, and JSON does not define which of them counts."""
+    """An object has the same key twice, and JSON does not define which value counts."""
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -356,7 +360,7 @@ def _check_object(item: _Value) -> AnyLine:
 
 
 def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
-    """Yield the lines that are not empty, numbered from ``first``."""
+    """Parse the lines of ``text`` that are not empty; ``first`` is the number of its first line."""
     # Not splitlines(): JSON strings may contain U+2028 and similar line ends.
     for number, raw in enumerate(text.split("\n"), start=first):
         if raw.strip():
@@ -371,7 +375,7 @@ def _describe_error(raw: str, error: Exception) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if "\r" in raw.strip():
-        # Not inside a string, where JSON requires it to be escaped.
+        # The carriage return is not inside a string, where JSON requires it to be escaped.
         return (
             "its lines end with a carriage return without a line feed. Convert them by "
             "`tr '\\r' '\\n'`"
@@ -405,7 +409,7 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
 
 
 def _decode_item(text: str, position: int) -> tuple[Any, int]:
-    """Decode the value at ``position``, or return its error; also return where it ends."""
+    """Decode the value at ``position``; return it, or its repeated key as an error, and its end."""
     try:
         return _decoder.raw_decode(text, position)
     except _RepeatedKeyError as error:
@@ -439,8 +443,8 @@ class Block:
     """Complete records of a file.
 
     Attributes:
-        first: number of the first line.
-        content: bytes of JSON lines, or the rows of a list or table.
+        first: number of the block's first line in the file.
+        content: bytes of JSON lines, or the parsed items of a JSON list or rows of a table.
     """
 
     first: int
@@ -457,7 +461,8 @@ class BlockFile:
     """A file whose lines can be read several times.
 
     Raises:
-        DataError: see ``read_lines``. Errors in JSON lines are raised when they are read.
+        DataError: see ``read_lines``. In a file of JSON lines, errors are raised when the lines
+            are read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -491,7 +496,7 @@ def _split_rows(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
 
 
 def _has_json_lines(path: str) -> bool:
-    """True if the file is JSON lines, and not a JSON list or a table."""
+    """True if a file consists of JSON lines, and is not a JSON list or a table."""
     with open_unpacked(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:
@@ -522,10 +527,10 @@ def _raw_lines(path: str) -> Iterator[bytes]:
             yield raw if number else raw.removeprefix(codecs.BOM_UTF8)
 
 
-# Files that cannot be read as data: what they are, and how to convert them.
+# Errors about files that cannot be read as data: what the files are, and how to convert them.
 
 _READABLE = "wanted JSON lines, one JSON list, or a table"
-# First bytes of a file, what it is, and how pandas reads it, if it can.
+# First bytes of a file, what it is, and the pandas function that reads it; None if there is none.
 _BINARY = {
     b"PAR1": ("a Parquet file", "read_parquet({path!r})"),
     b"ARROW1": ("an Arrow file", "read_feather({path!r})"),
@@ -552,7 +557,7 @@ _WIDE = {
 def describe_binary(content: bytes, path: str) -> str | None:
     """Describe binary content by its first bytes, for an error; None if it may be UTF-8 text.
 
-    A Parquet or Arrow file gets here only if pyarrow is not installed.
+    This is called for a Parquet or Arrow file only if pyarrow is not installed.
     """
     for name, begin in _WIDE.items():
         if re.match(begin, content):

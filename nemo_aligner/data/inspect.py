@@ -43,7 +43,7 @@ from nemo_aligner.data.token_index import ArraysInMemory, IndexRules, make_index
 from nemo_aligner.utils.errors import DataError
 
 TextRules = tuple[Tokenizer, ScoringContract]
-"""A tokenizer, and the contract by which it is used."""
+"""A tokenizer, and the contract that determines how samples become its tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Inspection:
     """Options of an inspection.
 
     Attributes:
-        rules: tokenizer and contract; without them lengths are characters.
+        rules: tokenizer and contract; None measures lengths in characters.
         show: number of records of each file to print in full.
-        reading: rules by which files are read. The contract of a regression model overrides its
-            attributes.
+        reading: rules by which files are read. If ``rules`` has the contract of a regression model,
+            the attributes of the contract take the place of those in ``reading``.
         marks: what to print before and after a special token.
     """
 
@@ -66,7 +66,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Inspected:
-    """A part of the output; ``is_good`` is False if a file or a record cannot be used."""
+    """A part of the output to print; ``is_good`` is False if the file has unusable records."""
 
     text: str
     is_good: bool = True
@@ -80,7 +80,7 @@ def inspect_files(
     The tables of ``files`` count the prompts that are also in the training files.
 
     Raises:
-        ConfigError: an attribute has no name, or there is no format of that name.
+        ConfigError: an attribute has no name, or ``options.reading`` names an unknown format.
     """
     check_names(options.reading.attributes)
     training: list[FileReport] = []
@@ -146,7 +146,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
 
 
 def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
-    """Count duplicates and contradictions as a token index does, but by text, not tokens."""
+    """Count duplicates and contradictions as a token index does, but compare texts, not tokens."""
     contents = (repr((record.texts, record.ranks, *label_rows(record))) for record in records)
     # Hashes, because copies of the texts would double the memory.
     different = {short_hash(content.encode(errors="surrogatepass")) for content in contents}
@@ -175,7 +175,7 @@ def render_record(record: Record, options: Inspection) -> str:
 
 
 def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspection) -> list[str]:
-    """Render a sample; ``labels`` has the labels of each of its steps, or of the whole sample."""
+    """Render a sample with its ``labels``: a text for each step, or one for the whole sample."""
     if options.rules is None:
         turns = [f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text)]
         return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
@@ -190,7 +190,7 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
     if reads is None:
         last = tokenizer.decode(ids[-1:])
         return [*lines, f"   scored at the last token: {ids[-1]} {last!r}"]
-    # A label of the whole sample is that of its last step.
+    # The label of a whole sample is shown at its last step.
     unlabelled = [""] * (encoded.lost + len(reads) - len(labels))
     shown = [*unlabelled, *(f", label {label}" for label in labels)]
     for number, place in enumerate(reads, encoded.lost):

@@ -5,12 +5,12 @@ packs sequences (``pack_sequences``, ``pack_groups``), a critic packs rollouts (
 
 A pack has at most ``model.micro_batch_tokens`` tokens, and a record is never split. Best fit
 decreasing (longest record first, into the fullest pack with enough space) gives the number of
-packs, which are then refilled so that each is the same work. The result depends on the arguments
-alone.
+packs. The packs are then filled anew, so that each takes about the same work. The result depends
+only on the arguments.
 
-A prefix that samples share is in a pack once: attention is causal, so its tokens have the same
-hidden states in each sample. Token ids are compared, so this works with every chat template and
-with raw text.
+A prefix that samples share is stored and computed once in a pack: attention is causal, so its
+tokens have the same hidden states in each sample. Prefixes are found by comparing token ids, which
+works with every chat template and with raw text.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.tokenize import common_prefix
 from nemo_aligner.utils.errors import DataError
 
-# Upper limit of the keys in a pack with cached prefixes, as a multiple of its token budget: a GPU
-# kernel reads these keys one after the other.
+# Upper limit of the keys in a pack with cached prefixes, as a multiple of its token budget. It
+# bounds the time of attention, where a GPU kernel reads these keys one after the other.
 _KEYS_PER_TOKEN = 8
-# Records per part of a search over a data set, which bounds its memory.
+# Records that ``largest_record`` compares at a time, to bound its memory.
 _RECORDS_AT_ONCE = 1 << 18
 
 
@@ -52,7 +52,7 @@ class RecordSize(NamedTuple):
     Attributes:
         tokens: number of tokens, the prefix counted once.
         rewards: number of rewards of all its samples.
-        query_keys: number of pairs of a query and a key that it attends to.
+        query_keys: number of pairs of a query and a key in causal attention.
     """
 
     tokens: int
@@ -74,7 +74,7 @@ def measure_record(dataset: TokenizedDataset, record: int) -> RecordSize:
 
 
 def packed_size(dataset: TokenizedDataset, record: int) -> int:
-    """Count the tokens of one record in a pack, with the prefix of its samples once."""
+    """Count the tokens of one record in a pack, where samples store their shared prefix once."""
     return measure_record(dataset, record).tokens
 
 
@@ -106,8 +106,8 @@ def record_cost(dataset: TokenizedDataset, record: int, query_key_cost: float) -
 def share_out(costs: Sequence[float], count: int) -> list[list[int]]:
     """Split the indices of ``costs`` into ``count`` parts of about equal sums.
 
-    The largest comes first, each to the part with the smallest sum so far (Graham 1969). No part is
-    empty if there are at least ``count`` costs.
+    The largest cost is assigned first, and each cost goes to the part with the smallest sum so far
+    (Graham 1969). No part is empty if there are at least ``count`` costs.
     """
     return _fill_groups([0] * len(costs), costs, 0, count) or []
 
@@ -169,14 +169,19 @@ def _pack_chosen(
 
 
 class SequenceReads(NamedTuple):
-    """Positions of the tokens read in a sequence, ``[s]`` int64, and the row of each reward."""
+    """The tokens of a sequence that the head reads, each of which has one reward.
+
+    Attributes:
+        places: ``[s]`` int64 positions of these tokens in the sequence.
+        rows: index of each reward among the rewards of all sequences (see ``PackedBatch.rows``).
+    """
 
     places: Tensor
     rows: list[int]
 
     @classmethod
     def number(cls, places: Sequence[Sequence[int]]) -> list[SequenceReads]:
-        """Number the rewards of all sequences, which are read at ``places``, from 0 on."""
+        """Number the rewards from 0 over all sequences, given each sequence's ``places``."""
         rows = iter(range(sum(map(len, places))))
         return [
             cls(torch.tensor(positions, dtype=torch.int64), [next(rows) for _ in positions])
@@ -200,7 +205,7 @@ def pack_sequences(
     Args:
         reads: for each sequence, which tokens are read and the rows of their rewards; by default
             the last token, whose row is the index of the sequence.
-        length_dependent_rope: the model's (see ``find_prefix_groups``).
+        length_dependent_rope: see ``find_prefix_groups``.
 
     Raises:
         DataError: a sequence is empty or larger than the budget.
@@ -222,7 +227,7 @@ def pack_groups(
     stored: Mapping[int, Stored | None] | None = None,
     reads: Sequence[SequenceReads] | None = None,
 ) -> list[PackedBatch]:
-    """Pack ``groups`` of sequences.
+    """Pack groups of sequences; the sequences of a group are in one pack and share their prefix.
 
     Args:
         groups: their members are indices of ``sequences``.
@@ -255,8 +260,8 @@ class PrefixGroup:
 
     Attributes:
         members: indices of the sequences.
-        prefix: number of tokens that all of them share after the cached ones.
-        size: number of tokens to compute.
+        prefix: number of tokens that all sequences share after their cached tokens.
+        size: number of tokens to compute, with the prefix counted once.
         cached: the cached tokens before the prefix; None if there are none.
     """
 
@@ -267,14 +272,14 @@ class PrefixGroup:
 
     @property
     def weight(self) -> int:
-        """Number of tokens that it takes of a pack's budget."""
+        """Number of tokens of a pack's budget that the group takes."""
         return _measure_weight(
             self.size, len(self.members), self.prefix, _count_cached(self.cached)
         )
 
     @property
     def in_pack(self) -> Group:
-        """The group as ``PackedBatch.pack`` takes it."""
+        """The group as an argument of ``PackedBatch.pack``, whose prefix includes cached tokens."""
         return Group(len(self.members), _count_cached(self.cached) + self.prefix, self.cached)
 
 
@@ -283,9 +288,11 @@ def _count_cached(cached: CachedPrefix | None) -> int:
 
 
 def _measure_weight(size: int, members: int, prefix: int, cached: int) -> int:
-    """Number of tokens to compute, or the keys gathered for them over ``_KEYS_PER_TOKEN`` if more.
+    """Measure what a group takes of a pack's budget, in tokens.
 
-    Without ``cached`` tokens, the tokens already bound the keys.
+    This is the number of tokens to compute. With ``cached`` tokens it is at least the number of
+    keys that attention gathers divided by ``_KEYS_PER_TOKEN``. Without them, the number of tokens
+    bounds the number of keys anyway.
     """
     if not cached:
         return size
@@ -305,11 +312,12 @@ def find_prefix_groups(
     joins the group of its left neighbour if that saves tokens.
 
     Args:
-        cached: maps the indices of the sequences to group to their cached prefixes; by default all
-            sequences, without. The members of a group have the same cached prefix.
-        length_dependent_rope: number of the RoPE that a length has (``ModelShape``), as in
-            LongRoPE. The members of a group have the same, because hidden states differ between
-            them.
+        cached: cached prefix, or None, of each sequence to group, by the index of the sequence. By
+            default all sequences are grouped, and none has a cached prefix. The members of a group
+            have the same cached prefix.
+        length_dependent_rope: maps the length of a sequence to the number of its RoPE
+            (``ModelShape``), for models such as LongRoPE. The members of a group have the same
+            RoPE, because hidden states of a shared prefix depend on it.
     """
     ordered = _Ordered.of(sequences, cached, length_dependent_rope)
     return [
@@ -323,10 +331,11 @@ class _Ordered:
     """Sequences sorted by cached prefix, RoPE and tokens.
 
     Attributes:
-        positions: index that each sequence had.
-        lengths: number of its tokens that are not cached.
-        common: how many of these it shares with its left neighbour, 0 for the first.
-        cached: cached prefixes by index.
+        positions: index of each sequence before sorting.
+        lengths: number of tokens of each sequence that are not cached.
+        common: how many of these tokens each sequence shares with its left neighbour; 0 for the
+            first sequence.
+        cached: cached prefix of each sequence, by its index before sorting.
     """
 
     positions: list[int]
@@ -356,7 +365,8 @@ class _Ordered:
         }
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
         if len(numbers) > 1:
-            # The sort is stable: sequences of one kind stay in the order of their tokens.
+            # The sort is stable: sequences with the same cached prefix and RoPE stay in the order
+            # of their tokens.
             positions.sort(key=lambda position: numbers[kinds[position]])
         # The first sequence has no left neighbour; without sequences there is no first one.
         common = [0][: len(positions)]
@@ -367,9 +377,9 @@ class _Ordered:
         return cls(positions, lengths, common, cached)
 
     def runs(self, budget: int, end: int) -> Iterator[tuple[list[int], int, int]]:
-        """Yield members, prefix and size of the groups of the sequences before index ``end``.
+        """Group the sequences with an index below ``end``; yield members, prefix and size of each.
 
-        Prefix and size are in tokens, without the cached ones.
+        Prefix and size of a group are in tokens, without the cached ones.
         """
         members: list[int] = []
         prefix = size = 0
@@ -396,7 +406,7 @@ class _Ordered:
             yield members, prefix, size
 
     def fits(self, budget: int, end: int) -> bool:
-        """True if the sequences before index ``end`` fit into one pack."""
+        """True if the sequences with an index below ``end`` fit into one pack."""
         total = 0
         for _, _, size in self.runs(budget, end):
             total += size
@@ -408,12 +418,12 @@ class _Ordered:
 def count_fitting(sequences: Sequence[Tokens], budget: int) -> int:
     """Count how many of the first sequences fit into one pack of ``budget`` tokens, at least one.
 
-    Shared prefixes are counted once. The search tries four times as many sequences until these do
-    not fit, and then bisects. It is faster with arrays than with lists.
+    Shared prefixes are counted once. The search multiplies the number of sequences by four until
+    they do not fit, and then bisects. Arrays are faster than lists.
     """
     lengths = list(accumulate(map(len, sequences)))
     fitting = min(len(sequences), max(1, bisect_right(lengths, budget)))
-    limit = min(len(sequences), budget)  # each sequence has at least one token of its own
+    limit = min(len(sequences), budget)  # each sequence has a token outside shared prefixes
     while fitting < limit:
         tried = min(4 * fitting, limit)
         ordered = _Ordered.of(sequences[:tried])
@@ -443,7 +453,7 @@ def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[li
 
 def _pack_best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # (free tokens, pack), sorted
+    space: list[tuple[int, int]] = []  # (free tokens, index of the pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         # The fullest pack with enough space; -1 sorts before all pack numbers.
         fitting = bisect_left(space, (sizes[index], -1))
@@ -460,10 +470,14 @@ def _pack_best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
 def _fill_groups(
     sizes: Sequence[int], costs: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """Fill ``count`` groups, each index into the cheapest with space left; None if one has none."""
+    """Put each index into the cheapest of ``count`` groups that has space left for it.
+
+    Returns:
+        The groups; None if no group has space left for one of the indices.
+    """
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
-    spent = [(0.0, group) for group in range(count)]  # a heap
+    spent = [(0.0, group) for group in range(count)]  # a heap of (cost so far, index of the group)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         full = []
         while spent and filled[spent[0][1]] + sizes[index] > budget:
@@ -494,7 +508,7 @@ class TokenPacking:
     query_key_cost: float = 0.0
 
     def share(self, lengths: Sequence[int], count: int) -> list[list[int]]:
-        """Split sequences of these ``lengths`` over ``count`` ranks; return the indices of each."""
+        """Split sequences over ``count`` ranks; return the indices of each rank's sequences."""
         return share_out([self._get_cost(length) for length in lengths], count)
 
     def pack(

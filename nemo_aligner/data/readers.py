@@ -1,8 +1,9 @@
-"""Read a data file: its lines to records, in any of the formats.
+"""Read the records of a data file, in any of the formats.
 
-``open_file`` finds the format of a file and returns ``FileRules``, which make records of its
-blocks; training tokenizes these blocks one by one. ``read_records`` and ``parse_file`` read a whole
-file for evaluation and the ``data`` verbs. ``clean.py`` decides which records are dropped.
+``open_file`` finds the format of a file, and returns ``FileRules``, which make records of lines,
+and the file's blocks, which training tokenizes one by one. ``read_records`` and ``parse_file`` read
+a whole file for evaluation and ``nemo-aligner data``. ``clean.py`` decides which records are
+dropped.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class ReaderConfig:
     """Rules by which files are read.
 
     Attributes:
-        kind: kind of their records; None takes both.
+        kind: kind of records that files must have; None takes comparisons and ratings.
         format: ``auto``, or the name of a format in ``formats/``.
         attributes: label columns of ratings, in order; if empty, ratings have no labels.
         loss_mask_val: number that stands for a missing label, like null.
         pair_columns: label columns of comparisons, in order.
-        pair_keys: fields of the prompt and the replies of pairs, if they have other names.
+        pair_keys: names of the fields with prompt and replies of pairs; None for the usual names.
         prompts: text to put around prompts; None adds nothing.
         rule: whether malformed records are dropped or an error.
         ties: keep comparisons whose samples are all tied.
@@ -76,7 +77,7 @@ class ReaderConfig:
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str, **fields: Any) -> ReaderConfig:
-        """Build the rules from a ``section`` of the settings, and the other ``fields``.
+        """Build the rules from the ``settings`` of a ``section``, and from other ``fields``.
 
         Raises:
             ConfigError: see ``PromptWrapping.of``.
@@ -96,7 +97,7 @@ class ReaderConfig:
         return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
 
     def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """Return the label columns of a data set: those of ratings if it may have both kinds."""
+        """Return the label columns of a data set; if it may have both kinds, those of ratings."""
         return self.columns_of(kind if self.kind is not None else RecordKind.rating)
 
 
@@ -107,7 +108,7 @@ class RecordFile:
     Attributes:
         columns: names of the label columns (see ``ReaderConfig.set_columns_of``).
         counts: ``read``, ``kept``, and the count of each reason in ``clean.py`` that occurred.
-        unread: number of lines with each column that was not read.
+        unread: for each column that was not read, the number of lines that have it.
     """
 
     path: str
@@ -124,7 +125,7 @@ def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
     """Read a file of comparisons or ratings.
 
     Raises:
-        ConfigError: there is no format of that name.
+        ConfigError: ``reading`` names a format that does not exist.
         DataError: no usable record is left, or see the tables in ``clean.py``.
     """
     file = parse_file(path, reading)
@@ -136,11 +137,11 @@ def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
 
 @dataclass(frozen=True)
 class FileRules:
-    """Rules by which the lines of one file, whose format was found, become records.
+    """Rules that make records of the lines of one file, once its format is known.
 
     Attributes:
-        contradicted: keys of verdicts (``verdict_keys``, lowest bit 0) that the file has both ways;
-            their records are dropped.
+        contradicted: keys of the pairs of samples that the file has with opposite verdicts
+            (``verdict_keys``, lowest bit 0); records with such a pair are dropped.
     """
 
     path: str
@@ -163,8 +164,8 @@ class FileRules:
     ) -> Iterator[Record]:
         """Yield the records of a block that the rules for text keep.
 
-        The others are counted in ``counts``, or added to ``malformed``. Columns that are not read
-        are counted in ``unread``.
+        Dropped records are counted by reason in ``counts``, and malformed ones are also added to
+        ``malformed``. Lines with a column that is not read are counted in ``unread``.
         """
         reading = self.reading
         columns = reading.columns_of(self.kind)
@@ -198,7 +199,7 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
     """Find the format of a file; return the rules that make records of it, and its blocks.
 
     Raises:
-        ConfigError: there is no format of that name.
+        ConfigError: ``reading`` names a format that does not exist.
         DataError: the file cannot be read; see the tables in ``clean.py``.
     """
     file = BlockFile(path)
@@ -206,7 +207,7 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
     chosen = choose_format(
         reading.format, reading.kind, file.objects(), str(path), reading.pair_keys, labels
     )
-    # Checked first: in the middle of the file, the error would come after hours of tokenizing.
+    # Checked first: an error in the middle of the file could come after hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, reading)
     if reading.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
@@ -215,7 +216,7 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
 
 
 def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> frozenset[int]:
-    """Read the file to find the verdicts that it has both ways."""
+    """Read the file to find the pairs of samples that it has with opposite verdicts."""
     keys = array("Q")
     for block in file.blocks(chosen.lines_per_record):
         for record in rules.records(block.lines(rules.path), Counter(), []):
@@ -227,10 +228,10 @@ def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> fro
 
 
 def parse_file(path: str | Path, reading: ReaderConfig) -> RecordFile:
-    """Read a file, even if many of its records are malformed, or no usable one is left.
+    """Read a file, without an error if many records are malformed or no usable one is left.
 
     Raises:
-        ConfigError: there is no format of that name.
+        ConfigError: ``reading`` names a format that does not exist.
         DataError: the file cannot be read; see the tables in ``clean.py``.
     """
     rules, blocks = open_file(path, reading)
@@ -262,8 +263,8 @@ def _have_different_prompts(record: Comparison) -> bool:
 # Text around the prompts of a file: a system prompt, instructions, or a raw text.
 #
 # System prompt and instructions come from files, as for data sets of NVIDIA-NeMo/RL
-# (``system_prompt_file``, ``prompt_file``). A raw text is written by a template, as OpenRLHF's
-# ``input_template``. ``{}`` stands for the prompt.
+# (``system_prompt_file``, ``prompt_file``). A raw text is made by a template like OpenRLHF's
+# ``input_template``. In instructions and templates ``{}`` stands for the prompt.
 
 PLACE = "{}"
 
@@ -273,10 +274,10 @@ class PromptWrapping:
     """Text to put around every conversation of a file; None adds nothing.
 
     Attributes:
-        system: system prompt, unless a conversation has one.
-        words: template around the last user turn.
-        raw: template around the only user turn of a conversation, which becomes a raw text: the
-            filled template, and then the reply.
+        system: system prompt for conversations that have none.
+        words: template that is put around the last user turn.
+        raw: template for conversations of one user turn and a reply. The conversation becomes a raw
+            text: the template with the user turn in it, followed by the reply.
     """
 
     system: str | None = None
@@ -285,7 +286,7 @@ class PromptWrapping:
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str) -> PromptWrapping | None:
-        """Read a section of the settings; None if nothing is set.
+        """Read the prompts and templates that a section of the settings names; None if it has none.
 
         Raises:
             ConfigError: a file cannot be read, or a template does not have ``{}`` exactly once.
@@ -308,8 +309,8 @@ class PromptWrapping:
         """Put the text around each conversation of a record; raw texts are not changed.
 
         Raises:
-            DataError: a conversation has no user turn, or, if it is to become a raw text, anything
-                else than one user turn and the reply.
+            DataError: a conversation has no user turn for the template ``words``, or has other
+                turns than one user turn and the reply for the template ``raw``.
         """
         if isinstance(record, Rating):
             return replace(record, response=self._wrap(record.response))
@@ -325,7 +326,7 @@ class PromptWrapping:
             if isinstance(text, Conversation):
                 raise DataError(
                     "input_template cannot render tools or documents, and this conversation has "
-                    "them"
+                    "them. Remove input_template, or the tools and documents"
                 )
             return _render_raw(messages, self.raw)
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):

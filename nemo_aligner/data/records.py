@@ -1,8 +1,8 @@
 """Comparison and Rating, the preference records of all formats; and how records are written.
 
 ``formats/`` make records of the lines of a file. Training tokenizes them (``tokenize.py``),
-evaluation scores them. Also here: keys by which duplicate prompts and verdicts are found, rows of
-held-out rewards, and conversion of Python values to lines of JSON.
+evaluation scores them. This module also has the keys by which duplicate prompts and contradicting
+verdicts are found, rows of held-out rewards, and the conversion of Python values to lines of JSON.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Comparison:
     Attributes:
         texts: K samples, each with the prompt.
         ranks: rank of each sample; a lower one is better, equal ones are tied.
-        source: the record's own name of its source; "" if it has none.
-        labels: labels in the requested columns, None if one is missing.
+        source: name of the record's source, as the record gives it; "" if it gives none.
+        labels: a label for each requested column, None where it is missing.
     """
 
     texts: tuple[Text, ...]
@@ -108,7 +108,7 @@ class Rating:
     Attributes:
         response: the sample, with its prompt.
         labels: a label for each attribute, None if it is missing; empty if ``steps`` has labels.
-        source: the record's own name of its source; "" if it has none.
+        source: name of the record's source, as the record gives it; "" if it gives none.
         steps: labels of each turn or step; None if the sample is rated as a whole.
     """
 
@@ -124,7 +124,7 @@ class Rating:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of the only sample."""
+        """The rank 0 of the only sample, so that comparisons and ratings can be read alike."""
         return (0,)
 
 
@@ -138,10 +138,10 @@ def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
 
 
 def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:
-    """Return how many tokens each reward of a sample belongs to.
+    """Return, for each reward of a sample, the length of the text that it scores, in tokens.
 
-    A reward belongs to its turn or step. The last reward of a sample without step labels belongs to
-    the whole reply.
+    A reward scores its turn or step. The last reward of a sample without step labels scores the
+    whole reply.
 
     Args:
         reply_tokens: number of tokens of the whole reply.
@@ -186,8 +186,9 @@ def prompt_key(record: Record) -> str:
     """Return a key that records with the same prompt share; case and white space do not matter.
 
     Raw text does not show where its prompt ends. The prompt of a raw pair is taken to be the
-    complete lines that both samples begin with, else their shared beginning if it has at least
-    ``_MIN_SHARED_CHARACTERS``. Without either, the key is the samples themselves.
+    complete lines that both samples begin with. If they share no complete line, it is the text that
+    both begin with, provided that this has at least ``_MIN_SHARED_CHARACTERS``. Otherwise the key
+    is made of both whole samples.
     """
     first = record.texts[0]
     if isinstance(first, str):
@@ -228,9 +229,10 @@ def prompt_hash(record: Record) -> int:
 
 
 def verdict_keys(record: Record) -> list[int]:
-    """Hash each verdict, which is a pair of samples of which one is better, to 64 bits.
+    """Hash each verdict of a record to 64 bits, to find contradicting verdicts.
 
-    The keys of two opposite verdicts on the same samples differ only in the lowest bit.
+    A verdict is a pair of samples of which one is better. The keys of two opposite verdicts on the
+    same samples differ only in the lowest bit.
     """
     if isinstance(record, Rating):
         return []
@@ -245,7 +247,7 @@ def verdict_keys(record: Record) -> list[int]:
 
 
 def _text_bytes(text: Text) -> bytes:
-    """Encode a sample so that different samples have different bytes."""
+    """Encode a sample as bytes to hash, such that different samples have different bytes."""
     if isinstance(text, str):
         return text.encode(errors="surrogatepass")
     if isinstance(text, Conversation) or not is_plain(text):
@@ -258,7 +260,7 @@ def _text_bytes(text: Text) -> bytes:
 def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
     """List the lengths of the better and the worse sample of each pair of a record, without ties.
 
-    ``lengths`` are those of the replies of all samples of ``records``.
+    ``lengths`` has the length of the reply of each sample, record by record.
     """
     remaining = iter(lengths)
     pairs = []
@@ -289,8 +291,8 @@ def reward_row(
     """Build a row with the origin, the rewards and the samples of a record.
 
     Args:
-        rewards: by ``chosen`` and ``rejected`` for a pair, by attribute for a rating. A value that
-            is not finite becomes null.
+        rewards: rewards of a pair by ``chosen`` and ``rejected``, or of a rating by attribute. A
+            value that is not finite becomes null.
         more: further fields, for example labels.
     """
     row: dict[str, Any] = {"record": str(origin), "rewards": _replace_infinite(rewards)}
@@ -382,14 +384,14 @@ def write_records(
     return count
 
 
-# Most levels of nested lists and objects in a record; Python can read some hundreds.
+# Largest number of nested lists and objects in a record. Python itself could read some hundreds.
 DEEPEST = 100
 
 
 def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
-    """True if an object read from ``raw`` is nested more than ``DEEPEST`` levels.
+    """True if ``value``, read from the JSON ``raw``, is nested more than ``DEEPEST`` levels.
 
-    Recursive functions could exceed Python's recursion limit on it.
+    Recursive functions could exceed Python's recursion limit on such a value.
     """
     if raw.count("[") + raw.count("{") <= DEEPEST:
         return False
@@ -414,10 +416,12 @@ def as_json(value: Mapping[str, Any]) -> str:
     decimal numbers, UUIDs and paths become strings.
 
     Raises:
-        DataError: it has a value of another type, for example bytes; the message says where.
+        DataError: the record has a value of another type, for example bytes; the message says
+            where.
     """
     try:
-        # This raises at a NaN or a key of another type; only then is the value walked through.
+        # This raises at a NaN or a key that is no string. Only then convert the value item by item,
+        # which is slower.
         text = json.dumps(value, ensure_ascii=False, default=_convert, allow_nan=False)
     except RecursionError as error:
         raise DataError("it holds lists or dicts nested too deep for JSON") from error
@@ -425,7 +429,7 @@ def as_json(value: Mapping[str, Any]) -> str:
         text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair; a reader reports it with its line
+    except UnicodeEncodeError:  # half of a surrogate pair: escape it, for a reader to report
         return json.dumps(_json_value(value))
     return text
 
@@ -446,7 +450,7 @@ def without_other_kinds(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _convert(value: Any) -> Any:
-    """Convert a value of a type that JSON does not have; raise TypeError if there is no way."""
+    """Convert a value of a type that JSON does not have; raise TypeError if that is impossible."""
     if isinstance(value, Conversation):
         return conversation_as_json(value)
     if type(value).__name__ in _MISSING:
@@ -463,7 +467,9 @@ def _json_value(value: Any, location: str = "") -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str | int | float | None):
-                raise DataError(f"{location or 'it'}: got the key {shown(key)}, wanted a string")
+                raise DataError(
+                    f"{location or 'top level'}: got the key {shown(key)}, wanted a string"
+                )
         return {
             str(key): _json_value(item, f"{location}.{key}" if location else str(key))
             for key, item in value.items()

@@ -34,16 +34,16 @@ from nemo_aligner.utils.errors import DataError, short
 
 # Prompts in both training and validation files, and records in several files.
 #
-# They are compared by 64-bit hashes. Among 10 million different ones, the probability that any two
-# collide is 3 in a million (the birthday bound, n^2 / 2^65).
+# Prompts and records are compared by 64-bit hashes. Among 10 million different hashed values, the
+# probability that any two collide is 3 in a million (the birthday bound, n^2 / 2^65).
 
-# Keys looked up in one call, so that memory does not grow with the data.
+# Number of hashes looked up in one call, so that memory does not grow with the data.
 _KEYS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The P different prompts of a file, each with its first record.
+    """The P different prompts of a file, each with the line of its first record.
 
     Attributes:
         path: the file.
@@ -68,7 +68,7 @@ class Prompts:
 
 
 def find_first_lines(keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different ``keys [N]`` in ascending order, and the first line of each."""
+    """Return the different values of ``keys [N]``, ascending, and the first line of each."""
     different, first = np.unique(keys, return_index=True)
     return different, lines[first]
 
@@ -92,7 +92,7 @@ def find_contradicted(
 
     Args:
         keys: ``[V]`` uint64 ``verdict_keys`` of all records.
-        counts: ``[N]`` number of these keys of each record.
+        counts: ``[N]`` number of verdicts of each record, in the order of ``keys``.
         sorted_keys: verdicts to compare with, each array in ascending order.
 
     Returns:
@@ -108,7 +108,7 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
     """Count the prompts of a validation file that are also in the training files.
 
     Raises:
-        DataError: there are any, and ``allowed`` is False.
+        DataError: there are such prompts, and ``allowed`` is False.
     """
     prompts = validation.prompts
     is_common = find_members(prompts.keys, [report.prompts.keys for report in training])
@@ -127,7 +127,7 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
 
 
 def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
-    """Find the first record with a prompt, in the last of the files that have it."""
+    """Find the first record with the prompt ``key``, in the last training file that has one."""
     matching = [prompts for prompts in training if find_members(key.reshape(1), [prompts.keys])[0]]
     last = matching[-1]
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
@@ -139,7 +139,7 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
 def measure_replies(texts: Sequence[Text], tokenizer: Tokenizer | None = None) -> list[int]:
     """Measure the replies of samples, in tokens, or in characters without a tokenizer.
 
-    What the chat template adds does not count, as in ``ScoringContract.count_reply_tokens``.
+    Text that the chat template adds is not counted, as in ``ScoringContract.count_reply_tokens``.
     """
     replies = [reply_of(text) for text in texts]
     if tokenizer is None:
@@ -153,9 +153,9 @@ def unit_of_lengths(tokenizer: Tokenizer | None) -> str:
 
 
 def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | None:
-    """Compute the fraction of pairs whose better sample is longer; None without pairs.
+    """Compute the fraction of pairs whose better reply is the longer one; None without pairs.
 
-    ``lengths`` are those of the replies of all samples of ``records``.
+    ``lengths`` has the length of the reply of each sample, record by record.
     """
     pairs = better_and_worse(records, lengths)
     return longer_wins(pairs) if pairs else None
@@ -168,14 +168,16 @@ def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
 
 # The range of a label column, and outliers among its labels.
 #
-# A label is far out if it is more than ten times as far from its column's median as
+# A label is an outlier if its distance from the median of its column is more than ten times each of
+# two reference distances:
 #
-# * all labels but the farthest hundredth (at least three of them, at most a quarter), and
-# * zero is from the median (1, if that leaves nothing to compare with).
+# * the largest distance from the median among the column's labels, after the farthest hundredth of
+#   them is left out (at least three labels, at most a quarter of all);
+# * the distance of the median from zero. (If both reference distances are 0, 1 is used instead.)
 #
-# By the first rule, outliers are few: a long tail is not one, nor is every fiftieth label at the
-# other end of the scale. By the second, ratings from 0 to 4 that are nearly all 4 have no outliers,
-# but a 400 among them is one.
+# The first distance keeps outliers few: a long tail has none, and if every fiftieth label is at the
+# other end of the scale, none of these is an outlier. Because of the second distance, ratings from
+# 0 to 4 that are nearly all 4 have no outliers, but a 400 among them is one.
 
 _MIN_RATIO = 10
 _OUTLIER_FRACTION = 0.01
@@ -184,7 +186,10 @@ _MIN_OUTLIERS = 3
 
 @dataclass(frozen=True)
 class FarLabel:
-    """An outlier among the labels of the column ``name``, ``times`` as far from the median."""
+    """An outlier among the labels of the column ``name``.
+
+    ``times`` is its distance from the median, divided by the larger of the two reference distances.
+    """
 
     origin: Origin
     name: str
@@ -207,7 +212,7 @@ def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
 def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel]:
     """Find the outliers among labels by the rule above, the farthest first.
 
-    ``origins`` are those of the rows of labels.
+    ``origins`` has file and line of each row of labels.
     """
     columns = zip(labels.names, labels.values.double().unbind(1), strict=True)
     outliers = [label for name, column in columns for label in _find_far(name, column, origins)]
@@ -241,17 +246,17 @@ _PERCENT = np.array([0, 5, 50, 95, 100])
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """Sum of lengths; smallest, 5th, 50th and 95th percentile, and largest."""
+    """The sum of lengths, and five quantiles: smallest, 5th, 50th and 95th percentile, largest."""
 
     total: int
     quantiles: tuple[int, ...]
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> LengthSummary:
-        """Summarize ``[S]`` integers; without any there are no quantiles."""
+        """Summarize the lengths ``[S]``; if there are none, the quantiles are empty."""
         if not len(lengths):
             return cls(0, ())
-        # Lengths that occur: nothing is interpolated between two of them.
+        # Each quantile is a length that occurs: nothing is interpolated between two lengths.
         at = np.rint(_PERCENT / 100 * (len(lengths) - 1)).astype(np.int64)
         return cls(int(lengths.sum()), tuple(np.sort(lengths)[at].tolist()))
 
@@ -266,7 +271,7 @@ class LengthSummary:
 class LabelSummary:
     """For each label column, the number of missing labels, and mean, minimum and maximum.
 
-    The last three are NaN if all labels of the column are missing.
+    Mean, minimum and maximum are NaN if all labels of the column are missing.
     """
 
     missing: tuple[int, ...] = ()
@@ -288,7 +293,8 @@ class PrefixSummary:
     """Tokens saved by computing the shared prefix of a record's samples once.
 
     Attributes:
-        saved: number of tokens that are not computed again.
+        saved: number of tokens that need not be computed, because an earlier sample of the record
+            has the same prefix.
         alone: number of records whose samples share no prefix.
     """
 
@@ -308,10 +314,10 @@ class FileSummary:
         sources: number of records by source; "" for those without one.
         labels: summary of the label columns.
         longer_chosen: fraction of pairs whose better sample is longer; None without pairs.
-        prefixes: None if not counted.
+        prefixes: tokens saved by shared prefixes; None if the file was not tokenized.
         malformed: the first malformed records.
         far_labels: outliers among the labels, the farthest first.
-        unread: number of lines with each column that was not read.
+        unread: for each column that was not read, the number of lines that have it.
     """
 
     path: str
@@ -329,7 +335,7 @@ class FileSummary:
     unread: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values, without the path: a file may be moved with its token cache."""
+        """Convert to JSON values, without the path, as a file may be moved with its token cache."""
         values = asdict(self)
         del values["path"]
         values["kind"] = self.kind.value
@@ -341,7 +347,7 @@ class FileSummary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], path: str) -> FileSummary:
-        """Read the result of ``to_dict``, for the file at ``path``."""
+        """Restore a summary from the result of ``to_dict``; ``path`` is where the file is now."""
         prefixes = values["prefixes"]
         parts: dict[str, Any] = {
             "path": path,
@@ -429,7 +435,7 @@ class FileReport:
         return "\n".join(lines)
 
     def rows(self) -> Iterable[tuple[str, object]]:
-        """Yield the rows of the two columns."""
+        """Yield the name and the value of each row of the table."""
         counts, summary = self.counts, self.summary
         is_pairs = summary.kind is RecordKind.comparison
         dropped = {name: counts[name] for name in _DROPPED if counts.get(name)}

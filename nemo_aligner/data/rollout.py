@@ -12,14 +12,14 @@ from nemo_aligner.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Rollout:
-    """N sequences, padded to S tokens.
+    """N sequences, padded to S tokens, and what a critic learns about the value at each token.
 
     Element t of ``returns``, ``prev_values`` and ``mask`` belongs to the value at token t, which is
     the value of the sequence up to this token. The value at the last token is never learned.
 
     Attributes:
         tokens: ``[N, S]`` int64.
-        returns: ``[N, S - 1]`` float32.
+        returns: ``[N, S - 1]`` float32 targets of the values.
         prev_values: ``[N, S - 1]`` float32, the critic's values when the rollout was generated.
         mask: ``[N, S - 1]`` float32, 1 if the value is learned, else 0.
     """
@@ -33,9 +33,9 @@ class Rollout:
         return len(self.tokens)
 
     def lengths(self) -> np.ndarray:
-        """Count the tokens up to the last value that is learned, ``[N]`` int64; 0 if there is none.
+        """Count the tokens of each sequence up to its last learned value; 0 if it has none.
 
-        Attention is causal, so later tokens do not matter.
+        Attention is causal, so later tokens do not matter. The result is ``[N]`` int64.
         """
         learned = self.mask != 0
         # argmax finds the first True, here counted from the end.
@@ -55,8 +55,8 @@ class Rollout:
 
         Raises:
             DataError: the shapes do not fit each other; the mask has another value than 0 and 1; a
-                value is not finite where the mask is 1; a sequence is too long or has a token id
-                outside the vocabulary; or all values of a step are masked.
+                return or previous value is not finite where the mask is 1; a sequence is too long
+                or has a token id outside the vocabulary; or the mask of a whole step is 0.
         """
         self._check_shapes()
         self._check_numbers()
@@ -79,7 +79,7 @@ class Rollout:
             if actual != expected:
                 raise DataError(
                     f"{name}: got shape {list(actual)}, wanted {list(expected)}: one number for "
-                    f"each of the tokens {list(shape)} but the last"
+                    f"each token of a sequence except its last (tokens have shape {list(shape)})"
                 )
 
     def _check_numbers(self) -> None:
@@ -92,8 +92,8 @@ class Rollout:
             if wrong.any():
                 row, position = np.argwhere(wrong)[0]
                 raise DataError(
-                    f"{name}, row {row}: got a number that is not finite at {position}, where the "
-                    "mask is not 0"
+                    f"{name}, row {row}: got a number that is not finite at position {position}, "
+                    "where the mask is 1"
                 )
 
     def _check_tokens(self, seq_length: int, vocab_size: int) -> None:

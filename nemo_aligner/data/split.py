@@ -1,7 +1,7 @@
 """Split a file of preference data into two parts, so that no prompt is in both.
 
-``nemo-aligner data split`` writes them. The report has the length baseline: the accuracy of always
-taking the longer reply.
+``nemo-aligner data split`` writes the two files. Its report has the length baseline: the accuracy
+of always taking the longer reply.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_len
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-# Tolerated difference of the held-out part from its requested size, as a fraction of that.
+# Tolerated difference of the held-out part from its requested size, as a fraction of that size.
 _TOLERANCE = 0.1
 _SHINGLE_WORDS = 3
 
@@ -40,10 +40,10 @@ class Split:
     Attributes:
         heldout: fraction of the records to hold out.
         seed: seed of the draw.
-        by: what keeps records in the same part: the whole ``prompt``, or the ``first_prompt``,
-            which is the first user turn of a conversation.
+        by: ``prompt`` keeps records with the same whole prompt in the same part; ``first_prompt``
+            keeps conversations with the same first user turn in the same part.
         similar: prompts whose sets of three consecutive words have at least this Jaccard
-            similarity also stay in the same part; None does not compare them.
+            similarity also stay in the same part; None does not compare prompts.
         reading: rules by which the file is read.
         tokenizer: counts the tokens of replies for the length baseline; None counts characters.
     """
@@ -59,7 +59,7 @@ class Split:
 def split_file(source: Path, folder: Path, settings: Split) -> str:
     """Write ``train.jsonl`` and ``heldout.jsonl`` to ``folder``; return a report on both.
 
-    Neither has malformed records; by default these are an error.
+    Malformed records are written to neither file; by default they are an error.
 
     Raises:
         ConfigError: an attribute has no name, a part would overwrite ``source``, or ``similar``
@@ -140,7 +140,7 @@ def check_names(attributes: Sequence[str]) -> None:
 
 
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """Return the lines of each record as written, by the number of its first line."""
+    """Return the lines of each record as they are in the file, by the number of its first line."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = format_named(file.format, None).lines_per_record
     return {
@@ -194,7 +194,7 @@ def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
 
 
 def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Replace the keys of each of ``pairs``, and of chains of pairs, by the same key."""
+    """Give the two keys of each of ``pairs``, and all keys of a chain of pairs, the same key."""
     same_as = {key: key for key in keys}
 
     def find_root(key: str) -> str:
@@ -222,7 +222,7 @@ def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, st
         ) from error
     different = sorted(set(keys))
     shingles = {key: _make_shingles(key) for key in different}
-    # A lower threshold, so that few pairs above ``similar`` are missed.
+    # The index is approximate: a lower threshold makes it miss few pairs above ``similar``.
     index = MinHashLSH(threshold=0.8 * similar, num_perm=128, weights=(0.2, 0.8))
     sketches = MinHash.bulk([[word.encode() for word in shingles[key]] for key in different])
     for key, sketch in zip(different, sketches, strict=True):
@@ -242,7 +242,7 @@ def _make_shingles(key: str) -> set[str]:
 def _draw_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
     """Draw keys until their records are the fraction ``heldout`` of all records.
 
-    A key whose records would exceed that by more than the tolerance is skipped.
+    A key is skipped if its records would exceed this fraction by more than the tolerance.
     """
     sizes = Counter(keys)
     # Sorted, so that the draw does not depend on the order of the file.
@@ -260,13 +260,16 @@ def _draw_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
     return drawn
 
 
-# The length baseline: the score of the length of a reply alone.
+# The length baseline: how well the length of a reply alone predicts the labels.
 
 
 def _render_length_baseline(
     train: Sequence[Record], heldout: Sequence[Record], settings: Split
 ) -> list[str]:
-    """Report how often the longer reply is better, or Pearson's r of labels and lengths."""
+    """Report how often the longer reply is better; for ratings, Pearson's r of labels and lengths.
+
+    Both are measured on the held-out records.
+    """
     tokenizer = settings.tokenizer
     unit = unit_of_lengths(tokenizer)
     lengths = measure_replies([text for record in heldout for text in record.texts], tokenizer)
@@ -276,7 +279,8 @@ def _render_length_baseline(
     train_lengths = measure_replies([text for record in train for text in record.texts], tokenizer)
     lines, values = [], []
     for index, name in enumerate(settings.reading.attributes):
-        # The prediction is a line fitted to the training lengths; only its sign changes r.
+        # The prediction is a line fitted to the training lengths. Only the sign of its slope
+        # changes r.
         sign = np.sign(_length_correlation(train, train_lengths, index))
         values.append(sign * _length_correlation(heldout, lengths, index))
         lines.append(

@@ -1,6 +1,6 @@
 """Samples to score from a command line or a file, each with a short label to print.
 
-``nemo-aligner score`` and the quickstart use them.
+``nemo-aligner score`` and the quickstart use this module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def labelled_conversation(option: str) -> tuple[str, Any]:
     """Parse the option ``--conversation``; return its label and the conversation.
 
     Raises:
-        ConfigError: it is not JSON, or not a conversation that ends with a reply.
+        ConfigError: the option is not JSON, or not a conversation that ends with a reply.
     """
     try:
         messages = json.loads(option)
@@ -60,11 +60,11 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
 
     A line is ``{"text": ...}``, ``{"messages": [...]}``, or a record of preference data, which is
     read as in training and evaluation and has several samples. A pair with only ``chosen`` or only
-    ``rejected`` has one. A ``text`` field next to a pair repeats the pair, and is not read. No
-    sample is dropped.
+    ``rejected`` has one sample. A ``text`` field next to a pair repeats the pair, and is not read.
+    No sample is dropped.
 
     Raises:
-        ConfigError: there is no format of that name.
+        ConfigError: ``reading`` names a format that does not exist.
         DataError: the file cannot be read, or has lines without a sample, which are listed.
     """
     keys = reading.pair_keys or PairKeys()
@@ -92,7 +92,7 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
 
 
 def label_of(text: Any) -> str:
-    """Print a sample on one line; if it is long, without its middle."""
+    """Render a sample as one line of at most 80 characters; long ones lose their middle."""
     if not isinstance(text, str):
         text = " | ".join(map(flatten_message, messages_of(text)))
     line = " ".join(text.split())
@@ -104,7 +104,7 @@ def _is_plain(value: dict[str, Any], reading: ReaderConfig) -> bool:
     if reading.pair_keys is not None:
         formats = [format_named(CHAT_PAIRS.name, reading.pair_keys)]
     else:
-        # COMPARISON_TEXT reads two lines with a text each as a pair, and would match any text.
+        # COMPARISON_TEXT makes a pair of two lines with a ``text`` each, and would match any text.
         formats = [fmt for fmt in FORMATS.values() if fmt is not COMPARISON_TEXT]
     return any(key in value for key in _PLAIN) and not any(fmt.matches(value) for fmt in formats)
 
@@ -144,7 +144,10 @@ def _add_tools(text: Any, value: dict[str, Any]) -> Any:
 
 
 def _record_texts(line: Line, side: str | None, chosen: Format, path: str) -> list[tuple[str, Any]]:
-    """List the samples of a line's records with labels; only one ``side`` of a completed pair."""
+    """List the samples of a line's records, each with a label to print.
+
+    ``side`` selects the reply that a pair had before ``_complete_pair``; None selects all samples.
+    """
     texts = []
     for record in parse_lines(chosen, [line], path, WantedLabels()):
         if isinstance(record, MalformedRecord):
@@ -156,7 +159,7 @@ def _record_texts(line: Line, side: str | None, chosen: Format, path: str) -> li
 
 
 def write_first_replies(source: Path, target: Path) -> str:
-    """Write the first two samples of a file for ``labelled_texts``; return them for printing.
+    """Write the first two samples of a file as lines to score; return them as text to print.
 
     Raises:
         DataError: the file cannot be read.

@@ -1,10 +1,11 @@
 """The token cache: token indexes of data files on disk, written once and checked before each use.
 
 The cache of ``<file>`` is the folder ``<file>.index-<rules>/`` next to it, or in
-``model.data.index_dir``. It has a file for each array of a ``FileIndex``, and ``index.json``. Its
-name identifies the rules by which it was made, its content the file that it was made from. A cache
-is written under another name and renamed once it is complete on the disk. On a cluster the first
-rank of each node writes the caches that are missing (``open_indexes``).
+``model.data.index_dir``. The folder has a file for each array of a ``FileIndex``, and
+``index.json``. The folder's name identifies the rules that the file was tokenized by, and
+``index.json`` identifies the content of the file: if either changes, the file is tokenized again. A
+cache is written under a temporary name and renamed once it is complete on the disk. On a cluster
+the first rank of each node writes the caches that are missing (``open_indexes``).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ _DECIDE_IDS = (
     "reward_token_id",
 )
 _DECIDE_STEPS = ("scored_position", "step_separator")
-# A file may be written twice within one tick of its file system's clock, which is 2 s on FAT.
+# A file that is written twice within one tick of its file system's clock keeps the same times. The
+# longest tick is that of FAT, 2 s.
 _TICK_NS = 2_000_000_000
 _READ_BYTES = 1 << 22
 _BYTES_PER_PROCESS = 1 << 21
@@ -66,11 +68,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FileStat:
-    """Size and times of a file; while these do not change, its content is taken as unchanged."""
+    """Size and times of a file, which show a change of its content without reading the file."""
 
     size: int
     mtime_ns: int
-    # cp -p and rsync -t set mtime back; ctime cannot be set.
+    # Also compared because cp -p and rsync -t set mtime to an old value; ctime cannot be set.
     ctime_ns: int
 
     @classmethod
@@ -112,7 +114,7 @@ def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
     """Name the cache folder of a file: next to the file, or in ``index_dir``."""
     described = describe_rules(rules)
     if index_dir is not None:
-        # Tells files of the same name from several folders apart.
+        # Caches of all files are in one folder, where files of the same name need different ones.
         described["path"] = str(Path(path).resolve())
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     parent = Path(path).parent if index_dir is None else Path(index_dir)
@@ -120,7 +122,11 @@ def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
 
 
 def open_index(folder: Path, path: str) -> FileIndex | None:
-    """Open the index in ``folder``; None if it is missing, damaged, or the file has changed."""
+    """Open the index in ``folder``.
+
+    Returns:
+        None if the index is missing or damaged, or if the file at ``path`` has changed since.
+    """
     try:
         header = json.loads((folder / _FACTS).read_text())
         arrays = ArraysInFolder(folder)
@@ -146,7 +152,11 @@ def _is_up_to_date(header: dict[str, Any], folder: Path, path: str) -> bool:
 
 
 def _is_settled(stat: FileStat, now_ns: int) -> bool:
-    """True if any change after ``now_ns`` would change the file's times."""
+    """True if the file was last changed more than one clock tick (``_TICK_NS``) before ``now_ns``.
+
+    Any later change then shows in the file's times. A second change within the same tick would not
+    show, so that a file that is not settled has to be compared by its content.
+    """
     return now_ns - stat.mtime_ns > _TICK_NS
 
 
@@ -163,12 +173,14 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
     """Tokenize a file and write its index to ``folder``.
 
     Raises:
-        ConfigError, DataError: see ``make_index``, or the file changed meanwhile.
+        ConfigError: see ``make_index``.
+        DataError: see ``make_index``, or the file changed while it was tokenized.
         OSError: the folder cannot be written.
     """
     part = make_temporary(f".{folder.name}.part-", folder.parent)
     try:
-        # mkdtemp gives access to the owner alone; whoever may read the parent may read the index.
+        # mkdtemp creates a folder that only its owner can read. Give the index the permissions of
+        # its parent folder, so that other users of the data can read it.
         os.chmod(part, folder.parent.stat().st_mode & 0o777)
         _write_arrays(path, rules, part, say)
         _publish(part, folder, path)
@@ -193,7 +205,9 @@ def _write_arrays(path: str, rules: IndexRules, part: Path, say: Say) -> None:
             "facts": index.facts.to_dict(),
         }
     if FileStat.of(path) != stat:
-        raise DataError(f"{path}: it changed while it was read. Start again when it is complete")
+        raise DataError(
+            f"{path}: the file changed while it was tokenized. Start again when it is complete"
+        )
     _write_facts(part, header)
 
 
@@ -242,20 +256,22 @@ class _ProgressLines:
 
 # The indexes of a run's files on every rank: the first rank of each node writes missing ones.
 
-# Every rank tokenizes a smaller file itself, which takes about a second.
+# A file with fewer bytes gets no cache, unless ``model.data.index_dir`` is set: every rank
+# tokenizes it in memory, which takes about a second.
 SMALL_BYTES = 4 << 20
-# Cache folders by file, for files that are not small.
+# The cache folder of each file that has one, by the path of the file.
 Folders = dict[str, Path]
 
 
 @dataclass(frozen=True)
 class IndexPlace:
-    """Place of the token caches.
+    """Where token caches are written, and whether they are kept.
 
     Attributes:
         folder: folder of the caches of all files (``model.data.index_dir``). None puts them next to
             the files, and only for files of ``SMALL_BYTES`` or more.
-        is_kept: False writes temporary caches (``model.data.keep_index``).
+        is_kept: keep caches for later runs (``model.data.keep_index``); False writes them to a
+            temporary folder.
     """
 
     folder: str | None = None
@@ -265,12 +281,13 @@ class IndexPlace:
 def open_indexes(
     paths: Sequence[str], rules: IndexRules, place: IndexPlace = IndexPlace()
 ) -> list[FileIndex]:
-    """Open the index of every file, tokenizing those without one; every rank calls it.
+    """Open the index of every file, and tokenize the files that have none.
 
-    Indexes on the disk are memory-mapped.
+    Every rank must call this function, because the ranks that write caches tell the others where
+    they are. Indexes on the disk are memory-mapped.
 
     Raises:
-        ConfigError: ``place`` cannot be written.
+        ConfigError: the folder of ``place`` cannot be written.
         DataError: an index cannot be written, or see ``make_index``.
     """
     different = list(dict.fromkeys(paths))
@@ -287,7 +304,7 @@ def open_indexes(
 
 
 def are_kept(paths: Sequence[str], place: IndexPlace) -> bool:
-    """True if ``open_indexes`` keeps an index of these files on the disk."""
+    """True if ``open_indexes`` keeps the index of at least one of these files on the disk."""
     return place.is_kept and any(_is_indexed(path, place) for path in paths)
 
 
@@ -299,15 +316,16 @@ def _open(path: str, folder: Path) -> FileIndex:
     index = open_index(folder, path)
     if index is None:
         raise DataError(
-            f"{path}: its token cache {folder} has disappeared while the run started. Start again"
+            f"{path}: its token cache {folder} was removed or changed while the run started. "
+            "Start again"
         )
     return index
 
 
 def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
-    """Run ``prepare`` on the first rank of each node; return the result of this node's.
+    """Run ``prepare`` on the first rank of each node; return the folders of this rank's node.
 
-    Rank 0 runs first, so that nodes that share its disk find its files and write none.
+    Rank 0 runs first, so that nodes that share its disk find its caches and write none.
     """
     process, host = find_process(os.environ), socket.gethostname()
 
@@ -346,14 +364,14 @@ def _can_write(folder: Path, place: IndexPlace) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".nemo_aligner_{os.getpid()}"
-        # Make a folder to find out: os.access is wrong if a server decides, as on NFS.
+        # Try to make a folder. os.access can be wrong where a server decides, as on NFS.
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
         if place.folder is not None:
             raise ConfigError(
                 f"model.data.index_dir: {place.folder} cannot be written: {error}. Set a folder "
-                "that can be"
+                "that you can write to"
             ) from error
         say(f"{folder}: cannot keep a token cache next to the data ({error.strerror})")
         return False

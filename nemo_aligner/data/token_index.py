@@ -1,8 +1,8 @@
 """FileIndex: the records of a data file as arrays of token ids, bounds, labels and hashes.
 
-``make_index`` fills one, block by block, in memory or in a folder of ``token_cache.py``.
-``dataset.py`` joins those of several files to a data set. The arrays of a folder are memory-mapped,
-so that neither records nor tokens take memory in each rank.
+``make_index`` builds the index of a file block by block, either in memory or in a folder
+(``token_cache.py``). ``dataset.py`` joins the indexes of several files to a data set. The arrays of
+a folder are memory-mapped, so that the ranks of a node share them instead of holding a copy each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nemo_aligner.data.token_workers import tokenize_blocks
 from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules
 
 _INT = np.dtype(np.int64)
-_COUNT = np.dtype(np.int32)  # for arrays that every rank may hold in memory
+_COUNT = np.dtype(np.int32)  # half of int64, for arrays that every rank may hold in memory
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
 ShowProgress = Callable[[int], None]
@@ -50,7 +50,7 @@ ShowProgress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class IndexRules:
-    """What determines an index in addition to the file: reading, contract and tokenizer."""
+    """The rules that turn a file into an index: reading rules, scoring contract and tokenizer."""
 
     reading: ReaderConfig
     contract: ScoringContract
@@ -59,13 +59,14 @@ class IndexRules:
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """Facts about a file that an index has in addition to its arrays.
+    """The small values of an index, which the token cache stores as JSON next to the arrays.
 
     Attributes:
-        summary: summary of the file, for reports.
+        summary: counts, lengths and labels of the file, for reports.
         columns: names of the label columns.
-        parsed: number of records that were left to tokenize.
-        token_type: numpy type of the stored ids.
+        parsed: number of records that were tokenized, including those that were then dropped
+            because of their tokens; if it is 0, the file has no usable record.
+        token_type: name of the numpy type of the stored token ids, uint16 or int32.
         digest: sha256 (hex) of token ids, labels and ranks (see ``end_digest``).
     """
 
@@ -81,22 +82,22 @@ class IndexFacts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], path: str) -> IndexFacts:
-        """Read the result of ``to_dict``, for the file at ``path``."""
+        """Restore the facts from the result of ``to_dict``; ``path`` is where the file is now."""
         summary = FileSummary.from_dict(values["summary"], path)
         return cls(**{**values, "summary": summary, "columns": tuple(values["columns"])})
 
 
 class FileIndex:
-    """N records with Q samples of T tokens and S rewards.
+    """The tokenized records of one file: N records with Q samples, T tokens and S rewards in all.
 
     Attributes:
-        tokens: ``[T]`` uint16 or int32, sample after sample.
-        offsets: ``[Q + 1]`` int64, from 0 to T.
+        tokens: ``[T]`` uint16 or int32 token ids, sample after sample.
+        offsets: ``[Q + 1]`` int64 bounds of the samples in ``tokens``, from 0 to T.
         sample_bounds, reward_bounds: ``[N + 1]`` and ``[Q + 1]`` int64, as in ``Records``.
-        labels: ``[L, C]`` float32, as there.
-        ranks, reply_lengths: ``[Q]`` and ``[S]`` int32, as there.
+        labels: ``[L, C]`` float32, as in ``Records``.
+        ranks, reply_lengths: ``[Q]`` and ``[S]`` int32, as in ``Records``.
         places: ``[S]`` int32, as in ``TokenizedDataset``.
-        prefixes: ``[N]`` int32, as there.
+        prefixes: ``[N]`` int32, as in ``TokenizedDataset``.
         lines: ``[N]`` int64, line on which each record begins.
         sources: ``[N]`` int32 index of each record's source in ``facts.summary.sources``.
         record_keys: uint64 hashes of the different records, in ascending order.
@@ -141,10 +142,10 @@ def make_index(
     processes: int = 1,
     show: ShowProgress | None = None,
 ) -> FileIndex:
-    """Tokenize a file into ``arrays``, which are empty.
+    """Tokenize the file at ``path`` and store its index in ``arrays``, which must be empty.
 
     Raises:
-        ConfigError: there is no format of that name.
+        ConfigError: ``rules.reading`` names a format that does not exist.
         DataError: the file cannot be read, or see ``tokenize_blocks``.
         OSError: the arrays cannot be written.
     """
@@ -159,12 +160,12 @@ def make_index(
 
 
 class _Writer:
-    """Appends blocks to arrays; its own memory does not grow with the number of records."""
+    """Appends tokenized blocks to arrays, in memory that does not grow with their number."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.records = 0
         self._arrays = arrays
-        # Sums over the blocks, without their arrays.
+        # Sums of the blocks' counts; its ``arrays`` stay empty.
         self._total = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
@@ -211,7 +212,7 @@ class _Writer:
             start += length
 
     def finish(self, token_rules: TokenRules) -> IndexFacts:
-        """Summarize all blocks, after the last one was added."""
+        """Complete the arrays once all blocks were added, and return the facts of the index."""
         arrays, total, rules = self._arrays, self._total, token_rules.file
         lines = arrays.read("lines", _INT)
         different = np.unique(arrays.read("record_keys", _KEY))
@@ -278,9 +279,10 @@ def end_digest(
 ) -> None:
     """Add labels, ranks and ``places`` to a digest.
 
-    Ranks are added only if they differ from the order of the samples, and once for each reward, so
-    that the digests in the states of earlier runs stay valid. ``places`` are None unless the
-    contract scores turns or steps.
+    A resumed run compares the digest of its data with the one that it saved. To agree with runs of
+    earlier versions, ranks are added only if they differ from the order of the samples, and the
+    rank of a sample is repeated for each of its rewards. ``places`` are None unless the contract
+    scores turns or steps.
     """
     digest.update(np.ascontiguousarray(labels).tobytes())
     ranks = np.repeat(ranks, np.diff(reward_bounds))
@@ -291,14 +293,14 @@ def end_digest(
         add_sequence(digest, places)
 
 
-# Named arrays to which parts are appended: files of a folder, or bytes in memory.
+# Stores of named arrays that are written part by part: bytes in memory, or files of a folder.
 #
-# megatron-core's IndexedDataset has only sequences and documents: ranks, labels, reply lengths and
-# lines would need these files in addition.
+# megatron-core's IndexedDataset is not used, because it stores only sequences and documents: ranks,
+# labels, reply lengths and line numbers would need files of their own anyway.
 
 
 class ArraysInMemory:
-    """Arrays that live as long as the process."""
+    """Arrays in the memory of this process, written and read like those of ``ArraysInFolder``."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, bytearray] = {}
@@ -346,7 +348,10 @@ class ArraysInFolder:
         self.append(name, array)
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """Map the array ``name``, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
+        """Memory-map the array ``name``, ``[n]`` or ``[n, width]``.
+
+        Changes to the returned array stay in this process and do not reach the file.
+        """
         if name in self._open:
             self._open[name].flush()
         path = self._name_file(name)
@@ -384,13 +389,16 @@ def _reshape(array: np.ndarray, width: int | None) -> np.ndarray:
 
 # Sequences over the records of several files, without an object in memory for each record.
 #
-# The arrays of the files are not concatenated, so that mapped ones take no memory.
+# The arrays of the files are not concatenated: that would read memory-mapped ones into memory.
 
 Item = TypeVar("Item")
 
 
 class FileParts(Sequence[Item], Generic[Item]):
-    """A sequence of the items of several files; ``sizes`` are their numbers of items."""
+    """A sequence of the items of several files, one file after the other.
+
+    ``sizes`` has the number of items of each file. A subclass reads an item of a file.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._starts = [0, *accumulate(sizes)]
@@ -415,11 +423,14 @@ class FileParts(Sequence[Item], Generic[Item]):
 
     @abstractmethod
     def _read_part(self, part: int, index: int) -> Item:
-        """Return an item of the file with the number ``part``."""
+        """Return item ``index`` of file number ``part``; both count from 0."""
 
 
 class Origins(FileParts[Origin]):
-    """File and line of each record; ``parts`` are a path and lines ``[n]`` for each file."""
+    """File and line of each record.
+
+    ``parts`` has an entry for each file: its path, and the line of each of its n records, ``[n]``.
+    """
 
     def __init__(self, parts: Sequence[tuple[str, np.ndarray]]) -> None:
         super().__init__([len(lines) for _, lines in parts])
@@ -431,7 +442,11 @@ class Origins(FileParts[Origin]):
 
 
 class Sources(FileParts[str]):
-    """Source of each record; ``parts`` are names, and an index ``[n]`` into them, for each file."""
+    """Name of the source of each record, such as the data set that it was taken from.
+
+    ``parts`` has an entry for each file: the names of its sources, and for each of its n records
+    the index of its source in these names, ``[n]``.
+    """
 
     def __init__(self, parts: Sequence[tuple[Sequence[str], np.ndarray]]) -> None:
         super().__init__([len(codes) for _, codes in parts])
@@ -445,7 +460,8 @@ class Sources(FileParts[str]):
 class TokenSequences(FileParts[np.ndarray]):
     """Token ids of Q samples, ``[L]`` int32 each.
 
-    ``parts`` are, for each file, tokens ``[T]`` and offsets ``[q + 1]`` of its samples into them.
+    ``parts`` has an entry for each file: the token ids ``[T]`` of its q samples, one after the
+    other, and the bounds ``[q + 1]`` of the samples in these tokens.
     """
 
     def __init__(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -469,7 +485,7 @@ class TokenSequences(FileParts[np.ndarray]):
         return sum(int(offsets[-1]) for _, offsets in self._parts)
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Count the tokens of the samples from ``start`` to ``stop``, ``[stop - start]`` int64."""
+        """Count the tokens of samples ``start`` to ``stop - 1``: ``[stop - start]`` int64."""
         lengths = [np.zeros(0, np.int64)]
         for (_, offsets), first in zip(self._parts, self._starts, strict=False):
             low = min(max(start - first, 0), len(offsets) - 1)

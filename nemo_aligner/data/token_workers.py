@@ -1,7 +1,7 @@
 """Tokenize the blocks of a data file in several processes, and return them in order.
 
-The processes are started by ``subprocess``: a child of ``multiprocessing`` would run the caller's
-main script again, or inherit what torch has open.
+The processes are started by ``subprocess``. A child of ``multiprocessing`` would run the caller's
+main script again (spawn), or inherit the locks and devices that torch holds (fork).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules, tokenize_bloc
 from nemo_aligner.utils.errors import AlignerError, DataError
 from nemo_aligner.utils.processes import environment
 
-# Blocks queued for each process: enough that none waits, and few enough to bound the memory.
+# Blocks queued for each process: enough that no process waits, few enough to bound the memory.
 _BLOCKS_AHEAD = 2
 # How long to wait for the exit code of a process whose pipe has closed.
 _END_S = 10.0
@@ -32,7 +32,9 @@ _END_S = 10.0
 def tokenize_blocks(
     blocks: Iterable[Block], rules: TokenRules, processes: int
 ) -> Iterator[TokenizedBlock]:
-    """Tokenize blocks by ``tokenize_block``, in order; in this process if ``processes`` < 2.
+    """Tokenize blocks by ``tokenize_block`` in ``processes`` processes; yield results in order.
+
+    With fewer than 2 processes, this process does the work itself.
 
     Raises:
         DataError: see ``tokenize_block``, or a process was killed.
@@ -80,11 +82,11 @@ class _Worker:
 
     def __init__(self, rules: TokenRules) -> None:
         self._process = subprocess.Popen(
-            # Not -m: the classes of the objects that it sends would then belong to __main__.
+            # Not -m: pickle would then look for this module's classes in __main__.
             [sys.executable, "-c", f"from {__name__} import answer_blocks; answer_blocks()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # One thread each: there is already a process for each core.
+            # One thread for each process, because there already is a process for each core.
             env={**environment(), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
         # Sent with the first block: writing to a process that is still starting would block.
@@ -132,9 +134,10 @@ class _Worker:
 def answer_blocks() -> None:
     """Run a worker: read rules and then blocks from stdin, write results to stdout, as pickles.
 
-    It ends when its stdin is closed, and so with the process that started it.
+    A worker ends when its stdin is closed, which also happens if the process that started it ends.
     """
-    # Ctrl-C in a terminal reaches this process, too; the one that started it ends it.
+    # Ctrl-C in a terminal also reaches the workers. They ignore it: the process that started them
+    # ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything printed goes to stderr, and not between the answers

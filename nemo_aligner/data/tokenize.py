@@ -3,7 +3,7 @@
 ``token_workers.py`` calls ``tokenize_block`` in several processes, which must not import
 torch: that takes seconds and memory in each. ``token_index.py`` joins the blocks.
 
-``clean.py`` decides what is dropped and counted. Ties are counted here:
+``clean.py`` decides what is dropped and counted. This module also counts ties among kept records:
 
 ================  ===============================================================================
 ``all_tied``      kept, as the objective learns from ties: no completion is better than another
@@ -47,7 +47,7 @@ _LARGEST_UINT16 = 65535
 
 @dataclass(frozen=True)
 class TokenRules:
-    """What determines the tokens of a file: how it is read, the contract, and the tokenizer."""
+    """All that determines the tokens of a file: rules to read it, contract, and tokenizer."""
 
     file: FileRules
     contract: ScoringContract
@@ -66,16 +66,16 @@ class TokenizedBlock:
 
     Attributes:
         counts: counts by reason (see ``clean.py`` and the table above), without ``kept``.
-        parsed: number of records that were left to tokenize.
+        parsed: number of records that were tokenized, including those that were then dropped.
         malformed: the malformed records, in line order.
         arrays: ``tokens [T]``, ``lengths [Q]``, ``ranks [Q]``, ``sample_counts [N]``,
-            ``reward_counts [Q]``, ``places [S]`` (of the tokens that are read, in their sequences),
+            ``reward_counts [Q]``, ``places [S]`` (positions of the tokens that the head reads),
             ``reply_lengths [S]`` and ``labels [L, C]`` (see ``Records``), ``prefixes [N]``,
             ``lines [N]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
             ``verdict_counts [N]`` (verdicts of each record).
         sources: source of each record.
-        unread: number of lines with each column that was not read.
-        pairs: number of pairs of samples of which one is better.
+        unread: for each column that was not read, the number of lines that have it.
+        pairs: number of pairs of samples in which one sample is better than the other.
         longer: number of these pairs whose better reply is longer; equal lengths count one half.
     """
 
@@ -90,14 +90,15 @@ class TokenizedBlock:
 
 
 class _TokenizedRecord(NamedTuple):
-    """A record that is kept.
+    """A record that the rules keep, with the tokens of its samples.
 
     Attributes:
         sequences: token ids of each sample, int32.
         reply_tokens: number of tokens of each sample's reply.
-        reply_lengths: number of tokens that each reward belongs to (``lengths_of_rewards``).
-        reads: for each sample, positions of the tokens that are read.
-        lost: number of steps that were truncated before these.
+        reply_lengths: for each reward, the tokens of its reply, turn or step
+            (``lengths_of_rewards``).
+        reads: for each sample, positions of the tokens that the head reads.
+        lost: number of turns or steps at the start of the sample that truncation removed.
     """
 
     record: Record
@@ -108,7 +109,7 @@ class _TokenizedRecord(NamedTuple):
     lost: int
 
     def label_rows(self, columns: int) -> list[Sequence[float | None]]:
-        """List the labels of a comparison, or those of each reward of a rating."""
+        """List the rows of labels: one for a comparison, one for each reward of a rating."""
         record, missing = self.record, (None,) * columns
         if not isinstance(record, Rating):
             return [record.labels or missing]
@@ -154,7 +155,7 @@ def _tokenize_records(
     counts: Counter[str],
     malformed: list[MalformedRecord],
 ) -> Iterator[_TokenizedRecord]:
-    """Yield the records that are kept; the others are counted, or added to ``malformed``."""
+    """Yield the records that are kept; count the others, and list malformed ones."""
     stops = rules.contract.overlong == Overlong.error.value
     error = " (model.data.overlong is 'error')" if stops else None
     encoded_records = _encode_all(records, rules.contract, rules.tokenizer)
@@ -163,7 +164,7 @@ def _tokenize_records(
         if isinstance(record, Comparison) and record.has_ties:
             counts["all_tied" if record.is_tied else "some_tied"] += 1
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
-        # Without turns or steps the last token is read.
+        # If turns and steps are not scored, the head reads the last token.
         reads = [text.reads or (len(text.token_ids) - 1,) for text in texts]
         if rules.contract.has_steps:
             counts["steps"] += sum(map(len, reads))
@@ -248,7 +249,7 @@ def _encode_part(
     try:
         return contract.tokenize_records(tokenizer, [record.texts for record in records])
     except DataError:
-        # Encode them again, one by one, to find the malformed ones.
+        # Encode the records again, one by one, to find the malformed ones.
         return [
             encode_record(record, lambda texts: contract.tokenize_records(tokenizer, [texts])[0])
             for record in records
@@ -271,8 +272,8 @@ _MIN_PREFIX = 8
 def common_prefix(first: Sequence[int] | np.ndarray, second: Sequence[int] | np.ndarray) -> int:
     """Measure the common prefix of two sequences, in tokens; 0 if it is not worth a segment.
 
-    It is shorter than both sequences, because each needs a last token outside the prefix. Arrays
-    are faster than lists.
+    The result is less than both lengths, because each sequence needs a last token outside the
+    prefix. Arrays are faster than lists.
     """
     limit = min(len(first), len(second)) - 1
     if limit < _MIN_PREFIX:
@@ -284,6 +285,6 @@ def common_prefix(first: Sequence[int] | np.ndarray, second: Sequence[int] | np.
 
 
 def prefix_of_all(sequences: Sequence[Sequence[int] | np.ndarray]) -> int:
-    """Measure the common prefix of all sequences by the same rule; 0 for a single sequence."""
+    """Measure the common prefix of all sequences by ``common_prefix``; 0 for a single sequence."""
     first, *following = sequences
     return min((common_prefix(first, sequence) for sequence in following), default=0)

@@ -1,8 +1,9 @@
-"""Data of a training run: ``TrainingData``, its data sets; ``TrainLoader``, the packs of each step.
+"""Data of a training run: its data sets (``TrainingData``), its packs by step (``TrainLoader``).
 
-``training/prepare.py`` calls ``build_training_data``, which joins the token indexes of all files,
-completes the scoring contract with what the labels determine, and checks that labels and lengths
-fit. ``training/learner.py`` asks ``TrainLoader`` for the packs of a step.
+``training/prepare.py`` calls ``build_training_data``, which joins the token indexes of the files to
+data sets, adds label means and readout to the scoring contract, and checks that labels fit the
+objective and lengths fit the micro-batches. ``training/learner.py`` gets the packs of a step from
+``TrainLoader``.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def build_training_data(
 ) -> TrainingData:
     """Tokenize the files of ``model.data.data_prefix``, or open their token caches.
 
-    Every rank calls it.
+    Every rank must call this function.
 
     Args:
-        contract: its template and tokenizer make the tokens; its label means are replaced.
-        measure_label_means: centre labels on the training set's means; False keeps the contract's.
-        length_dependent_rope: the model's (of ``ModelShape``) if its RoPE depends on the length.
+        contract: determines the tokens; the result has a copy with this run's readout and means.
+        measure_label_means: centre labels on the training set's means, not on the contract's.
+        length_dependent_rope: method of ``ModelShape``; None if RoPE ignores a sample's length.
 
     Raises:
         ConfigError: there is no training file, a record is too large for
@@ -108,7 +109,7 @@ def build_training_data(
     ]
     if length_dependent_rope is not None:
         train, *heldout = (data.sharing_by(length_dependent_rope) for data in (train, *heldout))
-    # The labels may determine bins and quantiles, and were not known before.
+    # Settings such as the values of bins may depend on the training labels, which are known now.
     objective = _fit_objective(objective, train, contract)
     contract = contract.with_readout(objective.readout)
     for dataset in (train, *heldout):
@@ -141,7 +142,7 @@ def _check_reads(contract: ScoringContract, objective: Objective) -> None:
 
 
 def how_to_read(config: ModelConfig, objective: Objective) -> ReaderConfig:
-    """Build the rules by which the files of ``model.data.data_prefix`` are read."""
+    """Build the rules by which files are read, from the settings and what the objective needs."""
     is_rating = objective.record_kind is RecordKind.rating
     return ReaderConfig.of(
         config.data,
@@ -193,7 +194,12 @@ def _measure_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[
 def _fit_objective(
     objective: Objective, train: TokenizedDataset, contract: ScoringContract
 ) -> Objective:
-    """Complete the objective by the training labels and the readout of the head to start from."""
+    """Fill in settings of the objective that follow from the training labels or the initial head.
+
+    Raises:
+        ConfigError: the labels do not determine a setting, or the objective needs other outputs
+            than the reward model that training starts from has.
+    """
     head_readout = contract.output_readout
     try:
         objective = objective.fit_to_labels(train.records.labels, head_readout)
@@ -202,8 +208,8 @@ def _fit_objective(
         raise ConfigError(f"model.objective_kwargs: {error} in {files}") from error
     if head_readout is not None and objective.readout != head_readout:
         raise ConfigError(
-            f"model.objective: it has {_describe_readout(objective.readout)} for each attribute, "
-            f"and the reward model to start from {_describe_readout(head_readout)}. Choose an "
+            f"model.objective: it needs {_describe_readout(objective.readout)} for each attribute, "
+            f"but the reward model to start from has {_describe_readout(head_readout)}. Choose an "
             "objective with the same outputs, or set pretrained_checkpoint.new_head=true"
         )
     return objective
@@ -223,14 +229,14 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
         limits = f"{lowest:g} or more" if highest == math.inf else f"{lowest:g} to {highest:g}"
         raise DataError(
             f"{dataset.label_origins[row]}: {labels.names[column]}: the label "
-            f"{float(labels.values[row, column]):g} is not {limits}, as model.objective needs it. "
-            f"Rescale the labels, or choose another objective ({len(outside)} labels of "
-            f"{dataset.name} are out of range)"
+            f"{float(labels.values[row, column]):g} is out of range: model.objective needs labels "
+            f"of {limits}. Rescale the labels, or choose another objective ({len(outside)} labels "
+            f"of {dataset.name} are out of range)"
         )
 
 
 def _name_sets(part: str, paths: Sequence[str]) -> list[str]:
-    """Name data sets ``<part>-<file name>`` without endings, numbered if two are the same."""
+    """Name data sets ``<part>-<file name without endings>``; number equal names."""
     stems = [Path(path).name.split(".")[0] for path in paths]
     return [
         f"{part}-{stem}" if stems.count(stem) == 1 else f"{part}-{stem}_{number}"
@@ -248,7 +254,7 @@ def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
         )
 
 
-# The records of a step depend on the number of the step alone, which is all a resumed run needs.
+# The records of a step depend only on the number of the step. A resumed run needs no other state.
 #
 # The records form one endless stream, epoch after epoch. The order of an epoch follows from
 # ``(seed, epoch)`` and the weights of the files, if there are any. Step k, counted from 0, takes
@@ -262,8 +268,8 @@ class StepPlan:
 
     Attributes:
         record_ids: records of the global batch, in order; the same with any parallel layout.
-        owners: data parallel rank that computes each record; every rank has at least one.
-        packs: packs of this rank; their number may differ between ranks. Their ``rows`` are
+        owners: data parallel rank that computes each record; every rank has at least one record.
+        packs: packs of this rank. Their number may differ between ranks, and their ``rows`` are
             positions among the rewards of the global batch.
     """
 
@@ -273,9 +279,11 @@ class StepPlan:
 
 
 class TrainLoader:
-    """Plans the records and packs of every step; ``packing.record_cost`` balances the ranks.
+    """Plans the records and packs of every training step.
 
-    A thread packs the next step while the current one is computed.
+    The records of a step are split so that all data parallel ranks have about the same work, which
+    ``packing.record_cost`` estimates. A thread packs the next step while the current one is
+    computed.
     """
 
     def __init__(
@@ -378,7 +386,9 @@ class TrainLoader:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Work of the largest part over that of the mean part, averaged over steps; 1 is balanced.
+    """How unevenly work is split: the largest part divided by the mean part, averaged over steps.
+
+    A value of 1 means perfect balance.
 
     Attributes:
         ranks: imbalance of a step's work over the data parallel ranks.
@@ -400,10 +410,11 @@ def validation_batches(
     dp_size: int,
     query_key_cost: float = 0.0,
 ) -> list[PackedBatch]:
-    """Pack the share of one rank of a data set, over which each record occurs once.
+    """Pack the records of a data set that the data parallel rank ``dp_rank`` evaluates.
 
-    The ``rows`` of the packs are positions among the rewards of the data set. There is no pack if
-    there are more ranks than records.
+    The ranks split the records, so that each record is evaluated exactly once. The ``rows`` of the
+    packs are positions among the rewards of the whole data set, by which the results of all ranks
+    are merged. A rank gets no pack if there are more ranks than records and it has none.
     """
     costs = [record_cost(dataset, record, query_key_cost) for record in range(len(dataset))]
     local_records = share_out(costs, dp_size)[dp_rank]

@@ -10,7 +10,7 @@ Data flows through the files in this order:
 - ``regression.py`` holds the losses on ratings, and one on ratings and pairs together.
 - ``value.py`` holds PPO's value loss for critics, which is not an ``Objective``.
 
-This file builds the objective that the settings name and completes the settings of older runs.
+This module builds the objective that the settings name and completes the settings of older runs.
 ``model.objective`` names an entry of ``OBJECTIVES``, or ``package.module:Name`` for a class from
 another package: a dataclass that inherits from ``PairObjective`` or ``RatingObjective``. Its fields
 are its settings (``model.objective_kwargs``), except ``attributes``, ``has_steps`` and, if it has
@@ -79,7 +79,7 @@ _SETTINGS_KEY = "model.objective_kwargs"
 _WEIGHTS = "weights"
 # Fields that are not settings, because the scoring contract determines them.
 _NO_SETTINGS = ("attributes", "has_steps", _WEIGHTS)
-# How objectives behaved before they had a setting, where the setting's default differs from that.
+# Settings that make an objective behave as it did before it had them, where the default does not.
 _EARLIER_SETTINGS: dict[str, dict[str, Any]] = {"binary_cross_entropy": {"scale": LOG_ODDS}}
 
 
@@ -94,7 +94,7 @@ def build_objective(
     Args:
         config: settings of the model, which name the objective and its settings.
         weights: weights of the attributes in the merged reward, for objectives that use them.
-        has_steps: a sample has a reward for each of its turns or steps.
+        has_steps: True if a sample has a reward for each of its turns or steps.
 
     Raises:
         ConfigError: the objective or one of its settings is unknown or out of range, or it learns
@@ -121,7 +121,7 @@ def build_objective(
 
 
 def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
-    """Build the objective that measures rewards on records of a kind without training."""
+    """Build the objective by which evaluation measures rewards on records of a kind."""
     model_type = next(
         model_type for model_type in RewardModelType if model_type.record_kind is kind
     )
@@ -131,7 +131,7 @@ def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
 def default_step_objective(
     readout: str | None, label_means: Sequence[float], attributes: Sequence[str]
 ) -> Objective:
-    """Build the objective that measures rewards of turns and steps without training.
+    """Build the objective by which evaluation measures rewards of turns and steps.
 
     The head predicts labels if its labels were centred or if it has a readout; it predicts
     probabilities if it was trained with cross-entropy; otherwise it predicts log-odds.
@@ -205,7 +205,7 @@ def describe_removed(name: str) -> str | None:
 
 
 def _find_objective_class(name: str) -> type[Any]:
-    """Return the class that ``model.objective`` names; a ConfigError if there is none."""
+    """Return the class that ``model.objective`` names; raise ConfigError if there is none."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
     removed = describe_removed(name)
@@ -256,7 +256,7 @@ def _check_fields(name: str, kind: type[Any]) -> None:
 
 
 def _undecorated_fields(kind: type[Any]) -> list[str]:
-    """Annotations, except class variables, of the classes in ``kind``'s MRO without @dataclass."""
+    """List the annotated names, except class variables, of base classes without @dataclass."""
     return [
         name
         for base in kind.__mro__
@@ -267,7 +267,7 @@ def _undecorated_fields(kind: type[Any]) -> list[str]:
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Settings of an objective's class with their defaults."""
+    """Return the settings of an objective's class with their defaults."""
     return {field.name: field.default for field in fields(kind) if field.name not in _NO_SETTINGS}
 
 

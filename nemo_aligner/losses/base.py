@@ -31,7 +31,7 @@ from nemo_aligner.metrics.table import (
 
 # The interface, and the bases of objectives on pairs and on ratings.
 
-# Label or reward from which on a step counts as right, if they lie between 0 and 1.
+# A step with this label or reward, or a higher one, counts as right, if values are from 0 to 1.
 RIGHT_FROM = 0.5
 
 
@@ -49,9 +49,9 @@ class Objective(ABC):
 
     Attributes:
         attributes: A names, one for each reward of a sample.
-        has_steps: a sample has a reward for each of its turns or steps, as the scoring contract
-            says (``has_steps``); this is no setting.
-        record_kind: kind of records that it trains on.
+        has_steps: True if a sample has a reward for each of its turns or steps. The scoring
+            contract determines it (``ScoringContract.has_steps``), so it is no setting.
+        record_kind: kind of records that the objective trains on.
         main_metric: metric that ranks checkpoints by default.
     """
 
@@ -78,7 +78,7 @@ class Objective(ABC):
         ``reply_lengths`` are ``[S]`` integers, in tokens.
         """
 
-    # The records and labels that it reads.
+    # The records and labels that the objective reads.
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Objective(ABC):
 
     @property
     def learns_from_ties(self) -> bool:
-        """True if it trains on comparisons whose completions are all tied."""
+        """True if the objective trains on comparisons whose completions are all tied."""
         return False
 
     @property
@@ -97,17 +97,17 @@ class Objective(ABC):
 
     @property
     def lowest_label(self) -> float | None:
-        """Smallest value allowed in its label columns; None allows all."""
+        """Smallest value allowed in the label columns; None sets no limit."""
         return None
 
     @property
     def highest_label(self) -> float | None:
-        """Largest value allowed in its label columns; None allows all."""
+        """Largest value allowed in the label columns; None sets no limit."""
         return None
 
     @property
     def centres_labels(self) -> bool:
-        """True if it trains on labels minus their means, which rewards get back."""
+        """True if it trains on labels minus their means; the means are added back to rewards."""
         return False
 
     def fit_to_labels(self, labels: LabelColumns, base_readout: Readout | None) -> Objective:
@@ -141,7 +141,7 @@ class Objective(ABC):
 
     @property
     def right_from(self) -> float:
-        """Reward from which on a step counts as right, if steps have rewards."""
+        """Lowest reward with which a step counts as right, if steps have rewards."""
         return RIGHT_FROM
 
     # How the loss is computed.
@@ -156,12 +156,12 @@ class Objective(ABC):
 
     @property
     def initial_scalars(self) -> tuple[float, ...]:
-        """Initial values of the scalars that it learns in addition to the model's weights."""
+        """Initial values of the scalars that the objective learns in addition to the weights."""
         return ()
 
     @property
     def output_columns(self) -> OutputColumns:
-        """Columns of the head's outputs, which its methods get as ``rewards``."""
+        """Columns of the head's outputs, which the objective's methods get as ``rewards``."""
         width = 1 if self.readout is None else self.readout.width
         return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
@@ -188,7 +188,7 @@ class PairObjective(Objective):
         return {**metrics, **self.learned_scalars(rewards)}
 
     def _sides(self, outputs: Tensor, records: Records) -> Tensor:
-        """Rewards ``[P, 2]`` of the better and the worse reply of every pair."""
+        """Return the rewards ``[P, 2]`` of the better and the worse reply of every pair."""
         rewards = rewards_of(self.readout, self.output_columns.split(outputs).attributes)
         return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
 
@@ -241,10 +241,11 @@ class RatingObjective(Objective):
         }
 
     def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:
-        """Judge the rewards of steps as right or wrong; None if samples have one reward each."""
+        """Judge each step as right or wrong by its reward; None if steps have no rewards."""
         if not self.has_steps:
             return None
-        # Round to fp32 first, as the centred labels are, so that a label of 0 is exactly 0 again.
+        # Round the means to fp32 first, as centred labels are, so that a label of 0 becomes exactly
+        # 0 again.
         offsets = torch.tensor(records.labels.offsets(self.attributes)).double()
         rewards, labels = rated.rewards + offsets, rated.labels + offsets
         counts = records.reward_bounds.diff().tolist()
@@ -264,12 +265,14 @@ class RatingObjective(Objective):
 
 
 def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> Tensor:
-    """Gradient ``[S, outputs]`` of a batch's mean loss by each reward, times the record count.
+    """Compute the gradient of a batch's mean loss by its rewards, times the number of records.
 
-    A step multiplies each pack's rewards by their rows of this gradient, sums the products as the
-    loss, and counts records. Its gradient is then that of the loss over the whole batch, however
-    the batch is split into packs (the cached gradients of Gao et al. 2021, "Scaling deep
-    contrastive learning batch size under memory limited setup").
+    This is how a loss over the whole batch (``is_batch_level``) is trained on packs. A training
+    step multiplies the rewards of each pack by their rows of this gradient, ``[S, outputs]``, takes
+    the sum of the products as the pack's loss, and counts records. The gradient of the weights is
+    then that of the loss over the whole batch, however the batch is split into packs (the cached
+    gradients of Gao et al. 2021, "Scaling deep contrastive learning batch size under memory limited
+    setup").
     """
     leaf = rewards.double().requires_grad_()
     # Every rank has all rewards and computes this in float64 on its host, without communication.
@@ -281,7 +284,7 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
 def losses_per_record(objective: Objective, records: Records) -> float:
     """Count the losses of a batch of ``records``, relative to the number of records.
 
-    It is 1 for most losses on comparisons, and the number of labels for ratings.
+    The result is 1 for most losses on comparisons, and for ratings the number of labels per record.
     """
     if objective.is_batch_level:
         return 1.0
@@ -301,7 +304,7 @@ def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
 
 
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
-    """Smallest and largest label allowed in each column, ``[len(names), 2]`` float32."""
+    """Return the smallest and largest label allowed in each column: ``[len(names), 2]`` float32."""
     # A label beyond the outer bins would silently train the outer bin.
     lowest, highest, readout = objective.lowest_label, objective.highest_label, objective.readout
     ends = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
@@ -356,7 +359,7 @@ def _setting(objective: Objective, name: str) -> Any:
 
 
 def _as_number(objective: Objective, name: str) -> float:
-    """Return a setting as a float; NaN, which lies in no range, if it is not a number."""
+    """Return a setting as a float; NaN, which is in no range, if the setting is not a number."""
     value = _setting(objective, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
@@ -396,9 +399,9 @@ def measure_set(
     """Compute the loss and the report of a whole data set, and of each of its sources.
 
     Args:
-        rewards: ``[S, A]``, for every record once.
+        rewards: ``[S, A]`` rewards of all records, each record once.
         reply_lengths: ``[S]`` integers, in tokens.
-        sources: source of every record; "" if it names none.
+        sources: source of every record; "" for a record that names none.
     """
 
     def report(indices: Sequence[int]) -> dict[str, float]:

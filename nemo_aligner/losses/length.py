@@ -1,4 +1,7 @@
-"""Terms of Bradley-Terry against a preference for long replies; lengths are in tokens."""
+"""Terms of the Bradley-Terry loss that counter a preference for long replies.
+
+All lengths are in tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,24 @@ REPLIES, PAIRS = "replies", "pairs"
 
 
 def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
-    """Tokens ``[Q]`` of each sample's reply, in the dtype of the rewards and on their device.
+    """Return the length ``[Q]`` of each sample's reply, in the dtype and on the device of rewards.
 
     Raises:
-        ValueError: they were not counted.
+        ValueError: ``records`` have no lengths, because their replies were not counted.
     """
     lengths = records.reply_lengths[records.reward_bounds[1:] - 1]
     if bool((lengths < 0).any()):
-        raise ValueError("got records whose replies were not counted, wanted their lengths")
+        raise ValueError(
+            "reply_lengths: got -1 (not counted) for some replies, but this loss depends on the "
+            "lengths of replies. Count their tokens when the records are built"
+        )
     return to_device(lengths, rewards.device).to(rewards.dtype)
 
 
 def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Log-odds ``[P]`` that lengths alone predict: ``bias * log(n_better / n_worse)``.
+    """Compute the log-odds ``[P]`` that lengths alone predict: ``bias * log(n_better / n_worse)``.
 
-    ``lengths`` are ``[S]``, and ``bias`` is a number or ``[P]``.
+    n is the length of a reply. ``lengths`` are ``[Q]``, and ``bias`` is a number or ``[P]``.
     """
     better, worse = pairs.of(lengths.clamp(min=1).log())
     return bias * (better - worse)
@@ -40,10 +46,11 @@ def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: P
 
 
 def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:
-    """Correlation of ``rewards [S]`` and ``lengths [S]``, over all replies or over pairs.
+    """Correlation of ``rewards [Q]`` and ``lengths [Q]``, over all replies or over pairs.
 
-    Over ``pairs`` it is the correlation of margins and differences of length. It is not centred,
-    because either reply of a pair may come first.
+    Over ``pairs`` it correlates reward margins with differences of length. The means of these are
+    not subtracted, because the order of the two replies in a pair is arbitrary: swapping them must
+    not change the result.
     """
     if of == REPLIES:
         return pearson(rewards, lengths)
@@ -52,15 +59,15 @@ def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: st
 
 
 def pearson(first: Tensor, second: Tensor) -> Tensor:
-    """Pearson's r of two tensors ``[N]``; 0, without a gradient, if one of them is constant."""
+    """Compute Pearson's r of two tensors ``[N]``; 0, without a gradient, if one is constant."""
     if first.numel() == 0:
         return first.sum()
     return _cosine(first - first.mean(), second - second.mean())
 
 
 def _cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Cosine of the angle between two vectors; 0 if one of them is zero."""
+    """Compute the cosine of the angle between two vectors; 0 if one of them is zero."""
     squares = first.square().sum() * second.square().sum()
-    # Without the first ``where``, the gradient of the unused branch would be 0 times infinity.
+    # Without the first ``where``, the unused branch would have the gradient 0 * infinity = NaN.
     scale = torch.where(squares > 0, squares, 1.0).sqrt()
     return torch.where(squares > 0, (first * second).sum() / scale, 0.0)

@@ -1,4 +1,4 @@
-"""A loss on comparisons that trains an ensemble of heads on one body."""
+"""A loss on comparisons that trains an ensemble of reward heads on one transformer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range
 class HeadEnsemble(PairObjective):
     """Mean over K heads of ``-log sigmoid(m) + center_rewards_coefficient * (better + worse)^2``.
 
-    Each head starts from its own random weights. Comparisons do not determine the level of a head's
-    rewards, so without the second term the heads would mostly disagree about that (Eisenstein et
-    al. 2023, "Helping or herding? Reward model ensembles mitigate but do not eliminate reward
-    hacking", arXiv:2312.09244, which uses the coefficient 0.01).
+    m is the margin, the better reward minus the worse one. Each head starts from its own random
+    weights. Comparisons do not determine the level of a head's rewards, so without the second term
+    the heads would mostly disagree about their level (Eisenstein et al. 2023, "Helping or herding?
+    Reward model ensembles mitigate but do not eliminate reward hacking", arXiv:2312.09244, which
+    uses the coefficient 0.01).
 
-    The reward is the mean of the heads, and its uncertainty their standard deviation. Heads that
-    share a body are the bootstrapped heads of Osband et al. 2016, "Deep exploration via
+    The reward is the mean of the heads, and its uncertainty is their standard deviation. Such heads
+    on a shared transformer are the bootstrapped heads of Osband et al. 2016, "Deep exploration via
     bootstrapped DQN". Coste et al. 2023, "Reward model ensembles help mitigate overoptimization",
     arXiv:2310.02743, describe how to use ensembles of rewards.
 
@@ -39,7 +40,8 @@ class HeadEnsemble(PairObjective):
         bootstrap: weigh each record for each head by a number from a Poisson distribution of mean 1
             that depends only on the record and the head (online bootstrap: Oza and Russell 2001,
             "Online bagging and boosting"). False gives every record the weight 1.
-        center_rewards_coefficient: 0 leaves the level of each head's rewards undetermined.
+        center_rewards_coefficient: coefficient of the second term; 0 leaves the level of each
+            head's rewards undetermined.
     """
 
     heads: int = 5
@@ -56,7 +58,10 @@ class HeadEnsemble(PairObjective):
         return Readout(HEADS, (tuple(map(float, range(1, self.heads + 1))),))
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum of the records' losses and their count, by the heads' outputs ``[S, K]``."""
+        """Return the sum of the records' losses, and the number of records.
+
+        ``rewards`` are the outputs of the heads, ``[S, K]``.
+        """
         pairs = records.pairs()
         better, worse = pairs.of(rewards)
         losses = F.softplus(worse - better)

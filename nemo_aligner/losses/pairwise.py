@@ -57,19 +57,19 @@ class BradleyTerry(PairObjective):
             column ``label_margin`` (Touvron et al. 2023, "Llama 2", eq. 2); ``scale`` makes it
             ``-d * log sigmoid(m)`` (Wang et al. 2024, "HelpSteer2-Preference"). A pair without a
             label has the plain loss.
-        focal_gamma: multiplies the loss by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma`` with p the
-            sigmoid in L, which discounts pairs that are ordered well (Cai et al. 2024, "InternLM2
-            Technical Report", with 2; after Lin et al. 2017, "Focal loss").
+        focal_gamma: multiplies the loss by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma``, where p is
+            the sigmoid in ``L(m)``. This discounts pairs that are ordered well (Cai et al. 2024,
+            "InternLM2 Technical Report", with 2; after Lin et al. 2017, "Focal loss").
         label_smoothing: e, which makes the loss ``(1 - e) * L(m) + e * L(-m)`` for a share e of
             swapped labels (Mitchell 2023, "A note on DPO with noisy preferences & relationship to
             IPO").
         ties: ``half`` trains on tied completions with ``(L(m) + L(-m)) / 2``; ``drop`` ignores
             them.
-        center_rewards_coefficient: adds this times ``(better + worse) ** 2``, which keeps rewards
-            around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
+        center_rewards_coefficient: factor of ``(better + worse) ** 2``, which is added to the loss
+            to keep rewards around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
         aggregate: how the rewards of a sample's turns or steps become its reward: by ``last``,
-            ``min``, ``mean`` or ``product`` (see ``aggregate``). The model's scoring contract has
-            the same rule.
+            ``min``, ``mean`` or ``product`` (see the function ``aggregate``). The model's scoring
+            contract has the same rule.
         longer_chosen_weight: weight of a pair whose longer reply was chosen; other pairs have 1. If
             a share p of pairs chose the longer reply, ``(1 - p) / p`` gives both kinds the same
             total weight (inverse propensity; Horvitz and Thompson 1952).
@@ -77,11 +77,12 @@ class BradleyTerry(PairObjective):
             n of the replies. The added term explains what lengths predict, so that the reward need
             not (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for rewards
             Shen et al. 2023, "Loose lips sink ships"). It is no part of the reward.
-        learn_length_bias: start at ``length_bias`` and learn b.
-        length_correlation_penalty: adds this times the square of Pearson's r between reward and
-            length over the whole global batch (as in ODIN, Chen et al. 2024, arXiv:2402.07319).
-        length_correlation_of: whether r is over ``replies`` or ``pairs`` (see
-            ``length_correlation``).
+        learn_length_bias: learn b, starting at ``length_bias``.
+        length_correlation_penalty: factor of the square of Pearson's r between reward and length
+            over the whole global batch, which is added to the loss (as in ODIN, Chen et al. 2024,
+            arXiv:2402.07319).
+        length_correlation_of: whether r is computed over ``replies`` or over ``pairs`` (see the
+            function ``length_correlation``).
     """
 
     label_smoothing: float = 0.0
@@ -122,10 +123,13 @@ class BradleyTerry(PairObjective):
         return 0.0 if self.label_margin == "scale" else None
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
+        """Return the sum over records of the mean loss of their pairs, and the number of records.
+
+        ``rewards`` are ``[S, 1]``, or ``[S, 2]`` with b if it is learned.
+        """
         outputs = self._merge_steps(self.output_columns.split(rewards), records)
         rewards = outputs.attributes[:, 0]
-        # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
+        # K ranked completions are K (K - 1) / 2 pairs, which together weigh as one record (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards)
         margins = better - worse
@@ -157,7 +161,7 @@ class BradleyTerry(PairObjective):
 
     @property
     def is_batch_level(self) -> bool:
-        """True with a correlation, which is not a sum over micro-batches."""
+        """True if the loss has a length correlation, which is not a sum over micro-batches."""
         return self.length_correlation_penalty > 0
 
     @property
@@ -177,12 +181,12 @@ class BradleyTerry(PairObjective):
         return super().report(self._measured(rewards, records), records, lengths)
 
     def _measured(self, rewards: Tensor, records: Records) -> Tensor:
-        """As ``_merge_steps``, rounded once, as evaluation and a server do it."""
+        """Merge steps in float64 and round the result once, as evaluation and a server do."""
         outputs = self.output_columns.split(rewards.double())
         return self._merge_steps(outputs, records).joined().to(rewards.dtype)
 
     def _merge_steps(self, outputs: HeadOutputs, records: Records) -> HeadOutputs:
-        """Merge the outputs for the turns or steps of each sample, which gives Q rows."""
+        """Merge the outputs of each sample's turns or steps: ``[S, ...]`` to ``[Q, ...]``."""
         last = Aggregate.last.value
         return HeadOutputs(
             aggregate(outputs.attributes, records, self.aggregate if self.has_steps else last),
@@ -190,14 +194,19 @@ class BradleyTerry(PairObjective):
         )
 
     def _pair_labels(self, pairs: PairRows, records: Records) -> Tensor | None:
-        """Label ``[P]`` of every pair's record; None if the loss uses no labels."""
+        """Return the label of each pair's record, ``[P]``; None if the loss uses no labels."""
         if self.label_margin == "none":
             return None
         labels = records.labels.targets(self.columns)[:, 0]
         return pairs.of_records(labels.nan_to_num(_NEUTRAL_LABELS[self.label_margin]))
 
     def _pair_losses(self, negative_margins: Tensor, labels: Tensor | None) -> Tensor:
-        """Losses ``[P]`` of pairs, by the reward of the worse reply minus that of the better."""
+        """Compute the losses ``[P]`` of pairs, without smoothing and the terms added later.
+
+        Args:
+            negative_margins: ``[P]`` reward of the worse reply minus that of the better one.
+            labels: ``[P]`` values of the column ``label_margin``; None if it is not used.
+        """
         if labels is not None and self.label_margin == "subtract":
             negative_margins = negative_margins + labels
         # -log sigmoid(m) = softplus(-m), without the overflow of exp at large margins.
@@ -209,7 +218,10 @@ class BradleyTerry(PairObjective):
         return losses
 
     def _reversed_share(self, pairs: PairRows, losses: Tensor) -> Tensor | float | None:
-        """Weight of each pair's loss in the reversed order; None if all are 0."""
+        """Return the weight of ``L(-m)`` in each pair's loss; None if it is 0 for all pairs.
+
+        It is 1/2 for tied pairs, and ``label_smoothing`` for other pairs.
+        """
         if pairs.are_ties is None:
             return self.label_smoothing or None
         shares = torch.full(pairs.are_ties.shape, self.label_smoothing, dtype=losses.dtype)
@@ -217,9 +229,9 @@ class BradleyTerry(PairObjective):
 
 
 def _focal_factor(negative_margins: Tensor, gamma: float) -> Tensor:
-    """``(1 - 2 * max(0, p - 1/2)) ** gamma`` with ``p = sigmoid(-negative_margins)``.
+    """Compute ``(1 - 2 * max(0, p - 1/2)) ** gamma`` with ``p = sigmoid(-negative_margins)``.
 
-    It is computed by its logarithm, because a power would have no gradient where its base
+    The factor is computed by its logarithm, because a power would have no gradient where its base
     underflows to 0.
     """
     # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(negative_margins). For p below 1/2 the
@@ -227,22 +239,23 @@ def _focal_factor(negative_margins: Tensor, gamma: float) -> Tensor:
     return torch.exp(gamma * (F.logsigmoid(negative_margins) + math.log(2)).clamp(max=0))
 
 
-# One reward of a sample, out of those of its turns or steps.
+# How the rewards of a sample's turns or steps become one reward.
 
 
 def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
-    """One reward of each sample, ``[Q, A]``, of the rewards ``[S, A]`` of its turns or steps.
+    """Merge the rewards ``[S, A]`` of turns or steps into one reward per sample, ``[Q, A]``.
 
-    ``last``, ``min`` and ``mean`` are of the rewards r; ``product`` is ``sum log sigmoid(r)``, the
-    logarithm of the product of the steps' probabilities. Lightman et al. 2023, "Let's Verify Step
-    by Step", section 2.5, has product and minimum.
+    ``how`` is ``last``, ``min`` or ``mean`` of the rewards r, or ``product``, which is
+    ``sum log sigmoid(r)``: the logarithm of the product of the steps' probabilities. Lightman et
+    al. 2023, "Let's Verify Step by Step", section 2.5, compare product and minimum.
     """
     bounds = records.reward_bounds
     if records.num_samples == len(rewards) and how != "product":
         return rewards
     if how == "last":
         return rewards[to_device(bounds[1:] - 1, rewards.device)]
-    # Sample by sample: a segmented sum would round a sample by what stands next to it.
+    # Sample by sample: with a segmented sum, the rounding of a sample's result would depend on the
+    # other samples in the batch.
     parts = rewards.split(bounds.diff().tolist())
     if how == "min":
         merged = [part.amin(dim=0, keepdim=True) for part in parts]
@@ -262,14 +275,16 @@ Number: TypeAlias = float | Tensor
 class TieModel(Objective):
     """Loss with ties as a third outcome; a subclass inherits from ``PairObjective``, too.
 
-    Their parameter says how often replies with equal rewards are tied. It is fixed, or learned with
-    the model, as Rao and Kupper and Davidson estimate it. The head then has one more output, a
-    scalar x that is the same for every sample, and the parameter is ``lowest_parameter + exp(x)``.
+    The tie parameter says how often replies with equal rewards are tied. It is fixed, or learned
+    with the model, as in the papers of Rao and Kupper and of Davidson. If it is learned, the head
+    has one more output, a scalar x that is the same for every sample, and the tie parameter is
+    ``lowest_parameter + exp(x)``.
 
     Attributes:
-        tie_parameter: above ``lowest_parameter``.
-        learned: start at ``tie_parameter`` and learn x.
-        lowest_parameter: parameter with which equal replies are never tied.
+        tie_parameter: value of the tie parameter, above ``lowest_parameter``; if ``learned``, the
+            value to start from.
+        learned: learn x.
+        lowest_parameter: value with which replies with equal rewards are never tied.
     """
 
     attributes: tuple[str, ...] = ("reward",)
@@ -290,7 +305,7 @@ class TieModel(Objective):
         return (math.log(self.tie_parameter - self.lowest_parameter),) if self.learned else ()
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum of the mean loss of each record's pairs, and the count of records.
+        """Return the sum over records of the mean loss of their pairs, and the number of records.
 
         ``rewards`` are ``[S, 1]``, or ``[S, 2]`` with x if it is learned.
         """
@@ -328,9 +343,9 @@ class TieModel(Objective):
 class Davidson(TieModel, PairObjective):
     """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
 
-    m is the margin. A tie is as likely as the geometric mean of a win and a loss, times the
-    parameter (Davidson 1970, "On extending the Bradley-Terry model to accommodate ties in paired
-    comparison experiments", which calls it nu).
+    m is the margin. The probability of a tie is the geometric mean of those of a win and a loss,
+    times the tie parameter (Davidson 1970, "On extending the Bradley-Terry model to accommodate
+    ties in paired comparison experiments", which calls the parameter nu).
 
     Attributes:
         tie_parameter: above 0; replies with equal rewards are tied with probability
@@ -346,7 +361,7 @@ class Davidson(TieModel, PairObjective):
         return self._log_normalizer(margins, x) - log_parameter
 
     def _log_normalizer(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Logarithm of the normalizer, ``[P]``."""
+        """Compute the logarithm of the sum of the three weights, ``[P]``."""
         # log(exp(m / 2) + exp(-m / 2) + t). If x is learned, it is log t, so t stays above 0.
         tie = torch.full_like(margins, math.log(self.tie_parameter)) if x is None else x
         return torch.stack([margins / 2, -margins / 2, tie]).logsumexp(dim=0)
@@ -398,17 +413,20 @@ class PlackettLuce(PairObjective):
     loss: Xia et al. 2008, "Listwise approach to learning to rank", ListMLE). With two completions
     it is Bradley-Terry.
 
-    Tied completions are not compared: each competes only with itself and those ranked below. So one
-    best completion among otherwise tied ones gives a single softmax.
+    Tied completions are not compared: a completion competes only with those ranked below it. So a
+    record with one best completion, whose other completions are tied, gives a single softmax.
     """
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum of the records' losses, from rewards ``[S, 1]``, and the count of ranked records."""
+        """Return the sum of the records' losses, and the number of records that are not all tied.
+
+        ``rewards`` are ``[S, 1]``.
+        """
         rows, is_candidate, num_ordered = _choice_candidates(records)
         rewards = rewards[:, 0]
-        # Row s is the choice of completion s: the logarithm of the softmax's denominator over the
-        # remaining completions minus its reward. The last completion of a record is its only
-        # candidate, which gives a loss of 0.
+        # Row s is the loss of choosing completion s: the logarithm of the softmax's denominator
+        # over the remaining completions, minus the reward of completion s. The last completion of a
+        # record is the only candidate left, which gives a loss of 0.
         candidates = rewards[to_device(rows, rewards.device)]
         candidates = candidates.masked_fill(~to_device(is_candidate, rewards.device), -torch.inf)
         losses = candidates.logsumexp(dim=1) - rewards
@@ -421,9 +439,10 @@ def _choice_candidates(records: Records) -> tuple[Tensor, Tensor, int]:
     """List the candidates at each choice of a completion.
 
     Returns:
-        ``[Q, K]`` rows of all completions of the chosen one's record, K the largest record; a mask
-        ``[Q, K]`` of the candidates: the chosen one and those ranked below; and the number of
-        records that are not one tie.
+        For each of the Q completions, the rows ``[Q, K]`` of all completions in its record, where K
+        is the size of the largest record; the mask ``[Q, K]`` of the candidates among these, which
+        are the chosen completion and those ranked below it; and the number of records whose
+        completions are not all tied.
     """
     starts, sizes, ranks = records.sample_bounds[:-1], records.sample_bounds.diff(), records.ranks
     largest = int(sizes.max()) if len(sizes) else 0

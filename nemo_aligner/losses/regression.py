@@ -37,7 +37,7 @@ from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.table import measure_pairs, measure_ratings
 from nemo_aligner.utils.host_transfer import to_device
 
-# Losses on one output per attribute. Missing labels (NaN) are masked, and the count is of labels.
+# Losses on one output per attribute. They mask missing labels (NaN), and count labels, not records.
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MaskedMse(RatingObjective):
     """Mean squared error ``(reward - label) ** 2`` over the labels that are present."""
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
+        """Return the loss summed over all labels, and their number; ``rewards`` are ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         return errors.square().sum(), present.sum()
 
@@ -64,7 +64,7 @@ class Huber(RatingObjective):
         check_above(self, "delta", 0)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
+        """Return the loss summed over all labels, and their number; ``rewards`` are ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         losses = F.huber_loss(
             errors, errors.new_zeros(errors.shape), reduction="none", delta=self.delta
@@ -76,7 +76,7 @@ class Huber(RatingObjective):
 class BinaryCrossEntropy(RatingObjective):
     """``-(l * log sigmoid(r) + (1 - l) * log sigmoid(-r))`` of an output r and a label l in [0, 1].
 
-    It is averaged over the labels that are present: those of every step if steps are scored,
+    The loss is averaged over the labels that are present: those of every step if steps are scored,
     otherwise those of the sample. A label between 0 and 1, such as the share of completions that
     reach the right answer, is the probability to learn (the soft estimation of Wang et al. 2023,
     "Math-Shepherd", eq. 3).
@@ -108,7 +108,7 @@ class BinaryCrossEntropy(RatingObjective):
         return 0.0 if self.scale == LOG_ODDS else RIGHT_FROM
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A]``."""
+        """Return the loss summed over all labels, and their number; ``outputs`` are ``[S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         outputs = self.output_columns.split(outputs).attributes
@@ -119,17 +119,18 @@ class BinaryCrossEntropy(RatingObjective):
 
 @dataclass(frozen=True)
 class ProbabilityCrossEntropy(RatingObjective):
-    """Cross-entropy of rewards that are probabilities already, as evaluation has them.
+    """Cross-entropy of rewards that already are probabilities.
 
-    fp32 rounds a probability near 1 to 1, whose loss could be infinite. So a probability counts as
-    at most ``1 - 2 ** -25``.
+    Evaluation uses it for models trained with ``BinaryCrossEntropy`` on steps, because the scoring
+    contract has already applied the sigmoid to their outputs. fp32 rounds a probability near 1 to
+    1, whose loss could be infinite, so a probability counts as at most ``1 - 2 ** -25``.
     """
 
     centres_labels: ClassVar[bool] = False
     main_metric: ClassVar[str] = "loss"
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the sum of all labels' losses and their count (int), by rewards ``[S, A]``."""
+        """Return the loss summed over all labels, and their number; ``rewards`` are ``[S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         tiny = torch.finfo(torch.float32).tiny
@@ -147,8 +148,8 @@ class Quantiles(RatingObjective):
     """Pinball loss: mean over K levels t of ``max(t * u, (t - 1) * u)``.
 
     u is the label minus the output of level t (Koenker and Bassett 1978, "Regression quantiles").
-    It is averaged over the labels that are present. The median is the reward, and the distance of
-    the outer levels is its uncertainty.
+    The loss is averaged over the labels that are present. The median (level 0.5) is the reward, and
+    the distance between the outputs of the outer levels is its uncertainty.
 
     Attributes:
         levels: ascending numbers between 0 and 1, with 0.5 among them.
@@ -167,7 +168,10 @@ class Quantiles(RatingObjective):
         return Readout(QUANTILES, (tuple(map(float, self.levels)),) * len(self.attributes))
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A * K]``."""
+        """Return the loss summed over all labels, and their number.
+
+        ``outputs`` are ``[S, A * K]``.
+        """
         levels = to_device(torch.tensor(self.levels, dtype=outputs.dtype), outputs.device)
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
@@ -182,16 +186,17 @@ class Quantiles(RatingObjective):
 class OrdinalBins(RatingObjective):
     """Cross-entropy ``-sum_k w_k log softmax(outputs)_k`` over K bins of label values.
 
-    It is averaged over the labels that are present. w is 1 at the bin whose value is the label. A
-    label between two bins is split over both, so that the weighted sum of the bins' values is the
-    label ("two-hot": Imani and White 2018, "Improving regression performance with distributional
-    losses"; Farebrother et al. 2024, "Stop regressing"). The reward is the expected value.
+    The loss is averaged over the labels that are present. The weight w_k is 1 for the bin whose
+    value is the label, else 0. A label between two bins is split over both, so that the weighted
+    sum of the bins' values is the label ("two-hot": Imani and White 2018, "Improving regression
+    performance with distributional losses"; Farebrother et al. 2024, "Stop regressing"). The reward
+    is the expected value.
 
     Attributes:
         values: ascending values of the bins: one list for all attributes, or a mapping from
             attribute to list. None spaces ``bins`` values evenly over the range of the training
             labels.
-        bins: K if ``values`` is None.
+        bins: number of bins, K, if ``values`` is None.
     """
 
     values: Any = None
@@ -213,10 +218,10 @@ class OrdinalBins(RatingObjective):
         return Readout(BINS, tuple(tuple(map(float, row)) for row in rows))
 
     def fit_to_labels(self, labels: LabelColumns, base_readout: Readout | None) -> OrdinalBins:
-        """Fill in ``values`` if they are not set.
+        """Fill in the values of the bins if the settings do not have them.
 
-        They are those of ``base_readout`` if it has bins, otherwise evenly spaced over the range of
-        each attribute's ``labels``.
+        The values of ``base_readout`` are used if it has bins. Otherwise the values are spaced
+        evenly over the range of each attribute's ``labels``.
 
         Raises:
             ValueError: all labels of an attribute are equal or missing.
@@ -240,7 +245,10 @@ class OrdinalBins(RatingObjective):
         return replace(self, values=values)
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Return the sum of all labels' losses and their count (int), by ``outputs [S, A * K]``."""
+        """Return the loss summed over all labels, and their number.
+
+        ``outputs`` are ``[S, A * K]``.
+        """
         readout = self.readout
         assert readout is not None, "fit_to_labels comes before training"
         values = to_device(torch.tensor(readout.numbers, dtype=outputs.dtype), outputs.device)
@@ -254,7 +262,11 @@ class OrdinalBins(RatingObjective):
 
 
 def _values_per_attribute(values: Any, attributes: Sequence[str]) -> list[Any]:
-    """Return one list of values per attribute; ValueError if one is missing or not numbers."""
+    """Return the list of bin values of each attribute.
+
+    Raises:
+        ValueError: an attribute has no list, or a list has an item that is not a number.
+    """
     rows = [values] * len(attributes)
     if isinstance(values, Mapping):
         if set(values) != set(attributes):
@@ -275,7 +287,7 @@ def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
     """Split each label over the two nearest values.
 
     Args:
-        labels: ``[S, A]``; those beyond the outer values are clamped.
+        labels: ``[S, A]``; labels beyond the outer values are clamped to these.
         values: ``[A, K]`` ascending values.
 
     Returns:
@@ -284,7 +296,8 @@ def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
     within = torch.minimum(torch.maximum(labels, values[:, 0]), values[:, -1])[..., None]
     steps = values.diff(dim=1)
     ones = torch.ones_like(within)
-    # Weight of each value: rises from the value below to it, falls from it to the value above.
+    # The weight of a value rises from 0 for a label at the value below to 1 for a label at the
+    # value itself, and falls to 0 for a label at the value above.
     rising = torch.cat([ones.expand_as(within), (within - values[:, :-1]) / steps], dim=2)
     falling = torch.cat([(values[:, 1:] - within) / steps, ones.expand_as(within)], dim=2)
     return torch.minimum(rising, falling).clamp(0, 1)
@@ -299,7 +312,8 @@ class RankingAndRegression(RatingObjective):
 
     Ratings say what is good about a reply; comparisons say which reply people prefer overall. Wang
     et al. 2024, "Interpretable preferences via multi-objective reward modeling and
-    mixture-of-experts", train on one after the other; here both are in one loss.
+    mixture-of-experts", train on ratings first and then on comparisons; this loss trains on both
+    together.
 
     m is the margin of the weighted sums of attributes. Every record counts once: a comparison with
     the mean over its pairs, a rating with the mean over its labels times ``regression_weight``.
@@ -320,9 +334,10 @@ class RankingAndRegression(RatingObjective):
         check_number(self, "regression_weight", 0)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum of the records' losses from rewards ``[S, A]``, and the count of records with one.
+        """Return the sum of the records' losses, and the number of records that have a loss.
 
-        A comparison has a loss if it has a pair, a rating if it has a label.
+        ``rewards`` are ``[S, A]``. A comparison has a loss if its samples are not all tied, a
+        rating if it has a label.
         """
         # A rating has one completion and so no pair: Bradley-Terry counts only the comparisons.
         total, count = BradleyTerry().loss(self._merge(rewards)[:, None], records)
@@ -334,7 +349,7 @@ class RankingAndRegression(RatingObjective):
         present = ~torch.isnan(labels)
         errors = rewards[to_device(rows, rewards.device)] - labels.nan_to_num()
         squares = torch.where(present, errors, 0.0).square().sum(dim=1)
-        # The labels share one record's weight, however many of them the record has.
+        # A record has the same weight however many labels it has.
         means = squares / present.sum(dim=1).clamp(min=1)
         return total + self.regression_weight * means.sum(), count + present.any(dim=1).sum()
 
@@ -342,7 +357,7 @@ class RankingAndRegression(RatingObjective):
         return measure_pairs(self._pair_rewards(rewards, records), in_step=True)
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        """Metrics of pairs if there are comparisons, and of ratings if there are any."""
+        """Return metrics of pairs if there are comparisons, and of ratings if there are ratings."""
         metrics: dict[str, float] = {}
         rated, rows = _rated_rows(records)
         if len(rated) < len(records):
@@ -353,7 +368,7 @@ class RankingAndRegression(RatingObjective):
         return metrics
 
     def _merge(self, rewards: Tensor) -> Tensor:
-        """Weighted sums ``[S]`` of the attributes' rewards ``[S, A]``."""
+        """Compute the weighted sums ``[S]`` of the attributes' rewards ``[S, A]``."""
         return merge_attributes(rewards, self.weights or (1.0,) * len(self.attributes))
 
     def _pair_rewards(
@@ -367,6 +382,6 @@ class RankingAndRegression(RatingObjective):
 
 
 def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
-    """Indices of the ratings among ``records``, and of their rewards; both on the host."""
+    """Find the indices of the ratings among ``records``, and the rows of their rewards."""
     rated = (records.sample_bounds.diff() == 1).nonzero().flatten()
     return rated, records.record_bounds[:-1][rated]

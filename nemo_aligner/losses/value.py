@@ -23,9 +23,10 @@ class ClippedValueLoss:
     of ``clip`` 0 are those of NeMo-Aligner's critic (``model.loss_clip_val``).
 
     Attributes:
-        clip: c, the largest change of a value that lowers the loss; 0 does not clip.
+        clip: c, the largest change of a value that still lowers the loss; 0 turns clipping off.
         weights: A factors that merge the head's A attributes into one value.
-        means: A offsets that are added to the head's outputs first, as for rewards; empty for none.
+        means: A label means, added to the head's outputs before they are merged, as for rewards;
+            empty if there are none.
     """
 
     clip: float
@@ -34,10 +35,11 @@ class ClippedValueLoss:
     columns: ClassVar[tuple[str, ...]] = (RETURNS, PREV_VALUES, MASK)
 
     def loss(self, values: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count (int) of the unmasked tokens' losses, from outputs ``values [T, A]``.
+        """Return the sum of the losses of unmasked tokens, and the number of these tokens (int).
 
-        Each token is a record with the label columns ``returns``, ``prev_values`` and ``mask``. The
-        first two may hold any number where the mask is 0.
+        ``values [T, A]`` are the head's outputs. Each token is a record with the label columns
+        ``returns``, ``prev_values`` and ``mask``. Returns and previous values may be any number
+        where the mask is 0.
         """
         returns, previous, mask = records.labels.targets(self.columns).unbind(dim=1)
         counts = mask != 0

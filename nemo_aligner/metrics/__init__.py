@@ -5,8 +5,8 @@ The flow: a validation or an evaluation gathers rewards from all ranks into one 
 of metrics.
 
 - ``ranking``: pairs. ``PairRewards`` and one function for each metric: accuracy, margins,
-  calibration (ECE, Brier score, temperature) and length bias. Also the statistics that others use:
-  Wilson and bootstrap intervals, McNemar's test, correlation, ranks.
+  calibration (ECE, Brier score, temperature) and length bias. It also has statistics that other
+  modules use: Wilson and bootstrap intervals, McNemar's test, correlation, ranks.
 - ``regression``: rated replies (``RatedRewards``), and scored turns or steps (``StepVerdicts``).
 - ``table``: the registry. It has one row for each metric, with its name, meaning, function, better
   direction, and the places that show it; it also computes metrics by source of the records.

@@ -121,8 +121,9 @@ class ConfidenceBin:
 
     Attributes:
         count: number of pairs in the bin.
-        confidence: their mean ``sigmoid(|margin|)``.
-        right: sum of their credits; ``right / count`` is the accuracy of the bin.
+        confidence: mean ``sigmoid(|margin|)`` of these pairs.
+        right: sum of the pairs' credits (``PairRewards.right``); ``right / count`` is the accuracy
+            of the bin.
     """
 
     count: int
@@ -138,7 +139,7 @@ def reliability(pairs: PairRewards) -> list[ConfidenceBin]:
     models", sec. 3). Without pairs the list is empty. Bins of equal width would be almost empty
     where margins are large, and the error of such a bin is mostly noise.
     """
-    # |margin|, because this is the confidence in the model's verdict: 0.5 for a tie, up to 1.
+    # The confidence in the model's verdict is the sigmoid of |margin|: from 0.5 for a tie up to 1.
     confidence, order = torch.sigmoid(pairs.margins.abs()).sort(stable=True)
     right = pairs.right[order]
     number = min(_BINS, max(1, len(right) // _PAIRS_PER_BIN))
@@ -171,7 +172,7 @@ def temperature(pairs: PairRewards) -> float:
 
 
 def fit_temperature(margins: Tensor) -> float:
-    """Find the T that maximises the likelihood of ``sigmoid(margin / T)``; NaN if there is none.
+    """Find the T that maximises the likelihood of ``sigmoid(margin / T)``; NaN if no T does.
 
     The model is overconfident if T is above 1.
 

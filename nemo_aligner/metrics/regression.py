@@ -24,8 +24,8 @@ class RatedRewards:
         labels: ``[N, A]`` float64, NaN where a label is missing.
         attributes: names of the A attributes, such as ``helpfulness``.
         reply_lengths: lengths of the replies in tokens, ``[N]`` integer.
-        spreads: how uncertain the model says each reward is, ``[N, A]`` float64; None for a model
-            that does not say it.
+        spreads: uncertainty of each reward as the model reports it, ``[N, A]`` float64; None if the
+            model reports none.
     """
 
     rewards: Tensor
@@ -86,9 +86,10 @@ def length_correlation_by_attribute(rated: RatedRewards) -> dict[str, float]:
 
 
 def length_only_pearson_mean(rated: RatedRewards) -> float:
-    """Mean over attributes of |r| between label and length of the reply.
+    """Mean over attributes of |r|, where r is Pearson's r between label and reply length.
 
-    A model that only measures length would get this ``pearson_mean`` at best.
+    This is the best ``pearson_mean`` of a model whose rewards are linear in the length of the
+    reply: a baseline for length bias.
     """
     lengths = rated.reply_lengths.double()[:, None].expand_as(rated.rewards)
     correlations = _compare_with_labels(rated, lengths, correlation)
@@ -105,7 +106,7 @@ def spread(rated: RatedRewards) -> dict[str, float]:
 def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
     """Rank correlation between spread and ``|reward - label|`` by attribute.
 
-    It is high if the model knows where it is wrong.
+    The correlation is high if the model is least certain where its rewards are most wrong.
     """
     if rated.spreads is None:
         return {}
@@ -129,7 +130,7 @@ def _compare_with_labels(
     return results
 
 
-# Turns and steps: how many the model judges correctly, and where it sees the first error.
+# Turns and steps: how many of them the model judges correctly, and where it sees the first error.
 
 # A step with this label or a higher one is right.
 _RIGHT_FROM_LABEL = 0.5
@@ -197,8 +198,9 @@ def step_accuracy(verdicts: StepVerdicts) -> float:
 def first_error_accuracy(verdicts: StepVerdicts) -> float:
     """Share of samples in which the model finds the first wrong step, averaged over attributes.
 
-    The model finds it if the first step that it judges wrong is the first one labelled wrong, or if
-    there is none in both. Only samples whose steps all have labels up to the first wrong one count.
+    The model finds it if the first step that it judges wrong is the first step labelled wrong, or
+    if it judges no step wrong and none is labelled wrong. A sample counts only if all its steps up
+    to the first one labelled wrong have labels.
     """
     return nanmean(
         _share_equal(_find_first_errors(verdicts, column)) for column in _columns(verdicts)
@@ -261,10 +263,10 @@ def _share_equal(pairs: Sequence[tuple[int, int]]) -> float:
 
 
 def _find_first_errors(verdicts: StepVerdicts, column: int) -> list[tuple[int, int]]:
-    """Find the first step judged wrong and the first one labelled wrong, by sample.
+    """Find, for each sample, the first step judged wrong and the first step labelled wrong.
 
-    Steps are numbered from 0, and -1 means that there is none. Samples with a missing label up to
-    the first wrong step are left out.
+    Steps are numbered from 0, and -1 means that no step is wrong. Samples with a missing label
+    before the first step labelled wrong are left out.
     """
     pairs = []
     columns = (

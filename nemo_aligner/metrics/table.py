@@ -161,7 +161,7 @@ PAIRS: list[Metric] = [
     ),
 ]
 
-# For models that report how uncertain a reward is.
+# Further metrics for models that report how uncertain each reward is.
 SPREADS: list[Metric] = [
     Metric("spread", "mean uncertainty that the model reports", regression.spread),
     Metric(
@@ -211,7 +211,7 @@ RATINGS: list[Metric] = [
 POSITION = "step_position/"
 POSITION_FIGURES = ("labels", "label", "probability", "accuracy")
 
-# For models that score every turn or step, and labels from 0 (wrong) to 1 (right).
+# Metrics for models that score every turn or step, with labels from 0 (wrong) to 1 (right).
 STEPS: list[Metric] = [
     Metric(
         "step_accuracy",
@@ -242,8 +242,8 @@ STEPS: list[Metric] = [
     ),
 ]
 
-# By attribute, over all samples of a data set. The scoring contract stores the values of the first
-# validation set.
+# Computed by attribute over all samples of a data set. The scoring contract stores the values of
+# the first validation set.
 REWARDS = [
     Metric("reward_mean", "mean reward of all samples"),
     Metric("reward_std", "standard deviation of the rewards of all samples"),
@@ -294,7 +294,7 @@ def measure_ratings(rated: RatedRewards, *, in_step: bool = False) -> dict[str, 
 def measure_steps(verdicts: StepVerdicts | None, *, in_step: bool = False) -> dict[str, float]:
     """Compute every metric of ``STEPS``; with ``in_step`` only those for a single batch.
 
-    Without verdicts, because the labels are not from 0 to 1, the result is empty.
+    The result is empty if there are no verdicts, because the labels are not from 0 to 1.
     """
     return {} if verdicts is None else _compute_rows(STEPS, verdicts, in_step)
 
@@ -343,7 +343,7 @@ def better_values(name: str) -> Better:
 
 
 def is_shown(name: str, place: Shown) -> bool:
-    """Check whether ``place`` shows a metric; ``name`` is without data set and source."""
+    """Check whether ``place`` shows the metric ``name``, given without data set and source."""
     return any(
         place in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
         for row in all_metrics()
@@ -365,7 +365,7 @@ def by_source(
 
     Args:
         sources: source of every record, "" for a record that names none.
-        metrics: computes the metrics of the records with the given indices.
+        metrics: function that computes the metrics of the records at the given indices.
     """
     groups: dict[str, list[int]] = {}
     for record, source in enumerate(sources):

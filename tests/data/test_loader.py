@@ -178,7 +178,7 @@ def test_weights_are_shares_of_every_epoch_and_files_are_gone_through_evenly() -
         assert sum(weighted_order(SIZES, 5, weights).shares()) == 45
     for weights, message in (
         ((1, 2), "2 weights for 3 training files"),
-        ((1, 1, 1e-6), "file 3 has none"),
+        ((1, 1, 1e-6), "none of file 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             weighted_order(SIZES, 5, weights)

@@ -39,7 +39,9 @@ REFUSED = {
     "tokens: got shape [3, 1], wanted": {"tokens": np.zeros((3, 1))},
     "mask: got shape [3, 5], wanted [3, 4]": {"mask": np.ones((3, 5))},
     "prev_values: got shape [4, 4], wanted [3, 4]": {"prev_values": np.ones((4, 4))},
-    "returns, row 0: got a number that is not finite at 1": {"returns": np.full((3, 4), np.nan)},
+    "returns, row 0: got a number that is not finite at position 1": {
+        "returns": np.full((3, 4), np.nan)
+    },
     "mask, row 0: got nan, wanted 0 or 1": {"mask": np.full((3, 4), np.nan)},
     "mask, row 1: got 0.5, wanted 0 or 1": {
         "mask": np.array([[1, 0, 0, 0], [0, 0.5, 0, 0], [1, 0, 0, 0]])

@@ -157,7 +157,7 @@ def test_bins_are_in_the_contract_and_labels_are_not_centred(
     assert again.contract.output_readout == wanted
     with pytest.raises(ConfigError, match=r"model.objective: .* bins"):
         build(contracts, [rated], **how, contract=data.contract, settings={"values": [0, 4]})
-    message = r"rated.jsonl:2: help: .* 4 .* 0 to 3, as .*\(1 labels of train"
+    message = r"rated.jsonl:2: help: .* 4 .* 0 to 3\. .*\(1 labels of train"
     with pytest.raises(DataError, match=message):
         build(contracts, [rated], **how, settings={"values": [0, 1, 2, 3]})
     with pytest.raises(ConfigError, match="all labels of brief are one in"):

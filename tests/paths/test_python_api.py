@@ -380,7 +380,7 @@ def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:
         ),
         ({"chosen": [{"role": "assistant", "content": {1}}]}, r"chosen\[0\].content: got set {1}"),
         ({"chosen": np.array([b"a"])}, r"chosen\[0\]: got bytes b'a', which"),
-        ({b"chosen": "a"}, r"^record 1: it: got the key b'chosen', wanted a text"),
+        ({b"chosen": "a"}, r"^record 1: top level: got the key b'chosen', wanted a string"),
         ({"chosen": object()}, r"chosen: got object <object .*leave this column out"),
     ]
     assert_refused(lambda row: write_records(path, [row]), refused, DataError)

@@ -7,23 +7,23 @@
 - ``ratings.py``: a reply with labels, or with labels for each of its turns or steps.
 - ``prompts.py``: columns with a part of the prompt, for all formats.
 
-To add a format, define it in one of these files and list it in ``FORMATS``. ``choose_format`` takes
-the first one that recognizes a record of the file, or the one that ``model.data.format`` names;
-``parse_lines`` makes records of lines. A record without a key that its format needs is malformed,
-and ``clean.py`` decides what happens to it.
+To add a format, define it in one of these modules and list it in ``FORMATS``. ``choose_format``
+takes the first format that recognizes a record of the file, or the format that
+``model.data.format`` names. ``parse_lines`` makes records of lines. A record without a key that its
+format needs is malformed, and ``clean.py`` decides what happens to it.
 
 Rules that all formats share:
 
 - Except in raw text, a string prompt is one user turn, and a string reply one assistant turn. A
-  reply that is a list either begins with an assistant turn and continues the prompt, or is the
-  whole conversation and must then begin with the prompt (contain it, if the prompt is a string). In
-  ``chat_pairs`` a whole conversation needs no ``prompt``.
+  reply that is a list may begin with an assistant turn; it then continues the prompt. Otherwise it
+  is the whole conversation, which must begin with a prompt that is a list, and contain a prompt
+  that is a string. In ``chat_pairs`` a whole conversation needs no ``prompt``.
 - Conversations get the record's ``tools`` (a list of objects, or its JSON), ``documents`` (a list
   of objects), and its ``system`` prompt and ``history`` (``prompts.py``).
 - The source of a record is the first of ``source``, ``subset`` and ``kind`` that is a string or a
   number. Metrics are also computed by source. No other keys are read.
-- Label columns of pairs are fields with their names. If a format tells by how much a reply is
-  better, that is the ``label_margin`` of a record without a field of this name.
+- A label column of pairs is the field with the name of the column. If a format tells by how much a
+  reply is better, this number is the ``label_margin`` of a record without a field of this name.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# Their records also have a format above, and are read differently: these are chosen only by name.
+# Formats that are chosen only by name, never by ``auto``: their records also fit a format above,
+# which reads them differently.
 NAMED_FORMATS: dict[str, Format] = {TRL.name: TRL}
 
 
@@ -139,15 +140,15 @@ def choose_format(
     """Choose the format called ``fmt``, or for ``auto`` the first one that recognizes a record.
 
     Args:
-        kind: kind of records that the format must have; None takes both.
+        kind: kind of records that the format must have; None allows comparisons and ratings.
         lines: lines of the file.
-        pair_keys: read ``chat_pairs`` with these keys.
-        labels: label columns, which are ignored when a format is recognized.
+        pair_keys: names of the fields of pairs; if given, the format is ``chat_pairs``.
+        labels: label columns. A format also recognizes a record that fits it without these columns.
 
     Raises:
-        ConfigError: there is no format of that name, it has another kind of records, or
+        ConfigError: there is no format called ``fmt`` with records of this ``kind``, or
             ``pair_keys`` do not apply to it.
-        DataError: the file is empty, or no format of this kind recognizes a record.
+        DataError: the file has no records, or no format of this ``kind`` recognizes one.
     """
     if pair_keys is not None:
         return _choose_pairs(pair_keys, fmt, kind)
@@ -178,7 +179,11 @@ def choose_format(
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
-    """Return the format that ``choose_format`` chose, by its name and the same ``pair_keys``."""
+    """Return the format called ``name``, or with ``pair_keys`` the format of pairs by these keys.
+
+    Worker processes find the result of ``choose_format`` by it, because a ``Format`` has functions
+    that cannot be pickled.
+    """
     return {**FORMATS, **NAMED_FORMATS}[name] if pair_keys is None else pairs_by(pair_keys)
 
 
@@ -186,8 +191,8 @@ def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
     by_keys = pairs_by(keys)
     if fmt not in ("auto", by_keys.name):
         raise ConfigError(
-            f"model.data.format: got {fmt!r}, wanted auto or {by_keys.name}, whose fields "
-            "model.data.prompt_key, chosen_key and rejected_key name"
+            f"model.data.format: got {fmt!r}, wanted auto or {by_keys.name}, because "
+            "model.data.prompt_key, chosen_key and rejected_key apply only to that format"
         )
     if kind not in (None, by_keys.kind):
         raise ConfigError(
@@ -198,7 +203,7 @@ def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
 
 
 def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
-    """Write the end of the error about a record that has none of the formats ``fitting``."""
+    """Write the end of the error about a record that none of the formats ``fitting`` recognizes."""
     if any({f"chosen_{ids}", f"rejected_{ids}"} <= set(line.value) for ids in _TOKEN_IDS):
         return (
             ". These are token ids of a data set that TRL has tokenized. Pass the texts that it "
@@ -232,7 +237,7 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
 
 
 def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | None:
-    """Suggest which keys of ``value`` may be misspelt keys of a format; None if none are close."""
+    """Suggest corrections of keys of ``value`` that resemble the keys of a format; else None."""
     matches: list[tuple[int, Format, dict[str, str]]] = []
     for candidate in fitting:
         keys = set(candidate.sample[0])
@@ -244,7 +249,7 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
             matches.append((len(keys), candidate, names))
     if not matches:
         return None
-    # The more keys match, the less likely it is by chance.
+    # The more keys a format has, the less likely they match by chance.
     _, likely, names = max(matches, key=lambda match: match[0])
     fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
     return f"did you mean {fields}? {likely.name} wants {likely.wanted}"
@@ -258,13 +263,14 @@ def parse_lines(
     counts: Counter[str] | None = None,
     unread: Counter[str] | None = None,
 ) -> Iterator[Record | MalformedRecord]:
-    """Yield the records of lines of the format ``chosen``, and malformed records, in order.
+    """Yield the records of ``lines``, read by the format ``chosen``, and malformed ones, in order.
 
     Args:
         lines: lines of complete records (see ``check_lines_are_whole``).
         columns: label columns to read.
-        counts: counts, by ``COLUMN_COUNTS``, lines with a column that became a part of the prompt.
-        unread: counts lines with each column that was not read.
+        counts: counter of lines with a column that became a part of the prompt, by
+            ``COLUMN_COUNTS``.
+        unread: counter of lines with a column that was not read, by the name of the column.
     """
     size = chosen.lines_per_record
     counts = Counter() if counts is None else counts
@@ -297,7 +303,7 @@ def _parse_records(
     try:
         parsed = chosen.parse([*fields], origin, columns)
         parts = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
-        # A column that the format itself has read is not a part of the prompt.
+        # A column that the format itself has read is not added to the prompt.
         by_format = value.names_read.copy()
         records = []
         for part in parts:
@@ -339,9 +345,9 @@ _JOINED = re.compile(r"\}\s*\{")
 
 
 def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -> None:
-    """Check the lines of a format with several lines per record.
+    """Check that the lines of a format with several lines per record belong together.
 
-    One line too many would shift all records after it.
+    One line too many or too few would pair the wrong lines in all later records.
 
     Raises:
         DataError: it is not certain which lines of the file belong to the same record.
@@ -385,7 +391,7 @@ def _explain_mismatch(chosen: Format, line: AnyLine) -> str:
     if chosen.matches(line.value):
         return ""
     recognized = [fmt.name for fmt in FORMATS.values() if fmt.is_certain(line.value)]
-    # ``chosen`` itself may be among these, if it is read with other keys (``pair_keys``).
+    # ``chosen`` itself may be recognized with its usual keys, but is read with ``pair_keys``.
     different = [name for name in recognized if name != chosen.name]
     if different:
         return (

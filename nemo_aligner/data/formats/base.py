@@ -1,6 +1,6 @@
 """Format: how records of a public format are recognized and read; and functions to read fields.
 
-Each file of this folder defines some formats. Errors of the functions here name the field;
+The other modules of this package define the formats. Errors of the functions here name the field;
 ``parse_lines`` adds file and line.
 """
 
@@ -39,7 +39,7 @@ class Fields(dict[str, Any]):
     def __init__(self, value: dict[str, Any]) -> None:
         super().__init__(value)
         self.names_read: set[str] = set()
-        # Those of ``names_read`` that became a part of the prompt in addition to the messages.
+        # Names of columns such as ``system`` that were added to the prompt of the messages.
         self.names_in_prompt: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class WantedLabels:
     Attributes:
         names: names of the columns, in order; if empty, no labels are read.
         missing: number that stands for a missing label, like null.
-        neutral: label of a step that is rated neither right nor wrong; None has no label for it.
+        neutral: label of a step that is rated neither right nor wrong; None leaves it unlabelled.
     """
 
     names: Sequence[str] = ()
@@ -86,7 +86,7 @@ class PairKeys:
 
     @classmethod
     def of(cls, prompt: str | None, chosen: str | None, rejected: str | None) -> PairKeys | None:
-        """Fill in the usual names for those that are None; return None if all are."""
+        """Use the usual name for each argument that is None; return None if all three are."""
         if all(key is None for key in (prompt, chosen, rejected)):
             return None
         return cls(prompt or cls.prompt, chosen or cls.chosen, rejected or cls.rejected)
@@ -99,14 +99,14 @@ class Format:
     Attributes:
         name: name in ``model.data.format``.
         kind: kind of its records.
-        matches: returns True if an object can be read as a record, or a line of one.
-        wanted: description of its keys, for errors.
-        parse: makes one record, or several, of the objects of a record. It raises DataError without
-            file and line, which the caller adds.
+        matches: returns True if an object (a line of the file) can be read in this format.
+        wanted: description of the keys that an object needs, for errors.
+        parse: makes one or more records of ``lines_per_record`` objects. It raises DataError
+            without file and line, which the caller adds.
         sample: the objects of an example record.
-        lines_per_record: number of objects of a record.
+        lines_per_record: number of objects that make a record.
         recognizes: returns True if an object certainly has this format, so that ``auto`` may choose
-            it; None uses ``matches``.
+            it; None means that ``matches`` is certain.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Format:
     recognizes: Callable[[dict[str, Any]], bool] | None = None
 
     def is_certain(self, value: dict[str, Any]) -> bool:
-        """True if an object is certainly a record of this format, or a line of one."""
+        """True if an object certainly has this format, so that ``auto`` may choose it."""
         return (self.recognizes or self.matches)(value)
 
 
@@ -151,7 +151,7 @@ def read_string(value: dict[str, Any], key: str) -> str:
 
 
 def check_text(text: Any, key: str) -> Any:
-    """Check the text or conversation of a field by ``read_text``, and return it."""
+    """Check the text or conversation of the field ``key`` by ``read_text``, and return it."""
     text = _standard_turns(text, key)
     try:
         return read_text(text)
@@ -160,7 +160,7 @@ def check_text(text: Any, key: str) -> Any:
 
 
 def read_turns(turns: list[Any], key: str) -> Messages:
-    """Read the messages of a field, which may end with any role."""
+    """Read the messages of the field ``key``, which may end with any role."""
     turns = _standard_turns(turns, key)
     try:
         return read_messages(turns)
@@ -168,21 +168,21 @@ def read_turns(turns: list[Any], key: str) -> Messages:
         raise DataError(f"{key}: {error}") from error
 
 
-# ShareGPT's messages have ``from`` and ``value`` fields and other role names. In the data of
-# LLaMA-Factory and ms-swift a tool call is a message, whose content is the JSON of the call or of a
-# list of calls; its result is another message.
+# ShareGPT's messages have the fields ``from`` and ``value`` and other role names. In the data of
+# LLaMA-Factory and ms-swift a tool call is a message whose content is the JSON of the call or of a
+# list of calls; the result of the call is the next message.
 _FROM, _VALUE = "from", "value"
 _SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 _RESULTS = ("observation", "function_response", "tool_response")
 _CALLS = ("function_call", "tool_call")
 
 
-# Roles that need no translation, as in most data.
+# Standard roles. Most data has only these, and its messages need no translation.
 _STANDARD_ROLES = ("user", "assistant", "system", "tool", "developer")
 
 
 def is_assistant(turn: dict[str, Any]) -> bool:
-    """True for a message of the assistant, in any of these forms."""
+    """True for a message of the assistant, with the usual or with ShareGPT's fields."""
     role = turn.get("role") or turn.get(_FROM)
     if not isinstance(role, str):
         return False
@@ -222,7 +222,7 @@ def _standard_turn(turn: dict[str, Any], location: str) -> dict[str, Any]:
 
 
 def read_source(value: object) -> str:
-    """Read the source of a record, a string or number, as tables print it; else return ""."""
+    """Convert a record's source, a string or number, to text; return "" for another value."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
     is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
@@ -244,7 +244,9 @@ def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str
 
 
 def split_turns(prompt: object) -> object:
-    """Split a prompt of several turns in HelpSteer's form into messages; return others unchanged.
+    """Split a prompt of several turns in HelpSteer's form into messages.
+
+    Any other prompt is returned unchanged.
 
     Turns after the first begin with a line ``<extra_id_1>User`` or ``<extra_id_1>Assistant`` (the
     card of the data set nvidia/HelpSteer2).
@@ -269,8 +271,8 @@ def read_conversation(
 ) -> Messages | Conversation:
     """Join prompt and reply to a conversation, by the rule that all formats share (``__init__``).
 
-    Each is a string, messages or an object with ``messages``, ``tools`` and ``documents``; the
-    reply may also be a single message.
+    Prompt and reply are each a string, a list of messages, or an object with ``messages``,
+    ``tools`` and ``documents``. The reply may also be a single message.
 
     Args:
         key: name of the reply's field, for errors.
@@ -288,7 +290,7 @@ def read_conversation(
 
 
 def _has_messages(part: Any) -> TypeGuard[dict[str, Any]]:
-    """True for the JSON of a ``Conversation`` with tools or documents."""
+    """True for an object with ``messages``, which may also have ``tools`` and ``documents``."""
     return isinstance(part, dict) and isinstance(part.get("messages"), list)
 
 
@@ -315,7 +317,9 @@ def _join(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
     first = turns[0]
     if isinstance(first, dict) and first.get("role") == "assistant":
         if prompt is None:
-            raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
+            raise DataError(
+                f"missing key {prompt_key!r}: {key} begins with the reply, so it has no prompt"
+            )
         question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return _concatenate(question, turns, key, prompt_key)
     conversation: Messages = check_text(turns, key)
@@ -327,7 +331,8 @@ def _join(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
         )
     if not holds_prompt:
         raise DataError(
-            f"{key}: got a whole conversation that does not hold the record's {prompt_key}"
+            f"{key}: got a whole conversation that does not hold the record's {prompt_key}. Begin "
+            "it with the prompt, or write only the reply"
         )
     return conversation
 
@@ -348,7 +353,7 @@ def read_labels(
 ) -> tuple[float | None, ...]:
     """Read the label of each column from the field of its name.
 
-    ``purpose`` says in errors what the columns are for.
+    ``purpose`` describes a column in the error about a missing one.
     """
     missing = [name for name in columns.names if name not in value]
     if missing:
@@ -362,7 +367,7 @@ def read_labels(
 
 
 def read_pair_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
-    """Read the labels of a pair, whose columns the objective names."""
+    """Read the labels of a pair from the label columns that the objective needs."""
     return read_labels(value, columns, "a label column that model.objective reads")
 
 
@@ -389,10 +394,10 @@ def rank_samples(
     origin: Origin,
     labels: tuple[float | None, ...] = (),
 ) -> Comparison:
-    """Sort samples to a comparison, the best one first.
+    """Build a comparison of samples, sorted from the best to the worst.
 
-    A sample with a lower ``standing`` is better, and equal ones are tied. Tied samples keep their
-    order. The ranks are 0, 1, 2 and so on.
+    A sample with a lower ``standing`` is better, and samples with equal ``standing`` are tied. Tied
+    samples keep their order. The ranks of the comparison are 0, 1, 2 and so on.
     """
     order = sorted(range(len(texts)), key=standing.__getitem__)
     levels = sorted(set(standing))

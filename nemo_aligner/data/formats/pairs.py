@@ -32,7 +32,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_hh(value: dict[str, Any]) -> bool:
-    """True if the texts of a pair have this form."""
+    """True if the texts of a pair have the form of HH-RLHF."""
     if not {"chosen", "rejected"} <= set(value):
         return False
     start = value.get("prompt", value["chosen"])
@@ -49,7 +49,7 @@ def _parse_hh(values: list[dict[str, Any]], origin: Origin, columns: WantedLabel
 
 
 def _prepend_prompt(prompt: str, text: str, key: str) -> str:
-    """Join prompt and reply, unless ``text`` already contains the prompt."""
+    """Put the prompt in front of ``text``, unless ``text`` already begins with it."""
     if text.startswith(prompt):
         return text
     if text.startswith("\n\nHuman:"):
@@ -61,10 +61,10 @@ def _prepend_prompt(prompt: str, text: str, key: str) -> str:
 
 
 def turns_of(text: str, key: str) -> Messages:
-    """Split a text of this form into messages, which may end with either role.
+    """Split a text in the form of HH-RLHF into messages, which may end with either role.
 
     Raises:
-        DataError: it has another form; the error names the field ``key``.
+        DataError: the text has another form; the error names its field, ``key``.
     """
     head, *parts = _TURN.split(text)
     if head.strip() or not parts:
@@ -155,7 +155,7 @@ def _are_alpaca(value: dict[str, Any]) -> bool:
 
 
 def _begins_with_reply(reply: Any) -> bool:
-    """True if a reply, which is a text, message or list of messages, has no prompt."""
+    """True if ``reply``, a text, message or list of messages, does not begin with a prompt."""
     first = reply[0] if isinstance(reply, list) and reply else reply
     if isinstance(first, dict):
         return is_assistant(first)
@@ -204,7 +204,7 @@ def _parse_sharegpt(
     values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     key = _key_of_conversation(values[0])
-    assert key is not None  # the format is recognized by it
+    assert key is not None  # because ``matches`` of the format has found it
     return pairs_by(PairKeys(prompt=key)).parse(values, origin, columns)  # type: ignore[return-value]
 
 
@@ -244,7 +244,7 @@ def _parse_swift(values: list[dict[str, Any]], origin: Origin, columns: WantedLa
     else:
         roles = [turn["role"] for turn in chosen]
         if "user" not in roles:
-            raise DataError(f"messages: got turns of {', '.join(roles)}, wanted one of the user")
+            raise DataError(f"messages: got turns of {', '.join(roles)}, wanted a user turn")
         # All messages after the last question are replaced, with tool calls and their results.
         end = len(roles) - roles[::-1].index("user")
         # In tables and data sets of the hub, a column that a row does not have is null.
@@ -324,8 +324,8 @@ def _parse_comparison_text(
 
 # Keys of other formats, whose records may have a ``text`` field in addition.
 _FOREIGN_KEYS = {"label", "prompt", "chosen", "rejected", "response", "completions", "messages"}
-# The only keys of a line of a pair. A line with other keys may be one of a corpus, of messages or
-# of ratings, where two adjacent lines are not a pair.
+# ``auto`` chooses this format only if a line has no other keys than these. Other keys may be those
+# of a corpus or of another kind of data, where two adjacent lines are not a pair.
 _TEXT_KEYS = {"text", "source", "subset", "kind", LABEL_MARGIN}
 
 
@@ -364,8 +364,8 @@ _SCORES = (
 def read_margin_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
     """Read the labels of a pair; ``label_margin`` may also come from ``margin`` (TRL) or scores.
 
-    Scores are fields of the record, or of its ``metadata``. The margin is the score of the chosen
-    reply minus that of the rejected one, and may be negative.
+    Scores are fields of the record or of its ``metadata``. From scores, the margin is the score of
+    the chosen reply minus that of the rejected one, and may be negative.
     """
     if LABEL_MARGIN in columns.names and LABEL_MARGIN not in value:
         return read_pair_labels({**_read_margin(value, columns), **value}, columns)
@@ -386,7 +386,7 @@ def _read_margin(value: dict[str, Any], columns: WantedLabels) -> dict[str, floa
     return {}
 
 
-# OpenAI's preference fine-tuning: a request to the chat API, a preferred and another output.
+# OpenAI's preference fine-tuning: a request to the chat API, a preferred output and a worse one.
 #
 # ``input`` has ``messages`` and may have ``tools``; both outputs are messages that continue it
 # (OpenAI, "Direct preference optimization", preparing the data).

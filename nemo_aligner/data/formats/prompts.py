@@ -1,7 +1,7 @@
 """Columns with a part of the prompt that is not in the messages: system prompts, earlier turns.
 
-Data of LLaMA-Factory has ``system`` and ``history`` columns, Orca a ``system`` column. Without them
-the model would learn to prefer replies to a prompt that it has not seen.
+Data of LLaMA-Factory has ``system`` and ``history`` columns, Orca has a ``system`` column. If these
+were not read, the model would learn preferences for replies to a prompt that it has not seen.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
-# The name in ``counts`` for lines with each of these columns.
+# For each of these columns, the key in ``counts`` that counts the lines that have it.
 COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
 
 
 def count_records(counts: Mapping[str, int]) -> dict[str, int]:
-    """Select the counts of records (read, dropped, kept) out of those of records and columns."""
+    """Return the counts of records (read, dropped, kept), without the counts of prompt columns."""
     column_names = COLUMN_COUNTS.values()
     return {name: count for name, count in counts.items() if name not in column_names}
 
@@ -55,8 +55,8 @@ def looks_like_prompt(name: str) -> bool:
 def prompt_like(value: dict[str, Any]) -> list[str]:
     """List the columns of a record that are likely to hold a part of the prompt.
 
-    They have such a name, and hold a string or a list. Those that are likely to hold the question
-    come first.
+    Such a column holds a string or a list, and ``looks_like_prompt`` is True for its name. System
+    prompt and history come last, because they do not hold the question.
     """
     names = [name for name, cell in value.items() if _has_text(cell) and looks_like_prompt(name)]
     return sorted(names, key=lambda name: name in (*_SYSTEM, _HISTORY))
@@ -75,8 +75,8 @@ def _has_text(cell: object) -> bool:
 def with_prompt_columns(record: Record, fields: Fields, labels: Container[str]) -> Record:
     """Put a record's ``history`` and ``system`` columns in front of its conversations.
 
-    Turns that a conversation already begins with are not added again. The columns are not read if
-    the samples are raw texts, if the format reads them as something else, or if they are labels.
+    Turns that a conversation already begins with are not added again. A column is not added if the
+    samples are raw texts, if the format has already read it, or if it is one of the ``labels``.
 
     Raises:
         DataError: a column has another type, or a conversation has another system prompt.

@@ -144,8 +144,9 @@ def ranked_by_strength(
 ) -> Comparison:
     """Compare two samples by the field ``key``, which says by how much the second is better.
 
-    It is from -3 (the first is much better) to 3 (the second is much better); 0 is a tie. Its
-    absolute value is the ``label_margin``, unless the record has a field of this name.
+    The field is a number from -3 (the first is much better) to 3 (the second is much better); 0 is
+    a tie. Its absolute value becomes the label ``label_margin``, unless the record has a field of
+    this name.
     """
     strength = value[key]
     is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
@@ -161,8 +162,8 @@ def ranked_by_strength(
 # UltraFeedback: an instruction, and completions with scores.
 #
 # Cui et al. 2023, arXiv:2310.01377. Completions are ranked by ``fine-grained_score``, the mean of
-# the ratings of four aspects, if all of them have one, else by ``overall_score``. In the first
-# version of the data, many completions with an ``overall_score`` of 1 have 10
+# the ratings of four aspects, if all completions have it, else by ``overall_score``. The latter is
+# less reliable: the first version of the data has 10 for many completions that were scored 1
 # (OpenBMB/UltraFeedback, "Update"). Equal scores are a tie.
 
 _SCORES = ("fine-grained_score", "overall_score")
@@ -195,7 +196,9 @@ def _read_scores(completions: list[dict[str, Any]]) -> list[float]:
         present = [score for score in scores if score is not None]
         if len(present) == len(scores):
             return present
-    raise DataError(f"completions: wanted a number in all of them, {' or '.join(_SCORES)}")
+    raise DataError(
+        f"completions: wanted a number in all of them, as {' or as '.join(_SCORES)}; some have none"
+    )
 
 
 ULTRAFEEDBACK = Format(
@@ -218,7 +221,7 @@ ULTRAFEEDBACK = Format(
 )
 
 
-# QA-Feedback: four answers to a question, of which all pairs are compared.
+# QA-Feedback: four answers to a question, and a preference for each pair of the answers.
 #
 # Wu et al. 2023, arXiv:2306.01693. ``preference`` has six labels, for answers 1 and 2, 1 and 3, 1
 # and 4, 2 and 3, 2 and 4, 3 and 4: 1 if the first is preferred, 2 if the second is, 0 for neither
@@ -298,7 +301,7 @@ QA_FEEDBACK = Format(
 
 _RESPONSES = ("response1", "response2")
 _ANNOTATORS = ("annotator1", "annotator2", "annotator3")
-# By label: 1 if the second response is better, -1 if the first is.
+# The vote of each label: 1 if the second response is better, -1 if the first is, 0 for a tie.
 _VOTES = {0: 0, 1: -1, 2: 1}
 
 
@@ -309,7 +312,7 @@ def _parse_pandalm(
     parts = [read_string(value, key) for key in ("instruction", "input") if key in value]
     prompt = "\n\n".join(part for part in parts if part.strip())
     texts = [read_conversation(prompt, read_string(value, key), key) for key in _RESPONSES]
-    # If two of three votes agree, the median is theirs.
+    # The median of three votes is the vote of the majority, or 0 if all three differ.
     vote = median(_read_vote(value, key) for key in _ANNOTATORS)
     return rank_samples(texts, (vote, -vote), origin, read_pair_labels(value, columns))
 
@@ -317,7 +320,9 @@ def _parse_pandalm(
 def _read_vote(value: dict[str, Any], key: str) -> int:
     label = value[key]
     if isinstance(label, bool) or not isinstance(label, int) or label not in _VOTES:
-        raise DataError(f"{key}: got {label!r:.60}, wanted 1 or 2, the better response, or 0")
+        raise DataError(
+            f"{key}: got {label!r:.60}, wanted 1 or 2, the better response, or 0 for a tie"
+        )
     return _VOTES[label]
 
 

@@ -1,8 +1,8 @@
 """Formats of rated replies, and of replies with labels for each of their turns or steps.
 
-A reply in steps is a message whose content is a list of text parts, one for each step. The scoring
-contract (``contract/steps.py``) decides how the parts are joined and at which tokens they are
-scored.
+A reply in steps is read as a message whose content is a list of text parts, one for each step. The
+scoring contract (``contract/steps.py``) decides how the parts are joined and at which tokens the
+steps are scored.
 """
 
 from __future__ import annotations
@@ -159,10 +159,12 @@ def _parse_stepwise(values: list[dict[str, Any]], origin: Origin, columns: Wante
     steps, step_labels = value["completions"], value["labels"]
     for key in ("completions", "labels"):
         if not isinstance(value[key], list) or not value[key]:
-            raise DataError(f"{key}: got {shown(value[key])}, wanted a list, one for each step")
+            raise DataError(
+                f"{key}: got {shown(value[key])}, wanted a list with an item for each step"
+            )
     if len(steps) != len(step_labels):
         raise DataError(
-            f"labels: got {len(step_labels)} of them, wanted {len(steps)}, one for each completion"
+            f"labels: got {len(step_labels)} labels, wanted {len(steps)}, one for each completion"
         )
     labels = [
         _read_step_labels(label, f"labels[{number}]", columns)
@@ -243,8 +245,9 @@ MATH_SHEPHERD = Format(
 
 # PRM800K as published (Lightman et al. 2023, arXiv:2305.20050): a path of chosen steps, and other
 # completions of each step, all rated 1, 0 (neutral) or -1. The path becomes one record. Each other
-# completion becomes a record, too, after the path up to its step, whose labels are left out because
-# the record of the path has them. A step that an annotator wrote is right.
+# completion becomes a record, too: the path up to its step, followed by the completion. In this
+# record only the completion has a label, because the record of the path has those of the path. A
+# step that an annotator wrote counts as right.
 
 
 def _parse_prm800k(
@@ -253,7 +256,10 @@ def _parse_prm800k(
     value = values[0]
     problem, steps = value["question"].get("problem"), value["label"]["steps"]
     if not isinstance(problem, str) or not isinstance(steps, list):
-        raise DataError(f"question: got {shown(value['question'])}, wanted a 'problem'")
+        raise DataError(
+            f"question: got {shown(value['question'])}, wanted a 'problem' that is a text, and in "
+            "label a list of 'steps'"
+        )
     path: list[tuple[Any, Labels]] = []
     ratings: list[Rating] = []
 
@@ -281,7 +287,11 @@ def _parse_prm800k(
 def _read_completions(
     step: Any, location: str, columns: WantedLabels
 ) -> list[tuple[Any, Labels, bool]]:
-    """List the completions of a step: text, labels, and whether the path continues with it."""
+    """List the completions of a step, each with its labels and whether the path continues with it.
+
+    Returns:
+        A list of (text, labels, is chosen).
+    """
     if not isinstance(step, dict):
         raise DataError(f"{location}: got {shown(step)}, wanted an object with 'completions'")
     chosen, written = step.get("chosen_completion"), step.get("human_completion")

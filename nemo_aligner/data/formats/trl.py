@@ -27,7 +27,7 @@ def _parse_trl(values: list[dict[str, Any]], origin: Origin, columns: WantedLabe
 
 
 def _join(prompt: Any, reply: Any, key: str) -> Text:
-    """Join a prompt, or None if the reply contains it, and a reply."""
+    """Join prompt and reply; ``prompt`` is None if the reply contains it."""
     if prompt is None and isinstance(reply, str | list):
         return cast(Text, check_text(reply, key))
     if isinstance(prompt, str) and isinstance(reply, str):
@@ -36,7 +36,9 @@ def _join(prompt: Any, reply: Any, key: str) -> Text:
         return cast(Text, check_text([*prompt, *reply], key))
     parts = [part for part in (prompt, reply) if part is not None]
     kinds = " and ".join(type(part).__name__ for part in parts)
-    raise DataError(f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists")
+    raise DataError(
+        f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists of messages"
+    )
 
 
 TRL = Format(

@@ -42,7 +42,7 @@ def _build_pair(
     origin: Origin,
     columns: WantedLabels,
 ) -> Comparison:
-    """Compare two samples, of which the one with the index ``better`` is preferred."""
+    """Build a pair from two samples; ``better`` is the index of the preferred one."""
     labels = read_pair_labels(value, columns)
     return Comparison.of_pair(texts[better], texts[1 - better], origin, labels=labels)
 
@@ -196,7 +196,7 @@ def _parse_summaries(
     post = _read_post(value["info"])
     summaries = read_objects(value, "summaries", "text")
     if len(summaries) != 2:
-        raise DataError(f"summaries: got {len(summaries)} of them, wanted two")
+        raise DataError(f"summaries: got {len(summaries)} summaries, wanted two")
     texts = [
         read_conversation(post, summary["text"], f"summaries[{number}].text", "info")
         for number, summary in enumerate(summaries)
@@ -236,7 +236,7 @@ SUMMARIZE_FROM_FEEDBACK = Format(
 # in MT-bench 1 or 2.
 
 _CONVERSATIONS = ("conversation_a", "conversation_b")
-# By verdict: 1 if the second conversation is better, -1 if the first is.
+# The vote of each verdict: 1 if the second conversation is better, -1 if the first is, 0 for a tie.
 _WINNERS = {
     "model_a": -1,
     "model_b": 1,
@@ -264,7 +264,7 @@ def _parse_arena(values: list[dict[str, Any]], origin: Origin, columns: WantedLa
 
 
 def _take_turns(conversation: Text, turns: int | None, key: str) -> Messages:
-    """Take a conversation up to its reply number ``turns``; None takes all of it."""
+    """Cut a conversation after its reply number ``turns``; None returns the whole conversation."""
     if not isinstance(conversation, list):
         raise DataError(f"{key}: got {shown(conversation)}, wanted a list of messages")
     replies = [n for n, turn in enumerate(conversation, 1) if turn["role"] == "assistant"]

@@ -146,7 +146,7 @@ def test_turns_have_labels_beside_calls_and_results(tmp_path: Path) -> None:
 def test_records_of_steps_that_are_malformed(tmp_path: Path) -> None:
     bad_mark = {**SHEPHERD, "label": SHEPHERD["label"].replace("+", "x")}
     cases = [
-        ({**STEPWISE, "labels": [1, 0]}, "labels: got 2 of them, wanted 3"),
+        ({**STEPWISE, "labels": [1, 0]}, "labels: got 2 labels, wanted 3"),
         ({**STEPWISE, "labels": []}, r"labels: got \[\], wanted a list"),
         ({**STEPWISE, "labels": ["+", 0, 1]}, r"labels\[0\]: got '\+', wanted a number"),
         ({**STEPWISE, "labels": [[1, 2], 0, 1]}, r"labels\[0\]: got 2 labels, wanted 1, of right"),
@@ -303,7 +303,7 @@ def test_labels_of_steps_need_a_model_that_reads_them(tmp_path: Path, contracts:
     with pytest.raises(ConfigError, match=r"for each sample.* model.objective=bradley_terry"):
         build_training_data(config, contract, contracts.tokenizer)
     bad = write(tmp_path / "b.jsonl", {**STEPWISE, "labels": [0, 1.5, 1]})
-    with pytest.raises(DataError, match=r"b.jsonl:1: right: .* 1.5 .* 0 to 1, as model.obj"):
+    with pytest.raises(DataError, match=r"b.jsonl:1: right: .* 1.5 .* 0 to 1\. "):
         build(contracts, bad, objective="binary_cross_entropy")
 
 

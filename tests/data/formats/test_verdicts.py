@@ -190,7 +190,7 @@ def test_verdicts_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ({**SUMMARIES, "info": {}}, r"info: missing key 'title', got none"),
         ({**SUMMARIES, "info": None}, r"info: got None, wanted an object"),
         ({**SUMMARIES, "choice": None}, r"choice: got None, wanted 0 or 1"),
-        ({**SUMMARIES, "summaries": SUMMARIES["summaries"] * 2}, r"summaries: got 4 of them"),
+        ({**SUMMARIES, "summaries": SUMMARIES["summaries"] * 2}, r"summaries: got 4 summaries"),
         ({**ARENA, "winner": "model_c"}, r"winner: got 'model_c', wanted one of model_a, model_b"),
         ({**ARENA, "winner": ["tie"]}, r"winner: got \['tie'\], wanted one of"),
         ({**ARENA, "turn": 0}, r"turn: got 0, wanted a whole number above 0"),

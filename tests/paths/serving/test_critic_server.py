@@ -155,7 +155,7 @@ def test_what_cannot_be_learned_from_is_refused_and_changes_nothing(both: Server
     bad_returns[0, 3] = np.nan
     wrong = {
         r"returns: got shape \[7, 18\], wanted \[7, 19\]": (returns[:, 1:], mask),
-        r"returns, row 0: got a number that is not finite at 3": (bad_returns, mask),
+        r"returns, row 0: got a number that is not finite at position 3": (bad_returns, mask),
         r"mask: got only zeros in rows 0 to 3": (returns, 0 * mask),
         r"returns: got shape \[7, 19, 1\]|unexpected shape": (returns[..., None], mask),
     }
