@@ -50,8 +50,8 @@ _HEAD_KEYS = (
     "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
     "force_head_dtype",
 )  # fmt: skip
-# NeMo applies these settings when it customises a model, a step that NeMo-Aligner's reward model
-# skips.
+# NeMo applies these settings in a separate step after it has built a model. NeMo-Aligner's reward
+# model skips that step.
 _IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scaling")
 
 
@@ -97,7 +97,7 @@ def import_checkpoint(
         loaded_tokenizer = folder.load_tokenizer()
         settings, ignored = _decoder_settings(folder, keep_scaling)
         shape = model_shape(folder, settings)
-        # Another model's tokenizer would select other tokens' embeddings.
+        # The ids of another model's tokenizer would select the embeddings of other tokens.
         loaded_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
         tensors, layers = lazy_decoder(folder, shape)
@@ -126,7 +126,7 @@ def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str,
 
 
 def _check_options(folder: NemoFolder, source: str | Path, options: Mapping[str, bool]) -> None:
-    """Refuse a base model if an option for reward models is set.
+    """Raise ConfigError if the checkpoint is a base model and an option for reward models is set.
 
     Args:
         options: whether each option is set, by its name.
@@ -158,7 +158,7 @@ def _summarize(
 
 
 def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """Write a note if a critic starts from other values than NeMo-Aligner's critic would.
+    """Return a note if a critic starts from other values than NeMo-Aligner's critic would.
 
     NeMo-Aligner standardizes the weighted sum of the attributes. This package standardizes each
     attribute, which gives the same values if the weights sum to 1.

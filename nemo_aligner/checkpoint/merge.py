@@ -190,7 +190,7 @@ def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> 
 def _merge_tensors(
     inputs: Sequence[_Input],
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    """Return the merged tensors outside the layers, and those of all layers, not computed yet."""
+    """Return the merged tensors outside the layers, and those of each layer, as lazy tensors."""
     decoders = [lazy_decoder(model.folder, model.shape) for model in inputs]
     weights = [model.weight for model in inputs]
 

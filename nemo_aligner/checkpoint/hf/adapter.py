@@ -1,6 +1,6 @@
 """Export LoRA adapters and the reward head as an adapter for peft.
 
-The names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: two matrices for each linear
+Tensors have the names that peft 0.17 writes for ``TaskType.SEQ_CLS``: two matrices for each linear
 layer, and the complete reward head.
 """
 
@@ -183,7 +183,7 @@ def _build_config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[st
 
 
 def _reward_model_class(base: str) -> Any:
-    """Return transformers' class of reward models for ``base``, or build one like it."""
+    """Return transformers' reward-model class for ``base``; build a class if there is none."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.modeling_layers import GenericForSequenceClassification

@@ -53,8 +53,9 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Not downloaded are files in subfolders, which some repositories use for other formats, except the
-# heads in this package's exports (score*); and Mistral's second copy of its weights.
+# Files in subfolders are not downloaded, because some repositories use them for other formats;
+# exceptions are the heads in this package's exports (score*). Mistral's second copy of its weights
+# (consolidated*) is not downloaded, either.
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
@@ -174,7 +175,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    # First, because the missing config.json of an adapter would be the error otherwise.
+    # Checked first, because an adapter would otherwise be reported as a folder without config.json.
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -244,7 +245,7 @@ def _extract_decoder(source: Source) -> Source:
 def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Find the file that transformers loads first: a single file, or an index of shards.
 
-    The config may name it (``transformers_weights``). None if there is no such file.
+    The config may name that file (``transformers_weights``). Returns None if there is no such file.
     """
     name = config.get("transformers_weights")
     if name is not None:
@@ -260,7 +261,7 @@ def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str]:
-    """Note which index is not read, if a folder has both a single file and shards."""
+    """Yield a note if a folder has a single file and also an index of shards, which is not read."""
     index = folder / _INDEX_NAME
     if weights is not None and weights != index and index.is_file():
         yield (
@@ -357,7 +358,10 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
 
 
 def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) -> None:
-    """Copy the files of a tokenizer; unless exported, put all tokens into ``tokenizer.json``."""
+    """Copy the files of a tokenizer, with all tokens in ``tokenizer.json``.
+
+    With ``is_exported``, the files are copied unchanged.
+    """
     folder.mkdir(parents=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
@@ -476,7 +480,8 @@ def check_tensors(
         dropped: names of tensors that may be there in addition.
 
     Raises:
-        CheckpointError: it names the first tensor that is missing, unknown, or of another shape.
+        CheckpointError: a tensor is missing, unknown, or of another shape; the message names the
+            first such tensor.
     """
     missing = sorted(expected.keys() - tensors.keys())
     if missing:

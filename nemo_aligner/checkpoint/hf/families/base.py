@@ -1,8 +1,8 @@
 """``ModelFamily``: translation of a family's settings and tensors to Megatron's, and back.
 
-The file has, in this order: rules that join and split tensors, rules that several families share,
-the order of queries, keys and values, query groups of zeros, GGUF's names, and ``ModelFamily``.
-``settings.py`` has the parts of a ``config.json`` that families share.
+This module defines, in this order: rules that join and split tensors, rules that several families
+share, the order of queries, keys and values, query groups of zeros, GGUF's names, and
+``ModelFamily``. ``settings.py`` has the parts of a ``config.json`` that families share.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
 MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 
-# The reward head in transformers' classes.
+# Name of the reward head in transformers' reward-model classes.
 HF_HEAD = "score.weight"
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",))
@@ -353,21 +353,21 @@ class GgufFormat:
         architecture: ``general.architecture`` of the files.
         layer: names of the tensors of a layer.
         model: names of the tensors outside the layers.
-        epsilon: field and key of the norms' epsilon.
-        optional: fields that not every family has.
-        derived: computes keys of ``config.json`` for which there is no field from the other keys.
-        is_permuted: the rows of q and k are ordered as RoPE pairs of neighbouring channels, not as
-            two halves.
+        epsilon: GGUF field of the norms' epsilon, and its key in ``config.json``.
+        optional: fields of single families, and their keys in ``config.json``.
+        derived: function from the keys that were read to keys that GGUF has no field for.
+        is_permuted: the rows of q and k are ordered for a RoPE that rotates neighbouring channels,
+            not the two halves of a head.
         norm_offset: number that was added to the weights of norms.
         is_partly_rotated: RoPE may be applied to a part of a head's channels.
-        is_share_of_hidden: the number of rotated channels was computed from the hidden size divided
-            by the heads, so it is wrong if heads have another size.
+        is_share_of_hidden: the file's number of rotated channels is a share of the hidden size
+            divided by the heads, so it is wrong if heads have another size.
         has_windows: there are fields for a sliding window and the layers that have it.
-        marked_by: field that only this family's files have, if another family has the same
-            architecture, too. None for the other family, and for a single one.
+        marked_by: field that tells this family's files from those of another family with the same
+            architecture. None for the other family, and if no other family has the architecture.
         has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
-        may_have_biases: some models of the family have biases of queries, keys and values. Only the
-            tensors tell; there is no field for it.
+        may_have_biases: some models of the family have biases of queries, keys and values. There is
+            no field for it, so the reader looks for the tensors.
         hf_family: name of the family whose tensors the file has; None for the family itself.
     """
 
@@ -468,7 +468,8 @@ class ModelFamily:
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
                 for rule in self.layer
-                # If models of a family may have biases, its rules always include them.
+                # A family whose models may have biases always has the rule for them; ``qkv_bias``
+                # tells if this model has biases.
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
