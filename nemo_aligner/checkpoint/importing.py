@@ -290,7 +290,10 @@ def _build_contract(
     """
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
     if kind not in [member.value for member in RewardModelType]:
-        raise CheckpointError(f"{folder.source}: reward_model_type: got {shown(kind)}")
+        supported = ", ".join(member.value for member in RewardModelType)
+        raise CheckpointError(
+            f"{folder.source}: reward_model_type: got {shown(kind)}, wanted one of: {supported}"
+        )
     count = len(weight)
     # NeMo-Aligner takes the mean of the attributes if the settings have no weights.
     weights = [1 / count] * count

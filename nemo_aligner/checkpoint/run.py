@@ -2,8 +2,8 @@
 
 Each checkpoint is a folder, such as ``step_00000100/``. ``state/`` is a distributed checkpoint of
 weights and optimizer that any parallel layout can read; ``run_state.json`` holds everything else.
-The folder is written under another name, synced to disk and then renamed, so a folder of this name
-is always complete.
+The folder is written as ``step_00000100.partial/``, synced to disk and then renamed, so a folder
+without that suffix is always complete.
 
 ``save`` copies the tensors and returns; ``publish`` renames the folder once all ranks have written.
 """
@@ -54,9 +54,9 @@ _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_reco
 class ShardedOptimizer(Protocol):
     """An optimizer whose state is saved next to the model's weights.
 
-    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in
-    flight. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call
-    of ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
+    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may not have finished
+    yet. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call of
+    ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
     reached the model's weights.
     """
 
@@ -114,9 +114,10 @@ class RunCheckpoints:
 
     Keeps the newest checkpoint, and the ``save_top_k`` best ones by the metric ``monitor``. The
     lower loss on the same validation set breaks a tie, because an accuracy of 1 does not tell how
-    large the margins are. If the losses are equal, too, the earlier checkpoint wins, which spares
-    a save. Checkpoints that were validated on other records than the state in ``compare_with`` rank
-    last. A checkpoint is written only while this job holds the ``lock``.
+    large the margins are. If the losses are equal, too, the earlier checkpoint wins, so that an
+    equal later one need not be saved. Checkpoints that were validated on other records than the
+    current run (see ``compare_with``) rank last. A checkpoint is written only while this job holds
+    the ``lock``.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class RunCheckpoints:
         self._current: RunState | None = None
 
     def compare_with(self, current: RunState) -> None:
-        """Rank checkpoints first that were validated on the same records as this state's run."""
+        """Rank checkpoints first that were validated on the same records as ``current``."""
         self._current = current
 
     def is_comparable(self, saved: Saved) -> bool:
@@ -228,7 +229,9 @@ class RunCheckpoints:
         return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Return ``ranked()``, with the deleted checkpoints that this process had written, too."""
+        """Return ``ranked()`` together with checkpoints that this process wrote and has deleted
+        since.
+        """
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
         return self._rank_checkpoints(list(by_path.values()))
 
@@ -248,8 +251,8 @@ class RunCheckpoints:
         """Start to write a checkpoint; training may continue when this returns.
 
         Copies this rank's tensors to host memory, which later saves reuse. On a GPU the copies may
-        still be in flight; the optimizer's next update waits for them. A pending save is published
-        first.
+        not have finished yet; the optimizer's next update waits for them. A pending save is
+        published first.
 
         Raises:
             CheckpointError: on every rank, if this checkpoint or the pending one cannot be written.
@@ -321,7 +324,7 @@ class RunCheckpoints:
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer state; the layout that saved them may differ from this."""
+        """Restore weights and optimizer state, also if another parallel layout saved them."""
         weights = sharded_weights(model)
         request = {
             "model": weights,
@@ -378,10 +381,11 @@ def same_validation(one: RunState, other: RunState) -> bool:
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse to resume with another model, other data, or another order of the data.
+    """Raise CheckpointError for a resume with another model, other data, or another order of the
+    data.
 
     Raises:
-        CheckpointError: it names every difference, with both values.
+        CheckpointError: the message lists every difference, with both values.
     """
     previous = saved.state.fingerprint
     differences = [
@@ -425,7 +429,9 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Write the advice: which other checkpoints are complete, and how to resume from them."""
+    """Return advice for the user: which other checkpoints are complete, and how to resume from
+    them.
+    """
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
@@ -508,7 +514,8 @@ def _publish(saved: Saved) -> None:
         for name in names:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
-    # The step exists already if the run was resumed from an earlier one and trained it again.
+    # The step exists already if the run was resumed from an earlier step and trained this one
+    # again.
     if path.exists():
         _delete([_rename_removed(path)])
     partial_path.rename(path)

@@ -1,7 +1,11 @@
 """Read untrusted files as plain data, without running code and at a bounded cost.
 
-The file has three parts: text, YAML and JSON; pickles, such as every file of ``torch.save``; and
-the index of a distributed checkpoint, which is a pickle, too.
+A downloaded checkpoint may be malicious: a pickle can run any code, and a few bytes of YAML or
+pickle can expand to gigabytes. This module has three parts:
+
+- text, YAML and JSON: ``read_text``, ``read_yaml``, ``read_json``;
+- pickles in files of ``torch.save``: ``load_plain``, ``outline_of``, ``bounded_torch_load``;
+- the index of a distributed checkpoint, which is also a pickle: ``read_metadata``.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _MAX_DIGITS = 400
 
 
 def read_yaml(path: Path, name: str | None = None) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping, with few aliases.
+    """Read a YAML file that holds one mapping, whose aliases expand only to a limited size.
 
     Args:
         name: name of the file in errors; None means its path.
@@ -102,7 +106,7 @@ def _check_depth(content: Any, name: str, depth: int = 0) -> None:
 
 
 def _check_size(root: yaml.Node, name: str) -> None:
-    """Refuse aliases that expand to more nodes than a config needs, or that form a cycle."""
+    """Raise CheckpointError for aliases that expand to too many nodes, or that form a cycle."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
@@ -130,10 +134,10 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-# Pickles. A pickle can refer to one object many times. Nested tuples of such references make a
-# dictionary key of a few bytes that takes hours to hash or to print, also in torch's weights-only
+# Pickles. A pickle can refer to one object many times. With nested tuples of such references, a few
+# bytes make a dictionary key that takes hours to hash or to print, also in torch's weights-only
 # loader. So every value that is hashed, printed or passed to a call must be small, where an object
-# counts as often as it is referred to.
+# counts once for each reference to it.
 
 # The C unpickler does not let a subclass override opcodes; Python's own unpickler does.
 _PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
@@ -181,7 +185,8 @@ def _check_small(
             inside = [*item, *item.values()]
         elif isinstance(item, tuple | list | set | frozenset):
             inside = item
-        # Classes and functions come from this package or from torch, not from the file.
+        # The inside of a class or function is not counted, because it comes from this package or
+        # from torch, not from the file.
         elif not isinstance(item, type | FunctionType | Enum):
             inside = getattr(item, "__dict__", {}).values()
         parts += 1 + len(inside) + (len(item) if isinstance(item, str | bytes) else 0)
@@ -217,7 +222,10 @@ def _bound_operands(
 
 
 def _bound_dispatch(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any]:
-    """Return an unpickler's ``dispatch`` that refuses large keys and arguments before use."""
+    """Return a copy of an unpickler's ``dispatch`` that checks keys and arguments before their use.
+
+    A key or an argument that is too large raises UnpicklingError.
+    """
     bounded = {
         code[0]: _bound_operands(dispatch[code[0]], select_operands)
         for code, select_operands in _KEYS_AND_ARGUMENTS.items()
@@ -228,7 +236,7 @@ def _bound_dispatch(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any
 
 @dataclass(eq=False)
 class Outline:
-    """Stands in for an object that a pickle would create, and that is not created.
+    """Placeholder for an object that a pickle would create, so that it is never created.
 
     Attributes:
         name: name of a global, such as ``torch._utils._rebuild_tensor_v2``; followed by ``()`` for
@@ -306,7 +314,8 @@ def outline_of(stored: BinaryIO) -> Any:
     """
     stored.seek(0)
     if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-        # Files that begin otherwise have the format before torch 1.6, which has another loader.
+        # Files with another beginning have the format before torch 1.6, which torch reads by other
+        # code.
         raise zipfile.BadZipFile("File is not a zip file of torch.save")
     with zipfile.ZipFile(stored) as archive:
         is_compressed = any(member.compress_type for member in archive.infolist())
@@ -388,7 +397,10 @@ _ALLOWED = {
 
 
 def _enum_member(owner: Any, name: Any) -> Any:
-    """Replace ``getattr``, which Python 3.11.0 to 3.11.3 use to pickle enum members."""
+    """Return a member of an enum, in place of ``getattr``.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member as a call of ``getattr``.
+    """
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"it reads the attribute {shown(name)} of {shown(owner)}")

@@ -328,7 +328,7 @@ def _freeze_dates(tokenizer: Any) -> Any:
     return templates and freeze_date(templates, bos or "", eos or "")
 
 
-_NOT_LOADED = "transformers loads no reward model from it: "
+_NOT_LOADED = "transformers cannot load a reward model from it: "
 
 
 def _load_model(name: str, dtype: torch.dtype) -> Any:

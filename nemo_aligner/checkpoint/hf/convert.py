@@ -166,8 +166,7 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # check_tensors raises for tensors that are neither expected nor dropped, because they might
-    # change the model.
+    # Other tensors, which are neither expected nor dropped, raise: they might change the model.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -183,8 +182,8 @@ def _convert(
         limits = stored.precision, shape.max_position_embeddings
         contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
-            # A LongRoPE or dynamic RoPE depends on the longest sample, which only the contract has.
-            # This call raises if the model does not support that length.
+            # A LongRoPE or dynamic RoPE depends on the contract's seq_length; this call raises if
+            # the model does not support that length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
@@ -391,7 +390,8 @@ def _read_id2label(source: Source, head: FoundHead) -> list[str]:
         labels = [by_number[number] for number in range(len(names))]
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(
-            f"id2label: got {shown(names)}, wanted names for the numbers from 0 on (or num_labels)"
+            f"id2label: got {shown(names)}, wanted names for the numbers from 0 on, one for each "
+            "output (or only num_labels)"
         ) from error
     return ["reward"] if labels == ["LABEL_0"] else labels
 

@@ -273,8 +273,7 @@ def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, 
 
 
 def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Compute the divisors of the frequencies in Llama 3.1's RoPE scaling, fp32 ``[head_dim / 2]``.
-    """
+    """Compute the divisors of RoPE's frequencies in Llama 3.1, fp32 ``[head_dim / 2]``."""
     frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

@@ -71,8 +71,8 @@ LAYOUTS = (
 # Key of config.json with the name of OpenRLHF's head. Without the key the name is "value_head" or
 # "score".
 PREFIX_KEY = "value_head_prefix"
-# Key of config.json with the token at which InternLM2's reward models read. They append it to
-# every sample.
+# Key of config.json with the id of the token at which InternLM2's reward models read. They append
+# this token to every sample.
 REWARD_TOKEN_KEY = "reward_token_id"
 # Key of config.json, in exports of this package: how rewards are computed from logits of bins.
 READOUT_KEY = "readout"

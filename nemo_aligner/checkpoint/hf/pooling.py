@@ -55,8 +55,7 @@ def require_package() -> None:
 
 
 def write_modules(folder: Path, head: ExportedHead, hidden_size: int) -> None:
-    """Write the modules after the decoder: the mean, and the layers of the head, all with a bias.
-    """
+    """Write the modules after the decoder: the mean, and the head's layers, all with a bias."""
     layers = sorted({name.rpartition(".")[0] for name in head.tensors})
     kinds = {"": "Transformer", _POOLING: "Pooling", **dict.fromkeys(layers, "Dense")}
     modules = [

@@ -139,14 +139,14 @@ def _find_or_download(source: str | Path, files: list[str]) -> Path:
     missing = f"{source}: there is no such folder or file"
     if not _HUB_NAME.fullmatch(str(source)):
         raise CheckpointError(
-            f"{missing}. Pass the path of one, or the name of a model on the hub as "
+            f"{missing}. Pass an existing path, or the name of a model on the hub as "
             "ORGANIZATION/NAME"
         )
     # It is a path with a typing error, so the hub is not queried.
     if path.parent.is_dir():
         raise CheckpointError(
-            f"{missing}, and {path.parent} is a folder here. Pass the path of one in it, or run "
-            "from another folder if you mean the model on the hub"
+            f"{missing}, and {path.parent} is a folder here. Correct the path, or run from another "
+            "folder if you mean the model on the hub"
         )
     from huggingface_hub import snapshot_download
 

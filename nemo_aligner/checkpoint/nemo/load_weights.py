@@ -1,6 +1,6 @@
 """Check the weights of an opened checkpoint against the model's shape, and load them.
 
-They are loaded into the model of this rank, or, for conversions, offered as lazy tensors.
+The weights are loaded into the model of this rank or, for conversions, returned as lazy tensors.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def is_per_layer(stored: StoredTensors) -> bool:
 def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     """Load the weights of ``model`` except its head; collective.
 
-    ``model`` has the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters, the
-    model's adapters are not changed.
+    ``model`` must have the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters,
+    the model's adapters are not changed.
     """
     request = model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}

@@ -43,7 +43,7 @@ class ZarrStore(TensorStore):
         )
 
     def check_data(self, *, read: bool) -> None:
-        """Refuse a folder in which a chunk of an array is missing, where zarr would read zeros.
+        """Raise CheckpointError if a chunk of an array is missing, where zarr would read zeros.
 
         ``read`` changes nothing, because chunks have no checksums.
         """

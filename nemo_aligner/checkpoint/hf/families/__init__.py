@@ -87,7 +87,7 @@ def register_family(family: ModelFamily) -> None:
     names = {existing.gguf.architecture for existing in _FAMILIES.values() if existing.gguf}
     if family.name in _FAMILIES or (family.gguf and family.gguf.architecture in names):
         raise ConfigError(
-            f"model family {family.name}: another family has this name already, or this name in "
+            f"model family {family.name}: another family has this name, or this architecture in "
             "GGUF files. Choose another name"
         )
     _FAMILIES[family.name] = family

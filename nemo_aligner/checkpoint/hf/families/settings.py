@@ -424,8 +424,7 @@ def every_nth_layer(layers: int, without: int) -> list[str]:
 
 
 def window_everywhere(size: int | None) -> dict[str, Any]:
-    """Return NeMo's keys for a window of ``size`` keys in every layer; empty if ``size`` is None.
-    """
+    """Return NeMo's keys for a window of ``size`` keys in every layer; empty for None."""
     return {} if size is None else {"window_size": size, "window_pattern": "all"}
 
 
