@@ -50,8 +50,8 @@ _HEAD_KEYS = (
     "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
     "force_head_dtype",
 )  # fmt: skip
-# NeMo applies these settings in a separate step after it has built a model. NeMo-Aligner's reward
-# model skips that step.
+# NeMo applies these settings in a separate customization step, which NeMo-Aligner's reward model
+# skips.
 _IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scaling")
 
 
@@ -91,7 +91,9 @@ def import_checkpoint(
         open_nemo(source, tokenizer=folder_of_tokenizer, config=config) as folder,
     ):
         if folder.contract is not None:
-            raise CheckpointError(f"{source}: it is an archive of this package already")
+            raise CheckpointError(
+                f"{source}: it is an archive of this package already, so it needs no import"
+            )
         options = {"template": template is not None, "attributes": bool(attributes)}
         _check_options(folder, source, {**options, "keep_scaling": keep_scaling})
         loaded_tokenizer = folder.load_tokenizer()

@@ -38,7 +38,7 @@ from nemo_aligner.models.shape import ModelShape, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _SUM_TOLERANCE = 1e-6
-# Contract fields that are merged by a weighted sum, too.
+# Contract fields that are merged by a weighted sum, like the weights.
 _SUMMED_FIELDS = ("label_means",)
 # Contract fields that may change when a finished model is trained further.
 _HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")

@@ -239,7 +239,8 @@ class RunCheckpoints:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
         if self._sort_key(metrics) is None:
             return False
-        # With the largest step it loses every tie, as a checkpoint that is saved now does.
+        # The largest step makes the newcomer lose every tie, as a checkpoint that is saved now
+        # would.
         state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
         return (
@@ -282,7 +283,7 @@ class RunCheckpoints:
         if self._pending is None:
             return None
         (saved, pending), self._pending = self._pending, None
-        # Collective, and raises on every rank or on none.
+        # finish is collective, and raises on every rank or on none.
         try:
             pending.finish()
         except CheckpointError:
@@ -471,7 +472,7 @@ def _read_saved(path: Path) -> Saved:
         content = json.loads(file.read_text(encoding="utf-8"))
         version = content.pop("version")
         if version != _VERSION:
-            raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
+            raise CheckpointError(f"{file}: version: got {version}, wanted {_VERSION}")
         stored_names = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
         state = RunState(**{key: content[key] for key in stored_names})
         metrics = {

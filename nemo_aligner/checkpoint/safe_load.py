@@ -117,7 +117,9 @@ def _check_size(root: yaml.Node, name: str) -> None:
         if id(node) not in sizes:
             is_leaf = isinstance(node, yaml.ScalarNode)
             if is_leaf and node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
-                raise CheckpointError(f"{name}: a number of {len(node.value)} digits")
+                raise CheckpointError(
+                    f"{name}: a number of {len(node.value)} digits, wanted at most {_MAX_DIGITS}"
+                )
             parts = [] if is_leaf else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
             # A long text counts by its length, because an alias may repeat a text, too.
@@ -134,10 +136,12 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-# Pickles. A pickle can refer to one object many times. With nested tuples of such references, a few
-# bytes make a dictionary key that takes hours to hash or to print, also in torch's weights-only
-# loader. So every value that is hashed, printed or passed to a call must be small, where an object
-# counts once for each reference to it.
+# Reading of pickles.
+#
+# A pickle can refer to one object many times. With nested tuples of such references, a few bytes
+# make a dictionary key that takes hours to hash or to print, also in torch's weights-only loader.
+# So every value that is hashed, printed or passed to a call must be small, where an object counts
+# once for each reference to it.
 
 # The C unpickler does not let a subclass override opcodes; Python's own unpickler does.
 _PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
@@ -282,7 +286,9 @@ class _OutlineUnpickler(_PythonUnpickler):
         function = self.stack.pop()
         if not isinstance(function, Outline) or not isinstance(arguments, tuple):
             types = type(function).__name__, type(arguments).__name__
-            raise pickle.UnpicklingError(f"it calls {types[0]} with {types[1]}")
+            raise pickle.UnpicklingError(
+                f"it calls an object of the type {types[0]} with {types[1]}"
+            )
         if function.name.endswith("bytearray") and not all(map(_is_text, arguments)):
             # bytearray(n) allocates n zeros.
             raise pickle.UnpicklingError("it makes a bytearray from something other than text")
@@ -292,7 +298,7 @@ class _OutlineUnpickler(_PythonUnpickler):
         state = self.stack.pop()
         _check_small(state, _MAX_FILE_PARTS, "the state of an object")
         if not isinstance(self.stack[-1], Outline):
-            raise pickle.UnpicklingError(f"it builds {type(self.stack[-1]).__name__}")
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(self.stack[-1]).__name__}")
         self.stack[-1].parts.append(state)
 
     dispatch = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _TORCH_CODES}  # noqa: RUF012
@@ -416,7 +422,7 @@ class _AllowListUnpickler(_PythonUnpickler):
     def load_build(self) -> None:
         # A pickle may set attributes of objects that it created, but not of classes.
         if isinstance(self.stack[-2], type | FunctionType):
-            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
+            raise pickle.UnpicklingError(f"it sets attributes of {self.stack[-2]!r}")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -465,7 +471,9 @@ def _check_structure(metadata: Any) -> None:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
-                raise ValueError(f"{shown(name)}: a shape has entries that are not integers")
+                raise ValueError(
+                    f"{shown(name)}: a shape has entries that are not integers from 0 on"
+                )
     # Offsets and sizes are added and compared later; True or 1.5 would pass there unnoticed.
     for index, info in (metadata.storage_data or {}).items():
         _check_name(index.fqn)
@@ -489,7 +497,9 @@ def _check_locations(path: Path, metadata: Metadata) -> None:
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
-            raise CheckpointError(f"{path}: the data file {shown(name)} is not in its folder")
+            raise CheckpointError(
+                f"{path}: the data file {shown(name)} is outside the checkpoint's folder"
+            )
         # Through a link, any file of this machine could be read into the weights.
         if (path.parent / name).is_symlink():
             raise CheckpointError(

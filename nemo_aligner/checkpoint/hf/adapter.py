@@ -201,7 +201,7 @@ def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     tensors = load_file(folder / _WEIGHTS_NAME)
     head = tensors.pop(_PREFIX + HF_HEAD)
     try:
-        with quiet_about_heads(), bounded_torch_load():  # the base's weights may be pickles
+        with quiet_about_heads(), bounded_torch_load():  # the base model's weights may be pickles
             model = _reward_model_class(base).from_pretrained(
                 base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
             )

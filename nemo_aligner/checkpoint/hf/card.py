@@ -89,8 +89,8 @@ def _describe_training(archive: Path) -> Iterator[str]:
         names = ", ".join(f"`{Path(file).name}`" for file in files)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
-    # Keep metrics of whole files ("validation-<file>/accuracy"), which have one "/"; metrics by
-    # source ("validation-<file>/by_source/...") would make the table too long.
+    # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/", and not
+    # those by source ("validation-<file>/by_source/...").
     metrics_by_step = [
         {key: value for key, value in state["metrics"].items() if key.count("/") == 1}
         for state in states

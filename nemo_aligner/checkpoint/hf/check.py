@@ -122,7 +122,7 @@ def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator
         try:
             (ids,) = contract.tokenize(tokenizer, [text])
         except DataError:
-            continue  # there is no chat template, or it refuses this conversation
+            continue  # no chat template, or one that rejects this conversation
         scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
             continue  # the marker, by which the response is found, may have been cut off

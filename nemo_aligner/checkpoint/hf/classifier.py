@@ -385,7 +385,7 @@ def _max_tokens(tokenizer: Any, model: Any) -> int | None:
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if positions and rope.get("rope_type") == "dynamic":  # extends the context by this factor
+    if positions and rope.get("rope_type") == "dynamic":  # dynamic RoPE extends the context
         positions *= rope["factor"]
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]
     return min((int(limit) for limit in limits if limit < _NO_LENGTH), default=None)

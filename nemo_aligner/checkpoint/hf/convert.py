@@ -166,7 +166,7 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # Other tensors, which are neither expected nor dropped, raise: they might change the model.
+    # check_tensors rejects all other tensors, because they might change what the model computes.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]

@@ -70,7 +70,7 @@ from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.writing import write_problem
 
-# Export as a folder. LoRA is folded into the weights.
+# Export as a folder, with LoRA folded into the weights.
 
 
 @dataclass(frozen=True)

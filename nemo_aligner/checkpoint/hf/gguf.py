@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 Fields = Mapping[str, Any]
-# A reward head for llama.cpp's rank pooling, and the prompt of its /rerank.
+# Tensor of the reward head for llama.cpp's rank pooling, and field with the prompt template of
+# llama.cpp's /rerank.
 CLASSIFIER = "cls.output.weight"
 RERANK_TEMPLATE = "tokenizer.chat_template.rerank"
 _MAX_EXPERTS = 10_000
@@ -254,14 +255,14 @@ def _halves_order(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-# Check of the header. The gguf package creates an object for every item that an array claims to
-# have, even past the end of the file.
+# Check of the header, which comes before the gguf package reads it: for an array, the package
+# creates as many objects as the header claims, even past the end of the file.
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-# Limits far above the numbers in any real file; a vocabulary of 300,000 words has about as many
-# merges.
+# Limits for the fields and tensors, for the items of all arrays, and for a tensor's axes. They are
+# far above any real file; a vocabulary of 300,000 words has about as many merges.
 _MAX_ENTRIES, _MAX_ITEMS, _MAX_AXES = 2**16, 2**23, 8
 
 
@@ -353,15 +354,16 @@ class _Header:
 
     def _skip(self, size: int) -> None:
         if size > len(self._data) - self._position:
-            raise self._error(f"{size} more bytes, past the end of the file")
+            raise self._error(f"a value of {size} bytes, which goes past the end of the file")
         self._position += size
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"not a readable GGUF file: byte {self._position}: got {problem}")
 
 
-# The tokenizer. transformers reads it from the file, but drops some of its rules. ``_add_rules``
-# adds them again, as in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
+# The tokenizer, which transformers reads from the file without some of its rules. ``_add_rules``
+# adds these rules again, as in
+# https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
 
 # Older versions of transformers use BOS in place of EOS, and GPT-2's pre-tokenizer for every
 # tokenizer.

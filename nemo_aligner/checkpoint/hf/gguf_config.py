@@ -163,7 +163,8 @@ def _count_rotated_channels(
         raise reader.error("rope.dimension_count", f"wanted {head_dim}, all channels of a head")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if gguf.is_share_of_hidden and heads * head_dim != hidden:
-        # The converter computes the rotated channels from hidden / heads instead of head_dim.
+        # llama.cpp's converter computes the rotated channels from hidden / heads, not from
+        # head_dim.
         raise reader.error(
             "attention.key_length",
             f"wanted {hidden // heads}, the hidden size divided by the heads. Otherwise the file "

@@ -329,7 +329,7 @@ class _Writer:
         return lines
 
 
-# Names of llama.cpp for pre-tokenizers of byte-level BPE (``src/llama-vocab.cpp``).
+# llama.cpp's names for pre-tokenizers of byte-level BPE (``src/llama-vocab.cpp``).
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -156,7 +156,9 @@ class FoundHead:
         if is_tied(family.to_nemo(source.config)):
             name = next(rule.hf[0] for rule in family.model if rule.megatron == EMBEDDING)
         if name not in source.tensors:
-            raise CheckpointError(f"{name}: it is missing, but the head is made of its rows")
+            raise CheckpointError(
+                f"{name}: the tensor is missing, but the head is made of its rows"
+            )
         return cls({"weight": name}, 1, None, f"rows of {name}", source.tensors, tuple(rows))
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
@@ -228,7 +230,8 @@ class FoundHead:
         if not self.rows:
             return stored.float()
         rows = stored[list(map(int, self.rows))].float()
-        # For steps: ``rows`` name the token of a right step first, but its output is the second.
+        # ``rows`` has the token of a right step first, but the logit of a right step is the second
+        # output.
         if self.outputs == 2:
             return rows.flip(0)
         return rows if len(rows) == 1 else rows[:1] - rows[1:]

@@ -391,7 +391,8 @@ def build_exported_head(
     exported_readout = exported.output_readout
     are_rewards, form = exported_readout is None, options.head
     if contract.has_steps and exported_readout is not None and exported_readout.kind == SIGMOID:
-        # Programs for such models apply a softmax to two outputs, which gives the probability.
+        # Programs for models with steps apply a softmax to two outputs, which gives the probability
+        # that the readout's sigmoid would give. So the outputs are exported as rewards.
         are_rewards = True
     if contract.reply_marker is not None:
         form = _require_biased_form(stored, form, "means")

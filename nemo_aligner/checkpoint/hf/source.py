@@ -97,8 +97,8 @@ def open_source(source: str | Path) -> Source:
         return _open_gguf(path)
     if path.suffix.lower() == ".nemo":
         raise CheckpointError(
-            "got a .nemo archive. An archive of this package needs no conversion; one of NeMo is "
-            "imported with `nemo-aligner import`"
+            "got a .nemo archive. An archive of this package needs no conversion; import one of "
+            "NeMo with `nemo-aligner import`"
         )
     return _open_folder(_find_or_download(source, _DOWNLOADED))
 
@@ -142,7 +142,7 @@ def _find_or_download(source: str | Path, files: list[str]) -> Path:
             f"{missing}. Pass an existing path, or the name of a model on the hub as "
             "ORGANIZATION/NAME"
         )
-    # It is a path with a typing error, so the hub is not queried.
+    # The parent folder exists, so this is a misspelled path, and the hub is not queried.
     if path.parent.is_dir():
         raise CheckpointError(
             f"{missing}, and {path.parent} is a folder here. Correct the path, or run from another "
@@ -154,7 +154,7 @@ def _find_or_download(source: str | Path, files: list[str]) -> Path:
         return Path(
             snapshot_download(str(source), allow_patterns=files, ignore_patterns=_NOT_DOWNLOADED)
         )
-    except Exception as error:  # whatever the network library raises
+    except Exception as error:  # the network library may raise anything
         raise CheckpointError(
             f"there is no such folder, and no such model on the hub: {error}"
         ) from error
@@ -208,7 +208,7 @@ def _open_folder(folder: Path) -> Source:
     source = Source(
         config,
         tensors,
-        # In an export the files are not adjusted, because the contract has their fingerprint.
+        # The files of an export are not adjusted, because the contract has their fingerprint.
         partial(_copy_tokenizer, folder, is_exported=contract_fields is not None),
         contract_fields,
         notes=(*_describe_unread_weights(folder, weights), *wrapper_notes),
@@ -284,7 +284,7 @@ def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTenso
         missing = sorted(listed - stored.keys())
         if missing:
             raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
-        # Only the tensors in the index, because files may contain more than one copy.
+        # Only tensors that the index lists are used: files may contain several copies of a tensor.
         tensors.update({key: stored[key] for key in listed or stored})
     return tensors
 

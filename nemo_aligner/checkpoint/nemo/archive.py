@@ -41,7 +41,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
-# Opening: an archive is unpacked once per host, and checked before anything in it is used.
+# Opening an archive, which is unpacked once per host and checked before anything in it is used.
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     return local, Path(outcomes[preparing_rank][0])
 
 
-# Unpacking.
+# Unpacking an archive, with limits against malicious files.
 
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
@@ -332,7 +332,7 @@ def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
             for count, member in enumerate(archive):
                 name = _checked_name(member, path).as_posix()
                 if count > _MAX_MEMBERS:
-                    raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
+                    raise CheckpointError(f"{path}: it has more than {_MAX_MEMBERS} members")
                 if name not in (first, *more_names) or member.isdir():
                     continue
                 if member.size > MAX_TEXT_BYTES:
@@ -363,7 +363,7 @@ def _extract(
             raise CheckpointError(f"{path}: member {member.name!r} occurs twice")
         seen.add(name)
         if len(seen) > _MAX_MEMBERS:
-            raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
+            raise CheckpointError(f"{path}: it has more than {_MAX_MEMBERS} members")
         if not is_needed(name):
             continue
         # Never more bytes are written than the header claims, so this check keeps the disk from
@@ -418,11 +418,13 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
             file.write(block)
             left -= len(block)
     if left:
-        raise tarfile.ReadError(f"member {member.name!r} ends {left} bytes early")
+        raise tarfile.ReadError(
+            f"member {member.name!r} ends {left} bytes early, so the archive is cut off"
+        )
     return digest.hexdigest()
 
 
-# Writing.
+# Writing an archive.
 
 
 @contextmanager
@@ -471,7 +473,8 @@ def write_nemo(
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    partial = path.with_name(f".{path.name}.partial")  # overwrites the rest of a killed write
+    # A killed write may have left this file, which is then overwritten.
+    partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as stream:
             with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:

@@ -418,8 +418,8 @@ _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
 }
-# Settings that are supported at the top level of NeMo 1's settings, but not in the section for
-# settings of megatron-core.
+# Keys that are supported at the top level of NeMo 1's config, but not in its section for
+# megatron-core (``mcore_customization_config``).
 _UNSUPPORTED_IN_SECTION: dict[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "window_attn_skip_freq": (None,),

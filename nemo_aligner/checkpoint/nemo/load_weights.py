@@ -89,7 +89,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
         if (layers, layer_size) != (shape.num_layers, size):
             raise CheckpointError(
                 f"{location}{LAYERS}{name}: got {layers} layers of shape {list(layer_size)}, "
-                f"but the settings imply {shape.num_layers} of {list(size)}"
+                f"but the settings imply {shape.num_layers} layers of shape {list(size)}"
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     expected = {LAYERS + number + name for number in numbers for name in inside}

@@ -480,8 +480,8 @@ def init_head_from(
         if (other.head, other.hidden_size) != (shape.head, shape.hidden_size):
             raise ConfigError(
                 f"{_KEY}: {path}: got a head that is {other.head or 'linear'} with a hidden size "
-                f"of {other.hidden_size}, wanted one that is {shape.head or 'linear'} with "
-                f"{shape.hidden_size}"
+                f"of {other.hidden_size}, wanted a head that is {shape.head or 'linear'} with a "
+                f"hidden size of {shape.hidden_size}"
             )
         tensors = read_head(folder)
     chosen = {

@@ -53,8 +53,8 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load a sharded state dict from ``folder``, and the plain data in ``common.pt``.
 
-    Collective; see ``TensorStore.load``. The CRC-32 of all data is compared first, with
-    ``with_optimizer`` also that of the optimizer's data. Each rank checks an equal part, at about 3
+    Collective; see ``TensorStore.load``. The CRC-32 of the weights is compared first, with
+    ``with_optimizer`` also that of the optimizer's state. Each rank checks an equal part, at about 3
     GB a second on one core, which is about as fast as loading.
 
     Raises:

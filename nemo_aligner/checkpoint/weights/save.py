@@ -235,7 +235,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: cannot be written: {problem}") from error
 
 
-# Zero-copy saves.
+# Planners that pass tensors to the writer without cloning them.
 
 
 class SummingPlanner(MCoreSavePlanner):

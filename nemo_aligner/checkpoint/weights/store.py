@@ -164,7 +164,7 @@ class TensorStore(ABC):
         if missing:
             raise CheckpointError(
                 f"{self.folder}: {len(missing)} tensors are missing: {_list_some(missing)}; "
-                f"it holds {len(stored)}: {_list_some(sorted(stored))}"
+                f"the checkpoint has {len(stored)}: {_list_some(sorted(stored))}"
             )
         for tensor in requested:
             stored_shape, shape = stored[tensor.key][0], tuple(tensor.global_shape)
@@ -316,7 +316,7 @@ class TorchDistStore(TensorStore):
             read_shard(shard, item.storage_offsets, stored.sizes, box)
 
 
-# Checks of shards: complete, within their files, undamaged.
+# Checks that shards are complete, lie within their files, and are undamaged.
 
 _BLOCK_BYTES = 2**24
 _STORAGES = {
@@ -513,7 +513,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     if type(first) is not int or first < 0:
         raise ValueError(f"the tensor begins at element {first!r} of its storage")
     if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
-        raise ValueError(f"it has fewer elements than its shape {list(shape)} needs")
+        raise ValueError(f"it stores fewer elements than its shape {list(shape)} needs")
     return archive.get_record_offset(name) + first * dtype.itemsize, dtype
 
 
@@ -542,8 +542,8 @@ class FileSlice(RawIOBase):
         return len(block)
 
 
-# Plain data next to the tensors. NeMo, megatron-core up to 0.16 and this package write it to
-# ``common.pt``. Since 0.17 megatron-core itself stores it like a shard of a tensor.
+# Plain data that is stored next to the tensors. NeMo, megatron-core up to 0.16 and this package
+# write it to ``common.pt``. Since 0.17 megatron-core itself stores it like a shard of a tensor.
 
 COMMON_NAME = "common.pt"
 # megatron-core's key for that shard, which is a list with one object.

@@ -19,7 +19,7 @@ from nemo_aligner.models.layer_shape import EXPERT_COUNT
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
-# Rules: how Hugging Face tensors are joined to a Megatron tensor, and split again.
+# Rules, which join Hugging Face tensors to a Megatron tensor, and split it again.
 
 Join = Callable[[Sequence[Tensor], Config], Tensor]
 Split = Callable[[Tensor, Config], Sequence[Tensor]]
@@ -103,7 +103,7 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
-        # The tensors are ordered by expert, and within an expert like ``hf``.
+        # The tensors are ordered by expert; those of one expert have the order of ``hf``.
         matrices = torch.stack(list(tensors))
         return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
 
@@ -232,7 +232,7 @@ def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
 
 
 QUERY_KEY_NORMS = query_key_norms(norm_rule)
-# For norms over all heads together instead of one head.
+# Rules for norms that normalize the queries (or keys) of all heads together, not of each head.
 ACROSS_HEADS_NORMS = tuple(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)
 
 
@@ -316,10 +316,10 @@ def remove_zero_groups(axis: int | None, tensor: Tensor, groups: int, model_grou
     return tensor.narrow(axis, 0, tensor.size(axis) // groups * model_groups)
 
 
-# GGUF: llama.cpp's names for a family's fields and tensors, and how llama.cpp changes the tensors.
-# See https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
+# llama.cpp's names for a family's fields and tensors in GGUF files, and how llama.cpp changes the
+# tensors. See https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
 
-# Maps from GGUF's tensor names to Hugging Face's, as in most families.
+# Maps from GGUF's tensor names to Hugging Face's, which most families share.
 MODEL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -388,7 +388,7 @@ class GgufFormat:
     hf_family: str | None = None
 
 
-# The family itself.
+# The class ``ModelFamily``, and the settings in which families differ.
 
 # Fields of ``ModelShape`` in which families differ, with Llama's values.
 PLAIN: Mapping[str, Any] = {

@@ -203,7 +203,7 @@ def _smollm3_to_hf(config: Config) -> dict[str, Any]:
         "smollm3",
         attention_bias=False,
         mlp_bias=False,
-        # Set, because the default of transformers' class is a token of the published model.
+        # None is written explicitly, because the class defaults to a token of the published model.
         pad_token_id=None,
         no_rope_layers=[int(shape.rotates(layer)) for layer in layers],
         use_sliding_window=shape.window_size is not None,

@@ -182,7 +182,7 @@ class HfSettings:
             )
 
 
-# RoPE.
+# Translation of RoPE settings.
 
 
 # For each kind of scaling: NeMo's keys, and those of ``rope_parameters``.
@@ -373,7 +373,7 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
     return {"rope_parameters": rope, "rope_theta": shape.rotary_base, "rope_scaling": scaling}
 
 
-# Sliding windows.
+# Translation of sliding windows.
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
