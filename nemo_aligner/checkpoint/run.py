@@ -151,7 +151,8 @@ class RunCheckpoints:
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Allocate the host memory for the copies, before the first save.
 
-        The first write to a new page can take ten times as long, and would delay training.
+        The first write to a new page of memory can take ten times as long, and would delay
+        training.
         """
         self._copy(model, optimizer)
 
@@ -229,9 +230,7 @@ class RunCheckpoints:
         return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Return ``ranked()`` together with checkpoints that this process wrote and has deleted
-        since.
-        """
+        """Return ``ranked()`` with checkpoints that this process wrote and has deleted since."""
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
         return self._rank_checkpoints(list(by_path.values()))
 
@@ -382,11 +381,10 @@ def same_validation(one: RunState, other: RunState) -> bool:
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a resume with another model, other data, or another order of the
-    data.
+    """Check that a run resumes with the same model and data, in the same order.
 
     Raises:
-        CheckpointError: the message lists every difference, with both values.
+        CheckpointError: something differs; the message lists every difference, with both values.
     """
     previous = saved.state.fingerprint
     differences = [
@@ -430,9 +428,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Return advice for the user: which other checkpoints are complete, and how to resume from
-    them.
-    """
+    """Tell the user which other checkpoints are complete, and how to resume from them."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:

@@ -67,7 +67,7 @@ class Holder:
 
     @classmethod
     def of_this_process(cls) -> Holder:
-        """Describe this process, with a new token."""
+        """Describe this process as the holder of a lock, with a new token."""
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -64,7 +64,7 @@ def export_adapter(
     """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
 
     One process calls it. If the base is a folder, the adapter is loaded onto it, and must compute
-    the archive's rewards within 1e-4 before ``output`` gets its name.
+    the archive's rewards within 1e-4. Otherwise ``output`` is not created.
 
     Args:
         base: the base model that peft shall load: a folder, or a name on the hub.
@@ -75,8 +75,8 @@ def export_adapter(
         Lines to print.
 
     Raises:
-        CheckpointError: ``output`` exists, the archive is unsafe, no reward model or without LoRA,
-            or the adapter computes other rewards.
+        CheckpointError: ``output`` exists; the archive is unsafe, is no reward model or has no
+            LoRA; or the adapter computes other rewards.
     """
     output = Path(output)
     with atomic_folder(output) as staging, open_nemo(archive) as folder:

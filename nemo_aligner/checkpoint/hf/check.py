@@ -383,7 +383,7 @@ def _transformers_steps(
 
 
 def _transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]) -> list[Tensor]:
-    """Compute the logits of each sample in one batch with transformers, ``[1 or steps, A]``."""
+    """Compute one batch with transformers; return each sample's logits, ``[1 or steps, A]``."""
     reset_dynamic_rope(model)
     has_steps = bool(texts[0].steps)
     # transformers' classes find the last token with padding on either side, but positions of steps
@@ -418,11 +418,13 @@ BODY_SUFFIX, LANGUAGE_MODEL_SUFFIX = "Model", "ForCausalLM"
 
 
 def class_name(model_type: str, suffix: str) -> str:
-    """Return a name such as ``LlamaForSequenceClassification``: the decoder's, then ``suffix``.
+    """Return the name of a decoder's class, such as ``LlamaForSequenceClassification``.
 
-    The decoder's part is taken from the name of the language model's class, because vLLM finds the
-    decoder by that. transformers' own names may differ: for Gemma 3 they are ``Gemma3ForCausalLM``
-    and ``Gemma3TextForSequenceClassification``.
+    Args:
+        suffix: end of the name, such as ``ForSequenceClassification``. The beginning is that of the
+            language model's class, by which vLLM finds the decoder. transformers' own names may
+            differ: for Gemma 3 they are ``Gemma3ForCausalLM`` and
+            ``Gemma3TextForSequenceClassification``.
 
     Raises:
         CheckpointError: transformers does not know the ``model_type``.

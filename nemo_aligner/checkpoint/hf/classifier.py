@@ -195,7 +195,9 @@ class HfRewardModel:
         return [len(self.tokenizer(reply, add_special_tokens=False).input_ids) for reply in replies]
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples; see ``Scorer``. The label means in an export's config are added.
+        """Compute the rewards of samples; see ``Scorer``.
+
+        The label means that an export has in its config are added.
 
         Raises:
             DataError: with ``on_error="raise"``, as in ``encode``; the message has the index of
@@ -332,10 +334,9 @@ _NOT_LOADED = "transformers cannot load a reward model from it: "
 
 
 def _load_model(name: str, dtype: torch.dtype) -> Any:
-    """Load transformers' reward-model class, or only its decoder if the class lacks tensors of the
-    head.
+    """Load transformers' reward-model class, or its decoder with a head of a layout in ``heads``.
 
-    In the second case, the head is added from the layouts in ``heads``.
+    The second way is for a class that lacks tensors of the checkpoint's head.
     """
     from transformers import AutoModelForSequenceClassification
 

@@ -218,7 +218,7 @@ def _read_contract(fields: Fields) -> Mapping[str, Any] | None:
 
 
 def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
-    """Read the metadata by key, and the locations of the tensors by name."""
+    """Return a file's metadata by key, without the vocabulary, and its tensors by name."""
     try:
         import gguf
     except ImportError as error:
@@ -465,9 +465,7 @@ def _convert_to_jinja(rerank: str) -> str:
 
 
 def _check_pre_tokenizer(fields: Fields) -> None:
-    """Raise CheckpointError for a pre-tokenizer that transformers would silently replace by
-    GPT-2's.
-    """
+    """Reject a pre-tokenizer that transformers would silently replace by GPT-2's."""
     name = fields.get(_PRE)
     if fields.get(_MODEL) == "gpt2" and name not in _PRE_TOKENIZERS:
         supported = ", ".join(filter(None, _PRE_TOKENIZERS))
@@ -475,7 +473,7 @@ def _check_pre_tokenizer(fields: Fields) -> None:
 
 
 def _adds_bos(fields: Fields) -> bool:
-    """Tell if samples begin with BOS. Without a field for it the kind of tokenizer decides."""
+    """Tell if samples begin with BOS; if no field says so, the kind of tokenizer decides."""
     is_default = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _IGNORE_MERGES
     has_bos = "tokenizer.ggml.bos_token_id" in fields
     return bool(fields.get("tokenizer.ggml.add_bos_token", is_default and has_bos))

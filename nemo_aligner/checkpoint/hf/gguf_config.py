@@ -141,7 +141,7 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 
 
 def _translate_windows(reader: GgufFields, layers: int) -> dict[str, Any]:
-    """Translate the sliding window (0 is none), and the list of layers that have it, if any."""
+    """Translate the sliding window (0 means none) and, if there is one, the list of its layers."""
     size, pattern = reader.values.get(_WINDOW) or None, reader.values.get(_PATTERN)
     window: dict[str, Any] = {"sliding_window": None if size is None else reader.count(_WINDOW)}
     if size is None or pattern is None:

@@ -87,7 +87,7 @@ _FILE = "model.gguf"
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes one export.
+    """Writes a reward model as one GGUF file, and checks the written file.
 
     Attributes:
         archive: the opened archive.

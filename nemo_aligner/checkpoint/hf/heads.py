@@ -244,7 +244,7 @@ _CAPPED = ("gemma2", "final_logit_softcapping")
 
 
 def find_head(source: Source, choice: str | None = None) -> FoundHead | None:
-    """Find the reward head of a checkpoint; None if it is, or shall be, a base model.
+    """Find the reward head of a checkpoint; None for a base model, or if the user wants no head.
 
     Args:
         choice: ``none`` ignores any head, so that the checkpoint counts as a base model; the name

@@ -139,9 +139,7 @@ def decoder_name(name: str) -> str | None:
 
 
 def describe_dropped_parts(names: Iterable[str]) -> Iterator[str]:
-    """Yield a line for the user that names the dropped parts of a multimodal model, if there are
-    any.
-    """
+    """Yield a line that names the dropped parts of a multimodal model, if there are any."""
     dropped = [name for name in names if decoder_name(name) is None]
     parts = sorted({match[1] for name in dropped if (match := _OTHER_PARTS.match(name))})
     if dropped:

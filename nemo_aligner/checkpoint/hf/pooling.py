@@ -88,7 +88,7 @@ def _write_json(path: Path, content: Any) -> None:
 def check_pooled_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
 ) -> float:
-    """Load ``folder`` with sentence-transformers and compare like ``check.check_folder``."""
+    """Load ``folder`` with sentence-transformers, and compare as ``check.check_folder`` does."""
     from sentence_transformers import SentenceTransformer
 
     try:

@@ -65,7 +65,7 @@ class RewardArchive:
         embedding_dtype: dtype of the embedding.
         family: the model family.
         config: settings of the model, without added query groups of zeros.
-        num_query_groups: number of query groups in the archive, with those of zeros.
+        num_query_groups: number of query groups in the archive, including added groups of zeros.
         rules: rules of the decoder's tensors with their layers.
         lora: LoRA adapters in the archive; None if there are none.
     """

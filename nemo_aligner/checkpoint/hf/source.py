@@ -1,6 +1,6 @@
 """Open what a conversion reads: a Hugging Face folder, a model on the hub, or a GGUF file.
 
-Also compares the tensors of a checkpoint with those that its model family has.
+This module also compares the tensors of a checkpoint with those that its model family has.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def sha256_of(path: Path) -> str:
 
 
 def has_checksums(root: Path) -> bool:
-    """Tell if the folder has checksums; they were compared when it was opened."""
+    """Tell if the folder has checksums; if so, they were compared when it was opened."""
     return (root / CHECKSUMS_NAME).is_file()
 
 

@@ -60,7 +60,7 @@ def read_fingerprint(source: str | Path) -> str | None:
     Only the headers of the archive's members up to the fingerprint are read, and no weights.
 
     Returns:
-        None if the archive has neither a fingerprint nor checksums.
+        The fingerprint; None if the archive has neither a fingerprint nor checksums.
 
     Raises:
         CheckpointError: there is no such archive, it cannot be read, or its fingerprint is invalid.
@@ -85,7 +85,7 @@ def _read_from_folder(root: Path, source: Path) -> str | None:
 
 
 def _parse_fingerprint(members: Mapping[str, str], source: Path) -> str | None:
-    """Return the fingerprint, or the one derived from the checksums; None if there is neither.
+    """Return the stored fingerprint, else one derived from the checksums; None without both.
 
     Args:
         members: content of the archive's small files, by their names.

@@ -284,7 +284,7 @@ class MegatronFolder(NemoFolder):
 def _as_plain(value: Any) -> Any:
     """Return a plain setting unchanged, and any other object, such as a tensor, as a string.
 
-    No setting has such a string as a valid value, so later checks refuse it.
+    No setting has such a string as a valid value, so later checks reject it.
     """
     parts = value if type(value) in (list, tuple) else (value,)
     return value if all(type(part) in _PLAIN for part in parts) else shown(value)

@@ -53,9 +53,9 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load a sharded state dict from ``folder``, and the plain data in ``common.pt``.
 
-    Collective; see ``TensorStore.load``. The CRC-32 of the weights is compared first, with
-    ``with_optimizer`` also that of the optimizer's state. Each rank checks an equal part, at about 3
-    GB a second on one core, which is about as fast as loading.
+    Collective; see ``TensorStore.load``. The CRC-32 of the weights is compared first, and
+    ``with_optimizer`` that of the optimizer's state. Each rank checks an equal part, at about 3 GB
+    a second on one core, which is about as fast as loading.
 
     Raises:
         DamagedError: on every rank, if the data is incomplete or was changed.

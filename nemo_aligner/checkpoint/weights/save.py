@@ -414,7 +414,7 @@ def sharded_weights(model: ShardedModel) -> dict[str, Any]:
 
 
 def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
-    """Load into the model the state that was read for ``sharded_weights``.
+    """Load into ``model`` the state that was read for its ``sharded_weights``.
 
     Args:
         path: the checkpoint's name in errors.
@@ -457,9 +457,9 @@ def load_into(
 def frozen_digest(model: ShardedModel) -> str:
     """Return a digest of a LoRA model's frozen weights; collective.
 
-    The digest is the same for every parallel layout: each tensor's elements are summed as integers,
-    and the sums are weighted by the CRC-32 of the tensors' names. Zero rows, which pad a
-    vocabulary, add nothing.
+    A run resumes only if the digest is unchanged. It is the same for every parallel layout: each
+    tensor's elements are summed as integers, and the sums are weighted by the CRC-32 of the
+    tensors' names. Zero rows, which pad a vocabulary, add nothing.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
     total = 0

@@ -75,7 +75,7 @@ def _check_chunks(path: Path, header: dict[str, Any]) -> None:
 
 
 def _list_arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the path and the header of each array of weights."""
+    """Yield the path and the header of each array, except those of an optimizer."""
     for header in sorted(folder.glob(f"*/{_HEADER}")):
         if not is_optimizer_state(header.parent.name):
             yield header.parent, _read_header(header)

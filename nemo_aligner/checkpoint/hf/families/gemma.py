@@ -198,8 +198,7 @@ def _gemma3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _gemma3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive settings for which GGUF has no field: attention scale, and RoPE in layers with a
-    window.
+    """Derive settings without a GGUF field: the attention scale, and RoPE in layers with a window.
 
     The 27B model has another scale; it is recognized by its 62 layers, as in llama.cpp.
     """

@@ -171,8 +171,10 @@ class HfSettings:
         return None if is_null else self.count("sliding_window", missing)
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Raise CheckpointError unless the value is in ``allowed``; a missing key has its first
-        value.
+        """Check that a value is one of ``allowed``; the first of these is the default.
+
+        Raises:
+            CheckpointError: it is another value.
         """
         value = self.config.get(key, allowed[0])
         if value not in allowed:
@@ -441,6 +443,6 @@ def layer_types(config: Config) -> list[str]:
 
 
 def window_to_hf(config: Config) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the window in a NeMo config, and its layers."""
+    """Return the keys of ``config.json`` for a NeMo config's window: its size and its layers."""
     size = ModelShape.from_config(config).window_size
     return {"sliding_window": size, "layer_types": layer_types(config)}
