@@ -290,9 +290,9 @@ def _build_contract(
     """
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
     if kind not in [member.value for member in RewardModelType]:
-        supported = ", ".join(member.value for member in RewardModelType)
         raise CheckpointError(
-            f"{folder.source}: reward_model_type: got {shown(kind)}, wanted one of: {supported}"
+            f"{folder.source}: reward_model_type: got {shown(kind)}, wanted one of: "
+            f"{', '.join(member.value for member in RewardModelType)}"
         )
     count = len(weight)
     # NeMo-Aligner takes the mean of the attributes if the settings have no weights.
