@@ -466,8 +466,8 @@ def _read_or_build_contract(
     is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
     statistics: list[Any] = [source.config.get(key) for key in ("mean", "std")]
     if is_ranking and are_numbers(statistics) and statistics[1] > 0:
-        # OpenRLHF stores mean and std in every config.json, but normalizes rewards with them only
-        # with --normalize_reward.
+        # OpenRLHF stores mean and std in config.json, but normalizes rewards with them only if
+        # --normalize_reward is set.
         mean, std = statistics
         contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")
     token_id = source.config.get(REWARD_TOKEN_KEY)

@@ -228,7 +228,7 @@ def load_pretrained(
 def _set_adapters(
     model: GPTRewardModel, folder: NemoFolder, lora: LoraShape | None, seed: int
 ) -> None:
-    """Fold the archive's adapters if ``lora`` is None; else initialise adapters that it lacks.
+    """Fold the archive's adapters if ``lora`` is None; else initialise adapters if it has none.
 
     The weights must be loaded already.
     """
