@@ -423,8 +423,8 @@ def _read_head(
     if merge and contract.aggregation not in (Aggregate.last, Aggregate.mean):
         raise CheckpointError(
             f"merge: the reward of a sample is the {contract.aggregate} of its steps' rewards, "
-            "which would change if the attributes of each step were summed first. Export the attributes "
-            "separately, without --merge"
+            "which would change if the attributes of each step were summed first. Export the "
+            "attributes separately, without --merge"
         )
     if merge:
         weights = torch.tensor(contract.attribute_weights)[None]
