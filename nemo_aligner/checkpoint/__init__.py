@@ -8,12 +8,13 @@ In the order in which a model passes through them:
 - ``weights/`` reads and writes tensors in every stored format: distributed checkpoints, zarr.
 - ``run`` saves, resumes and ranks the checkpoints of a training run; ``run_folder`` names the
   files of such a run, and ``run_lock`` keeps a second job out of its folder.
-- ``merge`` averages finished reward models, and extrapolates from one.
+- ``merge`` averages finished reward models, or extrapolates from a finished model.
 - ``hf/`` exports a finished model to Hugging Face or GGUF.
 
-Used by all of them: ``decoder_tensors`` (names and shapes of a decoder's tensors) and
+All of these modules use ``decoder_tensors`` (names and shapes of a decoder's tensors) and
 ``safe_load`` (YAML, JSON and pickles, read without running code and at a bounded cost).
 
-Files are not trusted. Every function here raises CheckpointError, with the file and the place in
-it, for whatever is missing, damaged, unsafe or not supported; docstrings name other errors only.
+Files are not trusted. Every function here raises CheckpointError for anything in a file that is
+missing, damaged, unsafe or not supported, even where its docstring does not list the error. The
+message names the file and the place in it.
 """

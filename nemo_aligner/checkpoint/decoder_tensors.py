@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
-# Megatron's names, without a prefix. Shapes are unsharded.
+# Names of tensors as Megatron writes them, without the ``model.`` of an archive.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # The language-model head. A reward model has a reward head instead.
@@ -19,8 +19,8 @@ OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
 # Prefix of all tensors of a reward head.
 HEAD_PREFIX = "rm_head."
-# Scalars that a loss learns in addition to the reward. Checkpoints of a run have them; finished
-# reward models do not.
+# Name of the scalars that a loss learns in addition to the reward head. The checkpoints of a run
+# store them; a finished reward model does not.
 LEARNED_BY_OBJECTIVE = "rm_head.learned"
 LAYERS = "decoder.layers."
 # Prefix of tensor names in archives of this package and of NeMo 1.
@@ -63,8 +63,8 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         tensors |= _norm(shape, "self_attention.k_layernorm.", key)
     if shape.pre_layernorms:
         tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
-        # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts
-        # layer a router follows, which has no fused norm.
+        # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts layer
+        # the norm is followed by the router, so it is a module of its own.
         mlp_norm = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
         tensors |= _norm(shape, mlp_norm)
     if shape.post_layernorms:
@@ -89,8 +89,8 @@ def _mlp(shape: ModelShape) -> Shapes:
     sizes = {"experts": (experts.count, experts.width)}
     if experts.shared_width is not None:
         sizes["shared_experts"] = (1, experts.shared_width)
-    # [E, 2, f, h]: each expert's gate and up projection have an axis of their own; a dense MLP
-    # stacks their rows.
+    # [E, 2, f, h]: axis 1 separates an expert's gate and up projections. In a dense MLP the rows of
+    # both are stacked on axis 0.
     for name, (count, width) in sizes.items():
         tensors[f"mlp.{name}.linear_fc1.weight"] = (count, 2, width, hidden)
         tensors[f"mlp.{name}.linear_fc2.weight"] = (count, hidden, width)
@@ -103,7 +103,7 @@ def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
 
 
 def attribute_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Strip the names that a user gave to ``count`` outputs, and check them.
+    """Strip and check the names that a user chose for the ``count`` outputs of a reward model.
 
     Raises:
         ConfigError: there are not ``count`` different, non-empty names.

@@ -50,7 +50,7 @@ _HEAD_KEYS = (
     "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
     "force_head_dtype",
 )  # fmt: skip
-# NeMo applies these settings when it customises a model, a step that NeMo-Aligner's reward model
+# NeMo applies these settings in a separate customization step, which NeMo-Aligner's reward model
 # skips.
 _IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scaling")
 
@@ -91,13 +91,13 @@ def import_checkpoint(
         open_nemo(source, tokenizer=folder_of_tokenizer, config=config) as folder,
     ):
         if folder.contract is not None:
-            raise CheckpointError(f"{source}: it is an archive of this package already")
+            raise CheckpointError(f"{source}: an archive of this package needs no import")
         options = {"template": template is not None, "attributes": bool(attributes)}
         _check_options(folder, source, {**options, "keep_scaling": keep_scaling})
         loaded_tokenizer = folder.load_tokenizer()
         settings, ignored = _decoder_settings(folder, keep_scaling)
         shape = model_shape(folder, settings)
-        # Another model's tokenizer would select other tokens' embeddings.
+        # The ids of another model's tokenizer would select the embeddings of other tokens.
         loaded_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
         tensors, layers = lazy_decoder(folder, shape)
@@ -126,7 +126,7 @@ def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str,
 
 
 def _check_options(folder: NemoFolder, source: str | Path, options: Mapping[str, bool]) -> None:
-    """Refuse a base model if an option for reward models is set.
+    """Raise ConfigError if the checkpoint is a base model and an option for reward models is set.
 
     Args:
         options: whether each option is set, by its name.
@@ -158,7 +158,7 @@ def _summarize(
 
 
 def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """Write a note if a critic starts from other values than NeMo-Aligner's critic would.
+    """Return a note if a critic starts from other values than NeMo-Aligner's critic would.
 
     NeMo-Aligner standardizes the weighted sum of the attributes. This package standardizes each
     attribute, which gives the same values if the weights sum to 1.
@@ -290,7 +290,10 @@ def _build_contract(
     """
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
     if kind not in [member.value for member in RewardModelType]:
-        raise CheckpointError(f"{folder.source}: reward_model_type: got {shown(kind)}")
+        raise CheckpointError(
+            f"{folder.source}: reward_model_type: got {shown(kind)}, wanted one of: "
+            f"{', '.join(member.value for member in RewardModelType)}"
+        )
     count = len(weight)
     # NeMo-Aligner takes the mean of the attributes if the settings have no weights.
     weights = [1 / count] * count

@@ -38,7 +38,7 @@ from nemo_aligner.models.shape import ModelShape, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _SUM_TOLERANCE = 1e-6
-# Contract fields that are merged by a weighted sum, too.
+# Contract fields that are merged by a weighted sum, like the weights.
 _SUMMED_FIELDS = ("label_means",)
 # Contract fields that may change when a finished model is trained further.
 _HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")
@@ -190,7 +190,7 @@ def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> 
 def _merge_tensors(
     inputs: Sequence[_Input],
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    """Return the merged tensors outside the layers, and those of all layers, not computed yet."""
+    """Return the merged tensors outside the layers, and those of each layer, as lazy tensors."""
     decoders = [lazy_decoder(model.folder, model.shape) for model in inputs]
     weights = [model.weight for model in inputs]
 

@@ -2,8 +2,8 @@
 
 Each checkpoint is a folder, such as ``step_00000100/``. ``state/`` is a distributed checkpoint of
 weights and optimizer that any parallel layout can read; ``run_state.json`` holds everything else.
-The folder is written under another name, synced to disk and then renamed, so a folder of this name
-is always complete.
+The folder is written as ``step_00000100.partial/``, synced to disk and then renamed, so a folder
+without that suffix is always complete.
 
 ``save`` copies the tensors and returns; ``publish`` renames the folder once all ranks have written.
 """
@@ -54,9 +54,9 @@ _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_reco
 class ShardedOptimizer(Protocol):
     """An optimizer whose state is saved next to the model's weights.
 
-    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may still be in
-    flight. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call
-    of ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
+    ``sharded_state_dict`` returns copies made by ``start_host_copies``, which may not have finished
+    yet. The optimizer's next update waits for them (``wait_for_host_copies``), and the next call of
+    ``sharded_state_dict`` overwrites them. ``finish_update`` waits until the last update has
     reached the model's weights.
     """
 
@@ -114,9 +114,10 @@ class RunCheckpoints:
 
     Keeps the newest checkpoint, and the ``save_top_k`` best ones by the metric ``monitor``. The
     lower loss on the same validation set breaks a tie, because an accuracy of 1 does not tell how
-    large the margins are. If the losses are equal, too, the earlier checkpoint wins, which spares
-    a save. Checkpoints that were validated on other records than the state in ``compare_with`` rank
-    last. A checkpoint is written only while this job holds the ``lock``.
+    large the margins are. If the losses are equal, too, the earlier checkpoint wins, so that an
+    equal later one need not be saved. Checkpoints that were validated on other records than the
+    current run (see ``compare_with``) rank last. A checkpoint is written only while this job holds
+    the ``lock``.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class RunCheckpoints:
         self._current: RunState | None = None
 
     def compare_with(self, current: RunState) -> None:
-        """Rank checkpoints first that were validated on the same records as this state's run."""
+        """Rank checkpoints first that were validated on the same records as ``current``."""
         self._current = current
 
     def is_comparable(self, saved: Saved) -> bool:
@@ -150,7 +151,8 @@ class RunCheckpoints:
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Allocate the host memory for the copies, before the first save.
 
-        The first write to a new page can take ten times as long, and would delay training.
+        The first write to a new page of memory can take ten times as long, and would delay
+        training.
         """
         self._copy(model, optimizer)
 
@@ -228,7 +230,7 @@ class RunCheckpoints:
         return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Return ``ranked()``, with the deleted checkpoints that this process had written, too."""
+        """Return ``ranked()`` with checkpoints that this process wrote and has deleted since."""
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
         return self._rank_checkpoints(list(by_path.values()))
 
@@ -236,7 +238,8 @@ class RunCheckpoints:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
         if self._sort_key(metrics) is None:
             return False
-        # With the largest step it loses every tie, as a checkpoint that is saved now does.
+        # The largest step makes the newcomer lose every tie, as a checkpoint that is saved now
+        # would.
         state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
         return (
@@ -248,8 +251,8 @@ class RunCheckpoints:
         """Start to write a checkpoint; training may continue when this returns.
 
         Copies this rank's tensors to host memory, which later saves reuse. On a GPU the copies may
-        still be in flight; the optimizer's next update waits for them. A pending save is published
-        first.
+        not have finished yet; the optimizer's next update waits for them. A pending save is
+        published first.
 
         Raises:
             CheckpointError: on every rank, if this checkpoint or the pending one cannot be written.
@@ -279,7 +282,7 @@ class RunCheckpoints:
         if self._pending is None:
             return None
         (saved, pending), self._pending = self._pending, None
-        # Collective, and raises on every rank or on none.
+        # finish is collective, and raises on every rank or on none.
         try:
             pending.finish()
         except CheckpointError:
@@ -321,7 +324,7 @@ class RunCheckpoints:
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer state; the layout that saved them may differ from this."""
+        """Restore weights and optimizer state, also if another parallel layout saved them."""
         weights = sharded_weights(model)
         request = {
             "model": weights,
@@ -378,10 +381,10 @@ def same_validation(one: RunState, other: RunState) -> bool:
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse to resume with another model, other data, or another order of the data.
+    """Check that a run resumes with the same model and data, in the same order.
 
     Raises:
-        CheckpointError: it names every difference, with both values.
+        CheckpointError: something differs; the message lists every difference, with both values.
     """
     previous = saved.state.fingerprint
     differences = [
@@ -425,7 +428,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Write the advice: which other checkpoints are complete, and how to resume from them."""
+    """Tell the user which other checkpoints are complete, and how to resume from them."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
@@ -465,7 +468,7 @@ def _read_saved(path: Path) -> Saved:
         content = json.loads(file.read_text(encoding="utf-8"))
         version = content.pop("version")
         if version != _VERSION:
-            raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
+            raise CheckpointError(f"{file}: version: got {version}, wanted {_VERSION}")
         stored_names = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
         state = RunState(**{key: content[key] for key in stored_names})
         metrics = {
@@ -508,7 +511,8 @@ def _publish(saved: Saved) -> None:
         for name in names:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
-    # The step exists already if the run was resumed from an earlier one and trained it again.
+    # The step exists already if the run was resumed from an earlier step and trained this one
+    # again.
     if path.exists():
         _delete([_rename_removed(path)])
     partial_path.rename(path)

@@ -22,13 +22,14 @@ TRACKING_NAME = "tracking.json"
 
 
 def refuse_run(folder: Path, source: Path) -> None:
-    """Raise if ``folder`` is a training run or part of one, and name the run's model.
+    """Raise CheckpointError if ``folder`` is a training run or a part of a run, not a model.
 
     Args:
         source: name of the folder in errors.
 
     Raises:
-        CheckpointError: with the path of the finished model, or with how to finish the run.
+        CheckpointError: the message has the path of the finished model, or tells how to finish the
+            run.
     """
     description, checkpoints = _find_run(folder)
     if checkpoints is None:

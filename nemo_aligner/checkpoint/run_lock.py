@@ -67,7 +67,7 @@ class Holder:
 
     @classmethod
     def of_this_process(cls) -> Holder:
-        """Describe this process, with a new token."""
+        """Describe this process as the holder of a lock, with a new token."""
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -305,7 +305,7 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
 def _read_modification_time(path: Path) -> float | None:
     """Read when a file was last modified; None if it is gone."""
     try:
-        # Open it first: NFS may answer from its cache for a file that is not open.
+        # Opened first, because NFS may answer from its cache for a file that is not open.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
@@ -334,7 +334,8 @@ def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
     except FileNotFoundError:
         return False
     with stale:
-        # A file server may have no locks. The race then needs two jobs here at the same moment.
+        # A file server may not support flock. Then two jobs can both take the lock over, but only
+        # if they are at this point at the same moment.
         with suppress(OSError):
             fcntl.flock(stale, fcntl.LOCK_EX)
         if not _is_same_file(path, stale) or _read_holder(path) != holder:
@@ -346,7 +347,7 @@ def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
 def _is_same_file(path: Path, file: BinaryIO) -> bool:
     """Tell if ``path`` still names the open file ``file``."""
     try:
-        # Open it first, for the reason in ``_read_modification_time``.
+        # Opened first, for the reason in ``_read_modification_time``.
         with path.open("rb") as current:
             return os.path.samestat(os.fstat(current.fileno()), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -1,7 +1,11 @@
 """Read untrusted files as plain data, without running code and at a bounded cost.
 
-The file has three parts: text, YAML and JSON; pickles, such as every file of ``torch.save``; and
-the index of a distributed checkpoint, which is a pickle, too.
+A downloaded checkpoint may be malicious: a pickle can run any code, and a few bytes of YAML or
+pickle can expand to gigabytes. This module has three parts:
+
+- text, YAML and JSON: ``read_text``, ``read_yaml``, ``read_json``;
+- pickles in files of ``torch.save``: ``load_plain``, ``outline_of``, ``bounded_torch_load``;
+- the index of a distributed checkpoint, which is also a pickle: ``read_metadata``.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _MAX_DIGITS = 400
 
 
 def read_yaml(path: Path, name: str | None = None) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping, with few aliases.
+    """Read a YAML file that holds one mapping, whose aliases expand only to a limited size.
 
     Args:
         name: name of the file in errors; None means its path.
@@ -102,7 +106,7 @@ def _check_depth(content: Any, name: str, depth: int = 0) -> None:
 
 
 def _check_size(root: yaml.Node, name: str) -> None:
-    """Refuse aliases that expand to more nodes than a config needs, or that form a cycle."""
+    """Raise CheckpointError for aliases that expand to too many nodes, or that form a cycle."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
@@ -113,7 +117,9 @@ def _check_size(root: yaml.Node, name: str) -> None:
         if id(node) not in sizes:
             is_leaf = isinstance(node, yaml.ScalarNode)
             if is_leaf and node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
-                raise CheckpointError(f"{name}: a number of {len(node.value)} digits")
+                raise CheckpointError(
+                    f"{name}: a number of {len(node.value)} digits, wanted at most {_MAX_DIGITS}"
+                )
             parts = [] if is_leaf else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
             # A long text counts by its length, because an alias may repeat a text, too.
@@ -130,10 +136,12 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-# Pickles. A pickle can refer to one object many times. Nested tuples of such references make a
-# dictionary key of a few bytes that takes hours to hash or to print, also in torch's weights-only
-# loader. So every value that is hashed, printed or passed to a call must be small, where an object
-# counts as often as it is referred to.
+# Reading of pickles.
+#
+# A pickle can refer to one object many times. With nested tuples of such references, a few bytes
+# make a dictionary key that takes hours to hash or to print, also in torch's weights-only loader.
+# So every value that is hashed, printed or passed to a call must be small, where an object counts
+# once for each reference to it.
 
 # The C unpickler does not let a subclass override opcodes; Python's own unpickler does.
 _PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
@@ -181,7 +189,8 @@ def _check_small(
             inside = [*item, *item.values()]
         elif isinstance(item, tuple | list | set | frozenset):
             inside = item
-        # Classes and functions come from this package or from torch, not from the file.
+        # The inside of a class or function is not counted, because it comes from this package or
+        # from torch, not from the file.
         elif not isinstance(item, type | FunctionType | Enum):
             inside = getattr(item, "__dict__", {}).values()
         parts += 1 + len(inside) + (len(item) if isinstance(item, str | bytes) else 0)
@@ -217,7 +226,10 @@ def _bound_operands(
 
 
 def _bound_dispatch(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any]:
-    """Return an unpickler's ``dispatch`` that refuses large keys and arguments before use."""
+    """Return a copy of an unpickler's ``dispatch`` that checks keys and arguments before their use.
+
+    A key or an argument that is too large raises UnpicklingError.
+    """
     bounded = {
         code[0]: _bound_operands(dispatch[code[0]], select_operands)
         for code, select_operands in _KEYS_AND_ARGUMENTS.items()
@@ -228,7 +240,7 @@ def _bound_dispatch(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any
 
 @dataclass(eq=False)
 class Outline:
-    """Stands in for an object that a pickle would create, and that is not created.
+    """Placeholder for an object that a pickle would create, so that it is never created.
 
     Attributes:
         name: name of a global, such as ``torch._utils._rebuild_tensor_v2``; followed by ``()`` for
@@ -274,7 +286,9 @@ class _OutlineUnpickler(_PythonUnpickler):
         function = self.stack.pop()
         if not isinstance(function, Outline) or not isinstance(arguments, tuple):
             types = type(function).__name__, type(arguments).__name__
-            raise pickle.UnpicklingError(f"it calls {types[0]} with {types[1]}")
+            raise pickle.UnpicklingError(
+                f"it calls an object of the type {types[0]} with {types[1]}"
+            )
         if function.name.endswith("bytearray") and not all(map(_is_text, arguments)):
             # bytearray(n) allocates n zeros.
             raise pickle.UnpicklingError("it makes a bytearray from something other than text")
@@ -284,7 +298,7 @@ class _OutlineUnpickler(_PythonUnpickler):
         state = self.stack.pop()
         _check_small(state, _MAX_FILE_PARTS, "the state of an object")
         if not isinstance(self.stack[-1], Outline):
-            raise pickle.UnpicklingError(f"it builds {type(self.stack[-1]).__name__}")
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(self.stack[-1]).__name__}")
         self.stack[-1].parts.append(state)
 
     dispatch = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _TORCH_CODES}  # noqa: RUF012
@@ -306,7 +320,8 @@ def outline_of(stored: BinaryIO) -> Any:
     """
     stored.seek(0)
     if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-        # Files that begin otherwise have the format before torch 1.6, which has another loader.
+        # Files with another beginning have the format before torch 1.6, which torch reads by other
+        # code.
         raise zipfile.BadZipFile("File is not a zip file of torch.save")
     with zipfile.ZipFile(stored) as archive:
         is_compressed = any(member.compress_type for member in archive.infolist())
@@ -388,7 +403,10 @@ _ALLOWED = {
 
 
 def _enum_member(owner: Any, name: Any) -> Any:
-    """Replace ``getattr``, which Python 3.11.0 to 3.11.3 use to pickle enum members."""
+    """Return a member of an enum, in place of ``getattr``.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member as a call of ``getattr``.
+    """
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"it reads the attribute {shown(name)} of {shown(owner)}")
@@ -404,7 +422,7 @@ class _AllowListUnpickler(_PythonUnpickler):
     def load_build(self) -> None:
         # A pickle may set attributes of objects that it created, but not of classes.
         if isinstance(self.stack[-2], type | FunctionType):
-            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
+            raise pickle.UnpicklingError(f"it sets attributes of {self.stack[-2]!r}")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -453,7 +471,9 @@ def _check_structure(metadata: Any) -> None:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
-                raise ValueError(f"{shown(name)}: a shape has entries that are not integers")
+                raise ValueError(
+                    f"{shown(name)}: a shape has entries that are not integers from 0 on"
+                )
     # Offsets and sizes are added and compared later; True or 1.5 would pass there unnoticed.
     for index, info in (metadata.storage_data or {}).items():
         _check_name(index.fqn)
@@ -477,7 +497,9 @@ def _check_locations(path: Path, metadata: Metadata) -> None:
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
-            raise CheckpointError(f"{path}: the data file {shown(name)} is not in its folder")
+            raise CheckpointError(
+                f"{path}: the data file {shown(name)} is outside the checkpoint's folder"
+            )
         # Through a link, any file of this machine could be read into the weights.
         if (path.parent / name).is_symlink():
             raise CheckpointError(

@@ -1,6 +1,6 @@
 """Export LoRA adapters and the reward head as an adapter for peft.
 
-The names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: two matrices for each linear
+Tensors have the names that peft 0.17 writes for ``TaskType.SEQ_CLS``: two matrices for each linear
 layer, and the complete reward head.
 """
 
@@ -64,7 +64,7 @@ def export_adapter(
     """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
 
     One process calls it. If the base is a folder, the adapter is loaded onto it, and must compute
-    the archive's rewards within 1e-4 before ``output`` gets its name.
+    the archive's rewards within 1e-4. Otherwise ``output`` is not created.
 
     Args:
         base: the base model that peft shall load: a folder, or a name on the hub.
@@ -75,8 +75,8 @@ def export_adapter(
         Lines to print.
 
     Raises:
-        CheckpointError: ``output`` exists, the archive is unsafe, no reward model or without LoRA,
-            or the adapter computes other rewards.
+        CheckpointError: ``output`` exists; the archive is unsafe, is no reward model or has no
+            LoRA; or the adapter computes other rewards.
     """
     output = Path(output)
     with atomic_folder(output) as staging, open_nemo(archive) as folder:
@@ -183,7 +183,7 @@ def _build_config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[st
 
 
 def _reward_model_class(base: str) -> Any:
-    """Return transformers' class of reward models for ``base``, or build one like it."""
+    """Return transformers' reward-model class for ``base``; build a class if there is none."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.modeling_layers import GenericForSequenceClassification
@@ -201,7 +201,7 @@ def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     tensors = load_file(folder / _WEIGHTS_NAME)
     head = tensors.pop(_PREFIX + HF_HEAD)
     try:
-        with quiet_about_heads(), bounded_torch_load():  # the base's weights may be pickles
+        with quiet_about_heads(), bounded_torch_load():  # the base model's weights may be pickles
             model = _reward_model_class(base).from_pretrained(
                 base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
             )

@@ -1,4 +1,4 @@
-"""Write the model card of an exported reward model; its text is in ``model_card.md.jinja``."""
+"""Write the model card of an exported reward model from the template ``model_card.md.jinja``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_card(
         archive: the exported archive. Checkpoints of its run in the same folder tell how the model
             was trained.
         base_license: licence of the base model.
-        trained_in: precision before the export, by the names of the contract.
+        trained_in: precision of the archive before the export, as in ``ScoringContract.dtype``.
         base: name of the base model if the folder is an adapter.
         form: form of the head (``ExportedHead.form``).
         is_loaded_with_head: whether transformers has a class that loads decoder and head. If not,
@@ -71,7 +71,7 @@ def model_card(
 
 
 def _describe_training(archive: Path) -> Iterator[str]:
-    """Describe the training by the checkpoints of its run, in the same folder as the archive."""
+    """Yield Markdown lines about the training, from the run's checkpoints next to the archive."""
     states = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
@@ -89,7 +89,8 @@ def _describe_training(archive: Path) -> Iterator[str]:
         names = ", ".join(f"`{Path(file).name}`" for file in files)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
-    # With one "/": "validation-<file>/accuracy", not "validation-<file>/by_source/...".
+    # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/", and not
+    # those by source ("validation-<file>/by_source/...").
     metrics_by_step = [
         {key: value for key, value in state["metrics"].items() if key.count("/") == 1}
         for state in states

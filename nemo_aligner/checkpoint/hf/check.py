@@ -1,11 +1,11 @@
 """Compare an exported Hugging Face folder with the reward model from which it was exported.
 
-``export`` calls it before an export gets its name. A few samples are tokenized and scored with
-transformers and with this package, and token ids, reading positions and logits are compared. The
-transformers side follows the program in the exported model card: it uses only transformers'
-tokenizer, chat template and model.
+``export`` runs this check before it renames the finished folder to its final name. A few samples
+are tokenized and scored with transformers and with this package, and token ids, reading positions
+and logits are compared. The transformers side follows the program in the exported model card: it
+uses only transformers' tokenizer, chat template and model.
 
-The last part of the file runs models that do not fit into memory, one layer or module at a time.
+The last part of this module runs models that do not fit into memory, one layer or module at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.utils.errors import CheckpointError, DataError
 
 TOLERANCE = 1e-4
-_RELATIVE_TOLERANCE = 1e-5  # for large rewards, where fp32 is not more precise
+_RELATIVE_TOLERANCE = 1e-5  # relative to a reward, because fp32 rounds large values more
 _MAX_CHECKED_TOKENS = 512
 
 
@@ -82,13 +82,14 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class CheckedText:
-    """A sample to compare, with its token ids by the scoring contract.
+    """A sample to compare, tokenized by the scoring contract.
 
     Attributes:
         text: a conversation, or a raw text.
         token_ids: token ids of the whole sample.
         scored: the last token ids, few enough for a quick check; with steps, all token ids.
-        reads: positions in ``scored`` at which steps are read; without steps, the last position.
+        reads: positions in ``scored`` at which the head is read: one for each step; without steps,
+            only the last position.
         steps: steps of the response, or the assistant's turns; empty for a sample with one reward.
     """
 
@@ -100,10 +101,12 @@ class CheckedText:
 
 
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
-    """Tokenize the samples that the contract accepts; with steps, if it reads steps.
+    """Tokenize those of the built-in samples that the contract accepts.
+
+    For a contract that reads steps, the samples are responses made of steps.
 
     Raises:
-        CheckpointError: the contract accepts none of them.
+        CheckpointError: the contract accepts none of the samples.
     """
     encode = _encode_steps if contract.has_steps else _encode_samples
     texts = list(encode(contract, tokenizer))
@@ -119,7 +122,7 @@ def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator
         try:
             (ids,) = contract.tokenize(tokenizer, [text])
         except DataError:
-            continue  # there is no chat template, or it refuses this conversation
+            continue  # no chat template, or one that rejects this conversation
         scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
             continue  # the marker, by which the response is found, may have been cut off
@@ -178,7 +181,7 @@ def compute_reference_logits(
 def check_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
 ) -> float:
-    """Load ``folder`` with transformers, and compare token ids and logits.
+    """Load ``folder`` with transformers, and compare its token ids and logits with this package's.
 
     Args:
         logits: expected ``[S, A]``, from ``compute_reference_logits``, in the exported form.
@@ -228,7 +231,7 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
         model = load_with_head(str(folder), source, head, "auto").to(current_device()).eval()
         compute_in_fp32(model)
         return tokenizer, model
-    # In the files' dtype, because transformers then maps the files instead of copying them.
+    # Loaded in the files' dtype, because transformers then maps the files instead of copying them.
     auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
     model, report = auto.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
@@ -255,7 +258,7 @@ def compare(
     texts: Sequence[CheckedText],
     logits: Tensor,
 ) -> float:
-    """Compare a loaded tokenizer and model as ``check_folder`` does."""
+    """Compare a loaded tokenizer and model; arguments and errors as in ``check_folder``."""
     for text in texts:
         _check_ids(tokenizer, contract, text)
     single = [_transformers_logits(model, tokenizer, [text])[0] for text in texts]
@@ -273,12 +276,12 @@ def compare(
 def check_difference(
     single: Tensor, padded: Tensor, logits: Tensor, texts: Sequence[CheckedText]
 ) -> float:
-    """Compare a library's logits with those of this package, and return the largest difference.
+    """Compare another library's logits with this package's, and return the largest difference.
 
     Args:
-        single: the library's logits ``[S, A]`` in batches of one.
-        padded: its logits in padded batches.
-        logits: the expected logits.
+        single: the other library's logits ``[S, A]`` in batches of one.
+        padded: the other library's logits ``[S, A]`` in padded batches.
+        logits: this package's logits ``[S, A]``.
 
     Raises:
         CheckpointError: a difference exceeds the tolerance.
@@ -308,7 +311,7 @@ def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) 
 
 
 def _transformers_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """Tokenize a sample like the program in the model card."""
+    """Tokenize a sample as the program in the model card does."""
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -335,7 +338,7 @@ def add_special_tokens(
 def _transformers_steps(
     tokenizer: Any, contract: ScoringContract, checked: CheckedText
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return token ids and reading positions like the program in the model card.
+    """Return token ids and reading positions as the program in the model card computes them.
 
     The sample is tokenized in pieces, each of which ends where a step is read.
     """
@@ -380,7 +383,7 @@ def _transformers_steps(
 
 
 def _transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]) -> list[Tensor]:
-    """Compute the logits of each sample in one batch with transformers, ``[1 or steps, A]``."""
+    """Compute one batch with transformers; return each sample's logits, ``[1 or steps, A]``."""
     reset_dynamic_rope(model)
     has_steps = bool(texts[0].steps)
     # transformers' classes find the last token with padding on either side, but positions of steps
@@ -400,7 +403,7 @@ def _check_logits(
     batch_kind: str, library_logits: Tensor, logits: Tensor, texts: Sequence[Text]
 ) -> None:
     difference = (library_logits - logits).abs()
-    # Negated, so that NaN counts as wrong.
+    # Written as "not within the tolerance", so that NaN counts as wrong.
     wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -415,11 +418,13 @@ BODY_SUFFIX, LANGUAGE_MODEL_SUFFIX = "Model", "ForCausalLM"
 
 
 def class_name(model_type: str, suffix: str) -> str:
-    """Return the name of a decoder's class with the given ``suffix``.
+    """Return the name of a decoder's class, such as ``LlamaForSequenceClassification``.
 
-    The name begins like that of the language model's class, because vLLM finds the decoder by it.
-    transformers' own names may differ: for Gemma 3 they are ``Gemma3ForCausalLM`` and
-    ``Gemma3TextForSequenceClassification``.
+    Args:
+        suffix: end of the name, such as ``ForSequenceClassification``. The beginning is that of the
+            language model's class, by which vLLM finds the decoder. transformers' own names may
+            differ: for Gemma 3 they are ``Gemma3ForCausalLM`` and
+            ``Gemma3TextForSequenceClassification``.
 
     Raises:
         CheckpointError: transformers does not know the ``model_type``.
@@ -439,7 +444,7 @@ def class_name(model_type: str, suffix: str) -> str:
 
 
 def has_class(architecture: str, model_type: str) -> bool:
-    """Tell if transformers has this class of reward models; otherwise it loads only the decoder."""
+    """Tell if transformers has this reward-model class; if not, it can load only the decoder."""
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -460,8 +465,8 @@ def has_class(architecture: str, model_type: str) -> bool:
 def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None], Tensor]) -> None:
     """Make each layer of ``model`` load its weights when it is called, and free them afterwards.
 
-    At most one layer is in memory at a time. Weights outside the layers are loaded now. The model
-    must run in one process; it cannot be trained.
+    At most one layer is in memory at a time. Weights outside the layers are loaded at once and
+    stay. The model must run in one process; it cannot be trained.
 
     Args:
         read: reads an unsharded tensor, in any dtype, by its name in ``decoder_tensors`` and its
@@ -469,7 +474,7 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
     """
     parameters = dict(model.named_parameters())
     by_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
-    # With keys that have the number of the layer.
+    # With this option each key has the number of its layer.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in parameters:
@@ -522,9 +527,9 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
 def _restore_buffers(model: Any) -> None:
     """Replace the buffers of a transformers model by those that its class computes in fp32.
 
-    transformers computes buffers that are not stored in the dtype in which it loads the model. In
-    bf16 a Gemma scales its embeddings by 25.25, although the root of its hidden size is 25.298. A
-    later cast to fp32 would keep 25.25.
+    Buffers that the files do not have are computed by transformers, in the dtype in which it loads
+    the model. In bf16 a Gemma scales its embeddings by 25.25, although the root of its hidden size
+    is 25.298. A later cast to fp32 would keep 25.25.
     """
     config = deepcopy(model.config)
     config.dtype = torch.float32

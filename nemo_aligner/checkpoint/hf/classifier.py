@@ -1,8 +1,8 @@
-"""Score samples with published Hugging Face reward models, by transformers.
+"""Score samples with published Hugging Face reward models, in transformers.
 
-The models are not converted: they run like their authors run them
+The models are not converted. They run as their authors run them
 (``AutoModelForSequenceClassification``), so that their rewards can be compared with those of this
-package. Evaluation uses it (``hf_model=``).
+package. ``nemo-aligner evaluate`` uses this module for ``hf_model=``.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class HfRewardModel:
     Attributes:
         tokenizer: tokenizer of transformers.
         model: reward model of transformers, on its device.
-        seq_length: limit for the tokens of a sample, the smaller one of the model's and the
-            tokenizer's; None for no limit.
-        batch_tokens: limit for the tokens of a batch, including padding.
+        seq_length: most tokens of a sample, the smaller of the model's and the tokenizer's limit;
+            None for no limit.
+        batch_tokens: most tokens of a batch, including padding.
         watch: called with the numbers of finished samples and of all samples.
         adds_eos: whether raw texts end with EOS, as in TRL's RewardTrainer.
         contract: scoring contract; None for a model that this package did not export.
@@ -108,7 +108,10 @@ class HfRewardModel:
         return ("reward",) if is_unnamed else names
 
     def check_are_rewards(self, remedy: str) -> None:
-        """Refuse the logits of a classifier; see ``heads.check_are_rewards``."""
+        """Raise CheckpointError for a classifier, whose logits are not rewards.
+
+        See ``heads.check_are_rewards``.
+        """
         config = self.model.config
         classes = [str(name) for name in config.architectures or []]
         may_be_classes = any(name.endswith(REWARD_SUFFIX) for name in classes)
@@ -117,7 +120,7 @@ class HfRewardModel:
 
     @cached_property
     def _readout(self) -> Readout | None:
-        """How rewards are computed from logits of bins, in exports of this package; else None."""
+        """Readout that turns logits of bins into rewards; None unless this package exported one."""
         readout = getattr(self.model.config, READOUT_KEY, None)
         return None if readout is None else Readout.from_json(json.dumps(readout))
 
@@ -192,7 +195,9 @@ class HfRewardModel:
         return [len(self.tokenizer(reply, add_special_tokens=False).input_ids) for reply in replies]
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples; see ``Scorer``. The label means in an export's config are added.
+        """Compute the rewards of samples; see ``Scorer``.
+
+        The label means that an export has in its config are added.
 
         Raises:
             DataError: with ``on_error="raise"``, as in ``encode``; the message has the index of
@@ -220,8 +225,8 @@ class HfRewardModel:
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield the indices of each batch: samples of similar length, so that padding is small."""
-        # transformers finds the last token by the pad token. Without one, and if RoPE depends on
-        # the longest sequence, a batch has only one sample.
+        # transformers finds the last token by the pad token. Without a pad token, or if RoPE
+        # depends on the longest sequence of a batch, each batch has only one sample.
         has_no_pad = self.model.config.get_text_config().pad_token_id is None
         is_single = has_no_pad or bool(length_dependent_rope(self.model))
         rows: list[int] = []
@@ -265,8 +270,8 @@ def load_hf_reward_model(
         precision: precision of the weights; None means fp32.
         batch_tokens: see ``HfRewardModel``.
         watch: see ``HfRewardModel``.
-        head: see ``find_head``; None means the head of transformers' class, if that loads all of
-            its tensors.
+        head: which head to read, see ``find_head``. None means transformers' class if it loads all
+            tensors of the head; otherwise the head that ``find_head`` finds.
 
     Raises:
         CheckpointError: transformers cannot load it, it has no reward head, a weight is NaN or
@@ -276,7 +281,7 @@ def load_hf_reward_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # First, because transformers would query the hub for a missing folder several times.
+    # Done first, because transformers would query the hub for a missing folder several times.
     exported = find_exported_contract(name)
     dtype = torch_dtype(precision or Precision.fp32)
     try:
@@ -312,7 +317,10 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
 
 
 def _freeze_dates(tokenizer: Any) -> Any:
-    """Return the chat template, or several by their names, with a fixed date as in a conversion."""
+    """Return the tokenizer's chat template with a fixed date, as ``convert`` does.
+
+    A tokenizer with several templates has a dict of them by name, and the result is a dict, too.
+    """
     templates, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
     if isinstance(templates, dict):
         return {
@@ -322,11 +330,14 @@ def _freeze_dates(tokenizer: Any) -> Any:
     return templates and freeze_date(templates, bos or "", eos or "")
 
 
-_NOT_LOADED = "transformers loads no reward model from it: "
+_NOT_LOADED = "transformers cannot load a reward model from it: "
 
 
 def _load_model(name: str, dtype: torch.dtype) -> Any:
-    """Load transformers' class, or if it lacks a part of the head, its decoder with the head."""
+    """Load transformers' reward-model class, or its decoder with a head of a layout in ``heads``.
+
+    The second way is for a class that lacks tensors of the checkpoint's head.
+    """
     from transformers import AutoModelForSequenceClassification
 
     try:
@@ -371,11 +382,11 @@ def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) 
 
 
 def _max_tokens(tokenizer: Any, model: Any) -> int | None:
-    """Return the limit for the tokens of a sample; None if there is none."""
+    """Return the most tokens that a sample may have; None if there is no limit."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if positions and rope.get("rope_type") == "dynamic":  # extends the context by this factor
+    if positions and rope.get("rope_type") == "dynamic":  # dynamic RoPE extends the context
         positions *= rope["factor"]
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]
     return min((int(limit) for limit in limits if limit < _NO_LENGTH), default=None)

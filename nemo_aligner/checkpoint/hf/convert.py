@@ -166,7 +166,7 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # Other tensors are refused, because they might change the model, unless they are dropped.
+    # check_tensors rejects all other tensors, because they might change what the model computes.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -182,8 +182,8 @@ def _convert(
         limits = stored.precision, shape.max_position_embeddings
         contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
-            # A LongRoPE or dynamic RoPE depends on a length, which only the contract has; this
-            # raises if the model does not support it.
+            # A LongRoPE or dynamic RoPE depends on the contract's seq_length; this call raises if
+            # the model does not support that length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
@@ -210,7 +210,7 @@ def _convert(
 def _select_rules(
     source: Source, config: Mapping[str, Any], labels: Sequence[str] | None, choice: str | None
 ) -> list[tuple[Rule, int | None]]:
-    """Return the rules of the decoder; for a base model with that of the output layer."""
+    """Return the decoder's rules; for a base model they include the rule of the output layer."""
     family = find_family(source.config.get("model_type"))
     has_output_layer = labels is None and not lacks_output_layer(source, choice)
     return model_rules(family, config, has_output_layer=has_output_layer)
@@ -226,7 +226,7 @@ def _head_sizes(
 
 
 def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
-    """Return the settings with additional query groups of zeros."""
+    """Return a copy of the NeMo config with ``zero_groups`` more query groups, and their heads."""
     if not zero_groups:
         return {**config}
     heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -390,7 +390,8 @@ def _read_id2label(source: Source, head: FoundHead) -> list[str]:
         labels = [by_number[number] for number in range(len(names))]
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(
-            f"id2label: got {shown(names)}, wanted names for the numbers from 0 on (or num_labels)"
+            f"id2label: got {shown(names)}, wanted names for the numbers from 0 on, one for each "
+            "output (or only num_labels)"
         ) from error
     return ["reward"] if labels == ["LABEL_0"] else labels
 
@@ -406,7 +407,7 @@ def _read_num_labels(source: Source, head: FoundHead) -> int:
 
 
 class _ContractOptions(NamedTuple):
-    """Options of ``convert_hf_to_nemo`` for a new contract; None for an option that is not set."""
+    """Options of ``convert_hf_to_nemo`` for a new contract; an option that is not set is None."""
 
     template: str | None = None
     seq_length: int | None = None
@@ -421,7 +422,7 @@ class _ContractOptions(NamedTuple):
 
 
 def _refuse_options(source: Source, labels: list[str] | None, options: _ContractOptions) -> None:
-    """Refuse options for a new contract if no contract will be built."""
+    """Raise CheckpointError for contract options if no new contract will be built."""
     builds_contract = labels is not None and source.contract is None
     if not builds_contract and any(option is not None for option in options):
         reason = "a base model has none" if labels is None else f"the model has {CONTRACT_NAME}"
@@ -450,7 +451,8 @@ def _read_or_build_contract(
         return None
     if source.contract is not None:
         contract = ScoringContract.from_dict(source.contract)
-        # GGUF has no tokenizer.json, so the file was rebuilt, with the same ids in other bytes.
+        # A GGUF file has no tokenizer.json, so the source has rebuilt one. It assigns the same ids,
+        # but its bytes, and so its fingerprint, differ.
         if source.remakes_tokenizer:
             fingerprint = tokenizer.fingerprint
             contract = replace(contract, tokenizer_fingerprint=fingerprint)
@@ -464,7 +466,8 @@ def _read_or_build_contract(
     is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
     statistics: list[Any] = [source.config.get(key) for key in ("mean", "std")]
     if is_ranking and are_numbers(statistics) and statistics[1] > 0:
-        # OpenRLHF stores them, and normalizes rewards with them only with --normalize_reward.
+        # OpenRLHF stores mean and std in config.json, but normalizes rewards with them only if
+        # --normalize_reward is set.
         mean, std = statistics
         contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")
     token_id = source.config.get(REWARD_TOKEN_KEY)

@@ -1,7 +1,8 @@
-"""Export a reward model as a Hugging Face folder, and check it before it gets its name.
+"""Export a reward model as a Hugging Face folder, and check the folder before it is published.
 
-Tensors are read from the archive one after the other. The exported folder is then loaded with
-transformers, and must compute the archive's token ids, and its rewards within 1e-4 in fp32.
+Tensors are read from the archive one after the other, and written to a temporary folder. That
+folder is then loaded with transformers, and must compute the archive's token ids, and its rewards
+within 1e-4 in fp32. Only then is it renamed to ``output``.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.writing import write_problem
 
-# Export as a folder. LoRA is folded into the weights.
+# Export as a folder, with LoRA folded into the weights.
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ def export_to_hf(
     """Write the reward model ``archive`` as the new folder ``output``; one process calls it.
 
     Raises:
-        CheckpointError: ``output`` exists, the archive is unsafe or no reward model, a Hugging Face
-            folder cannot represent it, or the exported folder computes other rewards.
+        CheckpointError: ``output`` exists; the archive is unsafe or is no reward model; a Hugging
+            Face folder cannot represent it; or the exported folder computes other rewards.
     """
     output = Path(output)
     if layout.num_ranks > 1:
@@ -217,8 +218,8 @@ def _compare_rewards(
         return check(folder, exported, texts, logits)
 
 
-# Suffixes of a class's name, by the form of its head. vLLM reads two layers in a
-# Qwen2ForRewardModel; a value head is on top of a language model's class.
+# Suffixes of a class's name, by the form of its head. vLLM loads a head of two layers as
+# Qwen2ForRewardModel; a value head needs the language model's class.
 _SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: LANGUAGE_MODEL_SUFFIX}
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 
@@ -227,14 +228,18 @@ def _choose_class(archive: RewardArchive, head: ExportedHead, contract: ScoringC
     """Return the name of the class for the archive's decoder with this head."""
     suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
     suffix = suffixes.get(head.form, REWARD_SUFFIX)
-    # The head reads a mean. A class of reward models would be read at the last token.
+    # A reward-model class reads the last token, but this head reads the mean of a response, so only
+    # the decoder's class fits.
     if contract.reply_marker is not None:
         suffix = BODY_SUFFIX
     return class_name(archive.family.to_hf(archive.config)["model_type"], suffix)
 
 
 def _fits_class(head: ExportedHead, contract: ScoringContract, config: Mapping[str, Any]) -> bool:
-    """Tell if transformers has a class that loads decoder and head; ``config`` is the export's."""
+    """Tell if transformers has a class that loads both decoder and head.
+
+    ``config`` is the exported ``config.json``.
+    """
     is_loaded = head.form == (SCORE_WITH_BIAS if contract.has_steps else LINEAR.last)
     return is_loaded and has_class(config["architectures"][0], config["model_type"])
 
@@ -242,7 +247,7 @@ def _fits_class(head: ExportedHead, contract: ScoringContract, config: Mapping[s
 def _describe_head(
     contract: ScoringContract, exported: ScoringContract, form: str
 ) -> Iterator[str]:
-    """Write lines about what the exported head lacks, and what its readers have to do."""
+    """Yield lines for the user: what the exported head lacks, and how programs have to read it."""
     if contract.readout != exported.readout:
         readout = contract.output_readout
         if readout is not None and readout.kind == HEADS:
@@ -302,7 +307,7 @@ _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
 _CLASS_OF_5, _CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
 _NEW_PAD = "<|pad|>"
-# Tokens that vocabularies reserve and with which no sample ends, the likeliest first.
+# Patterns of unused special tokens that can serve as the pad token, in order of preference.
 _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
 
 
@@ -397,7 +402,7 @@ def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, in
     """Choose a pad token and its id. If the id is the vocabulary size, the token has to be added.
 
     transformers reads the reward at the last token that is not padding, so no sample may end with
-    the pad token. It must be neither BOS nor EOS, nor one of ``last_ids``.
+    the pad token. The pad token is neither BOS, nor EOS, nor one of ``last_ids``.
     """
     # An existing, unused special token is preferred, because it needs no new row in the embedding.
     taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
@@ -427,11 +432,12 @@ def write_tokenizer(
     if tokenizer.pad_token != pad_token:
         changes["pad_token"] = pad_token
     if contract.reply_marker is not None:
-        # sentence-transformers does not count the last token of a prompt if it is one of these.
+        # sentence-transformers does not count the last token of a prompt if it is in these lists.
         changes |= dict.fromkeys(("extra_special_tokens", "additional_special_tokens"))
     template = with_kwargs_inside(contract.template, contract.template_kwargs)
     if template and contract.reward_token_id is not None:
-        # The template appends the reward token for programs that do not read the setting.
+        # The template appends the reward token, for programs that do not read its id from
+        # config.json.
         template += "{{ " + json.dumps(tokenizer.decode([contract.reward_token_id])) + " }}"
     if (tokenizer.chat_template or "") != template:
         changes["chat_template"] = None
@@ -448,7 +454,7 @@ def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that transformers 4 needs in a ``tokenizer_config.json`` of version 5.
 
     Version 5 names a class that version 4 does not have. The class of version 4 returns token
-    types, which decoders refuse, unless the settings list the model's inputs.
+    types, which decoders reject, unless the settings list the model's inputs.
     """
     if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
         return {}
@@ -513,7 +519,7 @@ def hf_config(
         "bos_token_id": contract.bos_id,
         "eos_token_id": contract.eos_id,
         "pad_token_id": pad_id,
-        # transformers 5 reads the first key, transformers 4 the second.
+        # transformers 5 reads "dtype", transformers 4 "torch_dtype".
         "dtype": dtype,
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
@@ -529,7 +535,8 @@ def hf_config(
 def step_settings(contract: ScoringContract, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the additional settings of ``config.json`` for a model with one reward per step.
 
-    Two outputs have no ``problem_type``: vLLM then returns their softmax, as for Qwen2.5-Math-PRM.
+    For one attribute with two outputs, ``problem_type`` is None: vLLM then returns the softmax of
+    the outputs, as for Qwen2.5-Math-PRM.
     """
     if not contract.has_steps:
         return {}

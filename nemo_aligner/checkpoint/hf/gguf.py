@@ -1,10 +1,10 @@
 """Read a GGUF file as the Hugging Face checkpoint from which it was converted.
 
-The ``gguf`` package (extra ``[gguf]``) reads the file. It trusts a file's counts and lengths, so
-the header is checked first. The format is described in
+The ``gguf`` package (extra ``[gguf]``) reads the file. The package trusts a file's counts and
+lengths, so the header is checked first. The format is described in
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
-The file has three parts: ``GgufCheckpoint``, the check of the header, and the tokenizer.
+This module has three parts: ``GgufCheckpoint``, the check of the header, and the tokenizer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 Fields = Mapping[str, Any]
-# A reward head for llama.cpp's rank pooling, and the prompt of its /rerank.
+# Tensor of the reward head for llama.cpp's rank pooling, and field with the prompt template of
+# llama.cpp's /rerank.
 CLASSIFIER = "cls.output.weight"
 RERANK_TEMPLATE = "tokenizer.chat_template.rerank"
 _MAX_EXPERTS = 10_000
@@ -140,8 +141,8 @@ class GgufCheckpoint:
     def _add_classifier(self) -> None:
         """Add the reward head of a file for rank pooling: the log-odds of two classes.
 
-        llama.cpp applies a softmax to the logits of two rows. The log-odds are the logit of the
-        difference of the rows.
+        llama.cpp applies a softmax to the logits of two rows. The log-odds are the first logit
+        minus the second, so the head is the first row minus the second.
         """
         key = f"{self._format.architecture}.{LABELS}"
         labels, shape = self.fields.get(key), self._stored[CLASSIFIER].unpacked_shape
@@ -217,7 +218,7 @@ def _read_contract(fields: Fields) -> Mapping[str, Any] | None:
 
 
 def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
-    """Read the metadata by key, and the locations of the tensors by name."""
+    """Return a file's metadata by key, without the vocabulary, and its tensors by name."""
     try:
         import gguf
     except ImportError as error:
@@ -227,9 +228,9 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
         if architecture is not None:
             # Checked before the gguf package reads the vocabulary, which takes seconds.
             check_gguf_architecture(architecture)
-        # After the check of the header, which GGUFReader trusts.
+        # GGUFReader trusts the header, so it opens the file only after the check.
         reader = gguf.GGUFReader(path)
-        # Without the vocabulary, because the reader makes an array for every word.
+        # The vocabulary is left out, because the reader makes an array for every word.
         fields = {
             key: _read_value(field)
             for key, field in reader.fields.items()
@@ -254,14 +255,14 @@ def _halves_order(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-# Check of the header. The gguf package creates an object for every item that an array claims to
-# have, even past the end of the file.
+# Check of the header, which comes before the gguf package reads it: for an array, the package
+# creates as many objects as the header claims, even past the end of the file.
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-# Limits far above the numbers in any real file; a vocabulary of 300,000 words has about as many
-# merges.
+# Limits for the fields and tensors, for the items of all arrays, and for a tensor's axes. They are
+# far above any real file; a vocabulary of 300,000 words has about as many merges.
 _MAX_ENTRIES, _MAX_ITEMS, _MAX_AXES = 2**16, 2**23, 8
 
 
@@ -353,27 +354,31 @@ class _Header:
 
     def _skip(self, size: int) -> None:
         if size > len(self._data) - self._position:
-            raise self._error(f"{size} more bytes, past the end of the file")
+            raise self._error(f"a value of {size} bytes, which goes past the end of the file")
         self._position += size
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"not a readable GGUF file: byte {self._position}: got {problem}")
 
 
-# The tokenizer. transformers reads it and drops some of its rules, which are added again here, as
-# in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
+# The tokenizer, which transformers reads from the file without some of its rules. ``_add_rules``
+# adds these rules again, as in
+# https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
 
-# Older versions use BOS in place of EOS, and GPT-2's pre-tokenizer for every tokenizer.
+# Older versions of transformers use BOS in place of EOS, and GPT-2's pre-tokenizer for every
+# tokenizer.
 _OLDEST_TRANSFORMERS = (5, 23)
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 # Pre-tokenizers with ignore_merges: a word that is in the vocabulary is one token.
 _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
-# The supported pre-tokenizers of byte-level BPE. GPT-2's is the default, and used by two more.
+# Names under which GPT-2's pre-tokenizer (byte-level BPE) is stored; a file without a name has it,
+# too.
 _LIKE_GPT2 = (None, "gpt-2", "olmo", "exaone4")
-# transformers does not read those that split numbers into single digits.
+# Pre-tokenizers that split numbers into single digits. transformers does not know these names, so
+# ``_add_rules`` sets the rule.
 _SINGLE_DIGITS = ("smollm", "refact", "starcoder")
 _READ_BY_TRANSFORMERS = ("qwen2", "deepseek-r1-qwen", "megrez", "dbrx", "smaug-bpe", "gpt-4o")
-# Llama 3's regular expression, without ignore_merges.
+# Pre-tokenizers with Llama 3's regular expression, but without ignore_merges.
 _LIKE_LLAMA3 = ("glm4", "chatglm-bpe")
 _LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -407,12 +412,13 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
             "or newer (extra [gguf])"
         )
     _check_pre_tokenizer(fields)
-    # Through a link in an empty folder, because transformers would also read other tokenizer files
-    # in the same folder.
+    # The file is read through a link in an empty folder, because transformers would also read other
+    # tokenizer files in the same folder.
     with tempfile.TemporaryDirectory() as empty_folder:
         Path(empty_folder, "model.gguf").symlink_to(path.resolve())
         try:
-            # Not AutoTokenizer, which must know the model's class, and adds a token to Gemma 2's.
+            # Not AutoTokenizer, which must know the model's class, and adds a token to Gemma 2's
+            # tokenizer.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
                 empty_folder,
                 gguf_file="model.gguf",
@@ -436,7 +442,10 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
 
 
 def _restore_nul(file: Path) -> None:
-    """Rename InternLM2's token for the NUL character, so that no other character becomes it."""
+    """Give InternLM2's token for the NUL character its name back.
+
+    llama.cpp's converter names it like a dragon emoji, which would be read as NUL in a sample.
+    """
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     if _NUL in vocabulary and "\0" not in vocabulary:
@@ -456,7 +465,7 @@ def _convert_to_jinja(rerank: str) -> str:
 
 
 def _check_pre_tokenizer(fields: Fields) -> None:
-    """Refuse a pre-tokenizer that transformers would silently replace by GPT-2's."""
+    """Reject a pre-tokenizer that transformers would silently replace by GPT-2's."""
     name = fields.get(_PRE)
     if fields.get(_MODEL) == "gpt2" and name not in _PRE_TOKENIZERS:
         supported = ", ".join(filter(None, _PRE_TOKENIZERS))
@@ -464,7 +473,7 @@ def _check_pre_tokenizer(fields: Fields) -> None:
 
 
 def _adds_bos(fields: Fields) -> bool:
-    """Tell if samples begin with BOS. Without a field for it the kind of tokenizer decides."""
+    """Tell if samples begin with BOS; if no field says so, the kind of tokenizer decides."""
     is_default = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _IGNORE_MERGES
     has_bos = "tokenizer.ggml.bos_token_id" in fields
     return bool(fields.get("tokenizer.ggml.add_bos_token", is_default and has_bos))

@@ -1,7 +1,7 @@
 """Translate the metadata of a GGUF file to a ``config.json``.
 
-A missing field has llama.cpp's default. Fields that are not read are refused, unless they are off,
-because they might change what the model computes.
+A missing field has llama.cpp's default. A field that this module does not read raises an error
+unless it is off (0, false or empty), because it might change what the model computes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _SCALING_FIELDS = {
     },
     "longrope": {"rope.scaling.attn_factor": _ATTENTION_FACTOR},
 }
-# Fields that change no hidden state: sizes that the tensors have, too, the epsilon of the other
-# kind of norm, changes of logits and of text embeddings, and notes.
+# Fields that change no hidden state: sizes that the tensors have, too; the epsilon of a kind of
+# norm that the model does not have; changes of logits and of text embeddings; notes.
 _IGNORED = (
     "vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
     "rope.scaling.finetuned", "final_logit_softcapping", "logit_scale", "pooling_type",
@@ -60,8 +60,8 @@ _IGNORED = (
 )  # fmt: skip
 
 
-# Fields with the value that is supported: causal attention, and a softmax over the scores of an
-# MoE router.
+# Fields that are accepted with only one value: causal attention, and a softmax over the scores of
+# an MoE router.
 _SUPPORTED_VALUES = {"attention.causal": True, "expert_gating_func": 1}
 
 
@@ -141,7 +141,7 @@ _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_patter
 
 
 def _translate_windows(reader: GgufFields, layers: int) -> dict[str, Any]:
-    """Translate the sliding window (0 is none), and the list of layers that have it, if any."""
+    """Translate the sliding window (0 means none) and, if there is one, the list of its layers."""
     size, pattern = reader.values.get(_WINDOW) or None, reader.values.get(_PATTERN)
     window: dict[str, Any] = {"sliding_window": None if size is None else reader.count(_WINDOW)}
     if size is None or pattern is None:
@@ -163,7 +163,8 @@ def _count_rotated_channels(
         raise reader.error("rope.dimension_count", f"wanted {head_dim}, all channels of a head")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if gguf.is_share_of_hidden and heads * head_dim != hidden:
-        # The converter computes the rotated channels from hidden / heads instead of head_dim.
+        # llama.cpp's converter computes the rotated channels from hidden / heads, not from
+        # head_dim.
         raise reader.error(
             "attention.key_length",
             f"wanted {hidden // heads}, the hidden size divided by the heads. Otherwise the file "
@@ -173,7 +174,10 @@ def _count_rotated_channels(
 
 
 def _refuse_unread_fields(reader: GgufFields, gguf: GgufFormat) -> None:
-    """Refuse unread fields, which might change what the model computes, unless they are off."""
+    """Raise CheckpointError for a field that is not read, unless it is off.
+
+    Such a field might change what the model computes.
+    """
     readable = {*SETTINGS, *_OPTIONAL_FIELDS, *_IGNORED, *gguf.optional}
     readable |= {_WINDOW, _PATTERN} if gguf.has_windows else set()
     readable |= _SCALING_FIELDS.get(str(reader.values.get(_SCALING_TYPE)), {}).keys()
@@ -244,7 +248,7 @@ def _translate_longrope(
 
 
 def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, Any]:
-    """Return the settings of Llama 3.1's RoPE scaling, if they give these divisors.
+    """Return the settings of Llama 3.1's RoPE scaling; raise CheckpointError for other divisors.
 
     Args:
         divisors: divisors of the frequencies, ``[rotated / 2]``.
@@ -259,7 +263,8 @@ def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    # The file has only the divisors; they are accepted if Llama 3's constants give the same.
+    # The file has only the divisors. They are accepted if Llama 3.1's constants give the same
+    # divisors.
     if not torch.allclose(divisors, llama3_divisors(base, rotated, scaling), rtol=1e-3):
         raise CheckpointError(
             f"{ROPE_FREQS}: its values are not those of Llama 3.1's RoPE scaling, and no other "
@@ -269,7 +274,7 @@ def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, 
 
 
 def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Compute by what Llama 3.1's RoPE scaling divides the frequencies, fp32 ``[head_dim / 2]``."""
+    """Compute the divisors of RoPE's frequencies in Llama 3.1, fp32 ``[head_dim / 2]``."""
     frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

@@ -1,11 +1,11 @@
 """Export a reward model as a GGUF file for llama.cpp's rank pooling.
 
-The file is read again and compared with the archive before it gets its name.
+The file is read again and compared with the archive before it is renamed to its final name.
 
 llama.cpp (``src/models/*.cpp``, ``build_pooling`` in ``src/llama-graph.cpp``) has a classifier for
 only one decoder that this package supports, Qwen3: one matrix without a bias, at the last token,
-followed by a softmax. So the file has the reward's row and a row of zeros. The softmax of the two
-is the sigmoid of the reward, and the logarithm of their ratio is the reward.
+followed by a softmax. So the file has the reward's row and a row of zeros. The first value of the
+softmax is the sigmoid of the reward; the reward is the log of the first value over the second.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _FILE = "model.gguf"
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes one export.
+    """Writes a reward model as one GGUF file, and checks the written file.
 
     Attributes:
         archive: the opened archive.
@@ -288,13 +288,13 @@ class _Writer:
             yield name, stored
 
     def _compare_with_archive(self) -> None:
-        """Read the file like a conversion does, and compare it with the archive."""
+        """Read the file as a conversion does, and compare it with the archive."""
         read = GgufCheckpoint(self.scratch / _FILE)
         family = self.archive.family
         config, expected = family.to_nemo(read.config), family.to_hf(self.archive.config)
         actual = family.to_hf(config)
         for key, value in expected.items():
-            # A reward model has no output layer, so it does not matter if it is tied.
+            # A reward model has no output layer, so this key changes nothing.
             if actual[key] != value and key != "tie_word_embeddings":
                 raise CheckpointError(
                     f"{key}: the written file has {actual[key]}, but the archive {value}"
@@ -329,7 +329,7 @@ class _Writer:
         return lines
 
 
-# Names of llama.cpp for pre-tokenizers of byte-level BPE (``src/llama-vocab.cpp``).
+# llama.cpp's names for pre-tokenizers of byte-level BPE (``src/llama-vocab.cpp``).
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -376,7 +376,7 @@ def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
 
 
 def _list_vocabulary(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """List the tokens and their GGUF types by id; ids that the tokenizer lacks are unused."""
+    """List the tokens and their GGUF types by id; an id without a token gets an unused token."""
     import gguf
 
     kinds = gguf.TokenType

@@ -3,10 +3,10 @@
 Published reward models name the layers of their heads in different ways. Each way is a
 ``HeadLayout`` in ``LAYOUTS``. Every head reads the hidden state after the final norm at the last
 token of a sample; the chat template and the ``reward_token_id`` in the scoring contract define
-which token that is. Some rewards are computed from rows of the output layer (LM head). An import
-copies these rows into a head of their own, so later readers need not know about them.
+which token that is. Some rewards are computed from rows of the output layer (LM head). A conversion
+copies these rows into an ordinary head, so later readers need not know about them.
 
-Used by ``convert`` (find and read a head), ``classifier`` and ``check`` (run one).
+``convert`` uses this module to find and read a head, ``classifier`` and ``check`` to run it.
 """
 
 from __future__ import annotations
@@ -71,20 +71,21 @@ LAYOUTS = (
 # Key of config.json with the name of OpenRLHF's head. Without the key the name is "value_head" or
 # "score".
 PREFIX_KEY = "value_head_prefix"
-# Key of config.json with the token at which InternLM2's reward models read. They append it to
-# every sample.
+# Key of config.json with the id of the token at which InternLM2's reward models read. They append
+# this token to every sample.
 REWARD_TOKEN_KEY = "reward_token_id"
 # Key of config.json, in exports of this package: how rewards are computed from logits of bins.
 READOUT_KEY = "readout"
 # Suffixes of classes whose heads read each step, or each token, instead of the last token.
 TOKEN_SUFFIX, STEP_SUFFIX = "ForTokenClassification", "ForProcessRewardModel"
-# Skywork-o1-Open-PRM has the last one.
+# "ForPrmModel" is the suffix of Skywork-o1-Open-PRM's class.
 _STEP_CLASS_SUFFIXES = (TOKEN_SUFFIX, STEP_SUFFIX, "ForPrmModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
 # Forms in which an export can write a head of one matrix; the first is that of transformers.
 SCORE_WITH_BIAS = "score.bias"
 LINEAR_FORMS = (LINEAR.last, SCORE_WITH_BIAS, VALUE_LAYER.last)
-# Needed because a tensor without columns may claim any number of rows without any bytes of data.
+# Limit for the rows of a head. A tensor without columns may claim any number of rows without any
+# bytes of data.
 _MAX_OUTPUTS = 10_000
 _MAX_ROW_DIGITS = 10
 
@@ -155,7 +156,9 @@ class FoundHead:
         if is_tied(family.to_nemo(source.config)):
             name = next(rule.hf[0] for rule in family.model if rule.megatron == EMBEDDING)
         if name not in source.tensors:
-            raise CheckpointError(f"{name}: it is missing, but the head is made of its rows")
+            raise CheckpointError(
+                f"{name}: the tensor is missing, but the head is made of its rows"
+            )
         return cls({"weight": name}, 1, None, f"rows of {name}", source.tensors, tuple(rows))
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
@@ -176,10 +179,10 @@ class FoundHead:
     def at_steps(self) -> FoundHead:
         """Return the head as it is read for steps: with two outputs, for a wrong and a right step.
 
-        Two rows of the output layer become two outputs; the model card of
-        math-shepherd-mistral-7b-prm computes a softmax of the two and takes that of the first row.
-        A value head's output becomes the logit of a right step, with 0 for a wrong one, because
-        Skywork-o1-Open-PRM's program takes its sigmoid (skywork-o1-prm-inference,
+        Two rows of the output layer become two outputs, because the model card of
+        math-shepherd-mistral-7b-prm computes their softmax, and takes the probability of the first
+        row. A value head's output becomes the logit of a right step, with 0 for a wrong one,
+        because Skywork-o1-Open-PRM's program takes its sigmoid (skywork-o1-prm-inference,
         ``return_probs=True``).
         """
         is_log_odds = self.names["weight"] == VALUE_LAYER.names()["weight"]
@@ -187,7 +190,10 @@ class FoundHead:
         return replace(self, outputs=2, is_log_odds=is_log_odds) if is_pair else self
 
     def with_outputs(self, outputs: int) -> FoundHead:
-        """Return the head with ``outputs`` outputs: the difference of two outputs if that is 1."""
+        """Return the head with ``outputs`` outputs, the number in the scoring contract.
+
+        If the contract has one output but the head two, the reward is the second minus the first.
+        """
         if outputs == self.outputs:
             return self
         return replace(self, outputs=outputs, is_difference=True)
@@ -224,7 +230,8 @@ class FoundHead:
         if not self.rows:
             return stored.float()
         rows = stored[list(map(int, self.rows))].float()
-        # For steps: ``rows`` name the token of a right step first, but its output is the second.
+        # ``rows`` has the token of a right step first, but the logit of a right step is the second
+        # output.
         if self.outputs == 2:
             return rows.flip(0)
         return rows if len(rows) == 1 else rows[:1] - rows[1:]
@@ -237,7 +244,7 @@ _CAPPED = ("gemma2", "final_logit_softcapping")
 
 
 def find_head(source: Source, choice: str | None = None) -> FoundHead | None:
-    """Find the reward head of a checkpoint; None if it is, or shall be, a base model.
+    """Find the reward head of a checkpoint; None for a base model, or if the user wants no head.
 
     Args:
         choice: ``none`` ignores any head, so that the checkpoint counts as a base model; the name
@@ -283,7 +290,7 @@ def find_head(source: Source, choice: str | None = None) -> FoundHead | None:
 
 
 def check_are_rewards(problem: Any, names: Sequence[str] = (), remedy: str = "") -> None:
-    """Refuse the outputs of a classifier, because its logits are not rewards.
+    """Raise CheckpointError for the outputs of a classifier, because its logits are not rewards.
 
     transformers treats a ``ForSequenceClassification`` with several outputs as a classifier unless
     its ``problem_type`` is ``regression``.
@@ -291,7 +298,7 @@ def check_are_rewards(problem: Any, names: Sequence[str] = (), remedy: str = "")
     Args:
         problem: ``problem_type`` in ``config.json``.
         names: names of the outputs; empty if the user has said that they are rewards.
-        remedy: how a user says that they are rewards, for the error.
+        remedy: what the user has to do if the outputs are rewards, for the message.
 
     Raises:
         CheckpointError: the outputs are those of a classifier, or it is not known if they are.
@@ -384,7 +391,8 @@ def _parse_rows(choice: str) -> list[str | int]:
 def _read_row_tokens(source: Source) -> list[str] | None:
     """Read the tokens of the rows from which vLLM makes a head; None if the config has none.
 
-    vLLM's setting names the losing token first and the winning token second.
+    vLLM's setting names the losing token first. The result has the winning token first, as in
+    ``FoundHead.rows``.
     """
     tokens, method = source.config.get("classifier_from_token"), source.config.get("method")
     if tokens is None:

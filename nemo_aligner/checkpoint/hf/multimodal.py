@@ -33,7 +33,8 @@ _SIZES = {
 }
 _QWEN2 = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 # The known family of each decoder, and defaults in which the decoder's class differs from it.
-# Their RoPE by three coordinates (mrope) is ordinary RoPE for text, whose coordinates are equal.
+# Qwen-VL's RoPE has three coordinates (mrope). They are equal for text, so it is ordinary RoPE
+# there.
 _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
     # LLaVA's releases have only the settings that differ from the defaults of transformers' class.
     "llama": ("llama", {**_SIZES, "intermediate_size": 11008, "max_position_embeddings": 2048}),
@@ -138,7 +139,7 @@ def decoder_name(name: str) -> str | None:
 
 
 def describe_dropped_parts(names: Iterable[str]) -> Iterator[str]:
-    """Write a line about the parts of a multimodal model that are dropped, if there are any."""
+    """Yield a line that names the dropped parts of a multimodal model, if there are any."""
     dropped = [name for name in names if decoder_name(name) is None]
     parts = sorted({match[1] for name in dropped if (match := _OTHER_PARTS.match(name))})
     if dropped:

@@ -1,8 +1,9 @@
 """Export a reward model that reads the mean of a response, for sentence-transformers.
 
-After the decoder come a pooling module, which ignores the tokens of the prompt, and a dense module
-for each layer of the head. The prompt is the text before the response, including the marker with
-which a response begins. Names and rules are those of sentence-transformers 6.2.
+The exported folder has three kinds of modules in a row: the decoder, a pooling module, which
+ignores the tokens of the prompt, and a dense module for each layer of the head. The prompt is the
+text before the response, including the marker with which a response begins. Names and rules are
+those of sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from nemo_aligner.utils.errors import CheckpointError
 
 _POOLING = "1_Pooling"
 _TRANSFORMER = {
-    # Texts only: with a chat template, inputs would be treated as messages, whose prompts are
-    # averaged, too.
+    # Text is the only kind of input. Otherwise, with a chat template, inputs would be treated as
+    # messages, and the mean would include their prompts.
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
     "module_output_name": "token_embeddings",
     # The chat template has written the special tokens already.
@@ -54,7 +55,7 @@ def require_package() -> None:
 
 
 def write_modules(folder: Path, head: ExportedHead, hidden_size: int) -> None:
-    """Write the modules after the decoder: the mean, and the layers of a head with biases."""
+    """Write the modules after the decoder: the mean, and the head's layers, all with a bias."""
     layers = sorted({name.rpartition(".")[0] for name in head.tensors})
     kinds = {"": "Transformer", _POOLING: "Pooling", **dict.fromkeys(layers, "Dense")}
     modules = [
@@ -87,7 +88,7 @@ def _write_json(path: Path, content: Any) -> None:
 def check_pooled_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
 ) -> float:
-    """Load ``folder`` with sentence-transformers and compare like ``check.check_folder``."""
+    """Load ``folder`` with sentence-transformers, and compare as ``check.check_folder`` does."""
     from sentence_transformers import SentenceTransformer
 
     try:
@@ -104,7 +105,7 @@ def check_pooled_folder(
     decoder = model[0].model
     compute_in_fp32(decoder)
     files = sorted(folder.glob("score*/model.safetensors"))
-    # The files have the head in fp32, but it was cast to the decoder's dtype.
+    # The files have the head in fp32, but loading has cast it to the decoder's dtype.
     for dense, file in zip(list(model)[2:], files, strict=True):
         dense.float().load_state_dict(load_file(file))
 
@@ -125,7 +126,7 @@ def check_pooled_folder(
 
 
 def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
-    """Split a sample into prompt and response like the program in the model card."""
+    """Split a sample into prompt and response as the program in the model card does."""
     if isinstance(text, str):
         ids = add_special_tokens([None], contract)  # None stands for the ids of the text
         pieces = (text if token_id is None else tokenizer.decode([token_id]) for token_id in ids)

@@ -1,7 +1,8 @@
 """Read a reward model's archive for an export: tensors, head and contract in Hugging Face's form.
 
-``RewardArchive`` reads the decoder's tensors under their Hugging Face names. The rest of the file
-converts the head to the form in which it is written, and the scoring contract with it.
+``RewardArchive`` reads the decoder's tensors under their Hugging Face names. The rest of this
+module converts the head to the form in which an export writes it, and the scoring contract to
+match.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class RewardArchive:
         embedding_dtype: dtype of the embedding.
         family: the model family.
         config: settings of the model, without added query groups of zeros.
-        num_query_groups: number of query groups in the archive, with those of zeros.
+        num_query_groups: number of query groups in the archive, including added groups of zeros.
         rules: rules of the decoder's tensors with their layers.
         lora: LoRA adapters in the archive; None if there are none.
     """
@@ -172,7 +173,7 @@ class RewardArchive:
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
         """Read a Megatron tensor, rounded as in the exported folder.
 
-        The check then compares rewards of equally rounded weights.
+        So the check of an export compares rewards of equally rounded weights.
         """
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
@@ -228,8 +229,8 @@ class ExportedHead:
         tensors: fp32 tensors by their names in the folder.
         form: name of a layout, or ``score.bias``.
         means: ``[A]``, the label means that a reader still has to add to the outputs.
-        shift: ``[A]``, the difference of the outputs from those of the archive's head; None for
-            none.
+        shift: ``[A]``, the outputs of this head minus those of the archive's head; None if they are
+            equal.
         is_pair: the head has two outputs for one reward, of which the first is always 0.
     """
 
@@ -292,7 +293,8 @@ class ExportedHead:
         """Convert a head that reads steps to the only form that such a head has; see ``of``.
 
         The form has biases. One reward becomes two outputs, 0 and the reward, because programs for
-        such models expect two: their softmax is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
+        such models expect two outputs. Their softmax is ``1 - sigmoid(reward)`` and
+        ``sigmoid(reward)``.
         """
         form = _require_biased_form(head, form, "steps")
         tensors, rows = _with_biases(head), head["weight"].size(0)
@@ -308,7 +310,7 @@ class ExportedHead:
 
 
 def _require_biased_form(head: Mapping[str, Tensor], form: str | None, reads: str) -> str:
-    """Return the form with biases, the only one for a head of this kind.
+    """Return the form with biases, the only form for heads that read steps or means.
 
     Args:
         form: the requested form; None for any.
@@ -345,7 +347,10 @@ def _rename_tensors(head: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
 def _check_form(
     form: str, default_form: str, head: Mapping[str, Tensor], *, are_rewards: bool
 ) -> None:
-    """Refuse a form in which a head cannot be written; ``default_form`` is the head's own."""
+    """Raise CheckpointError if a head cannot be written in ``form``.
+
+    ``default_form`` is the form that the head has in the archive.
+    """
     has_two_layers = default_form == TWO_LAYERS.last
     supported = [TWO_LAYERS.last] if has_two_layers else [*LINEAR_FORMS]
     if form not in supported:
@@ -386,7 +391,8 @@ def build_exported_head(
     exported_readout = exported.output_readout
     are_rewards, form = exported_readout is None, options.head
     if contract.has_steps and exported_readout is not None and exported_readout.kind == SIGMOID:
-        # Programs for such models apply a softmax to two outputs, which gives the probability.
+        # Programs for models with steps apply a softmax to two outputs, which gives the probability
+        # that the readout's sigmoid would give. So the outputs are exported as rewards.
         are_rewards = True
     if contract.reply_marker is not None:
         form = _require_biased_form(stored, form, "means")
@@ -416,9 +422,9 @@ def _read_head(
         )
     if merge and contract.aggregation not in (Aggregate.last, Aggregate.mean):
         raise CheckpointError(
-            f"merge: the reward of a sample is the {contract.aggregate} of its steps' rewards, and "
-            "that of a weighted sum is not the weighted sum of those. Export the attributes "
-            "separately, without --merge"
+            f"merge: the reward of a sample is the {contract.aggregate} of its steps' rewards, "
+            "which would change if the attributes of each step were summed first. Export the "
+            "attributes separately, without --merge"
         )
     if merge:
         weights = torch.tensor(contract.attribute_weights)[None]
@@ -448,9 +454,9 @@ def _merge_attributes(contract: ScoringContract) -> ScoringContract:
 def _check_step_layers(
     archive: RewardArchive, head: ExportedHead, exported: ScoringContract
 ) -> None:
-    """Refuse a head of two layers unless it fits Qwen2's class for steps.
+    """Raise CheckpointError for a head of two layers that does not fit Qwen2's class for steps.
 
-    Only that class reads steps with two layers.
+    No other class reads steps with two layers.
     """
     model_type = archive.family.to_hf(archive.config)["model_type"]
     sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]

@@ -1,6 +1,6 @@
 """Open what a conversion reads: a Hugging Face folder, a model on the hub, or a GGUF file.
 
-Also compares the tensors of a checkpoint with those that its model family has.
+This module also compares the tensors of a checkpoint with those that its model family has.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Not downloaded are files in subfolders, which some repositories use for other formats, except the
-# heads in this package's exports (score*); and Mistral's second copy of its weights.
+# Files in subfolders are not downloaded, because some repositories use them for other formats;
+# exceptions are the heads in this package's exports (score*). Mistral's second copy of its weights
+# (consolidated*) is not downloaded, either.
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
@@ -96,8 +97,8 @@ def open_source(source: str | Path) -> Source:
         return _open_gguf(path)
     if path.suffix.lower() == ".nemo":
         raise CheckpointError(
-            "got a .nemo archive. An archive of this package needs no conversion; one of NeMo is "
-            "imported with `nemo-aligner import`"
+            "got a .nemo archive. An archive of this package needs no conversion; import one of "
+            "NeMo with `nemo-aligner import`"
         )
     return _open_folder(_find_or_download(source, _DOWNLOADED))
 
@@ -138,14 +139,14 @@ def _find_or_download(source: str | Path, files: list[str]) -> Path:
     missing = f"{source}: there is no such folder or file"
     if not _HUB_NAME.fullmatch(str(source)):
         raise CheckpointError(
-            f"{missing}. Pass the path of one, or the name of a model on the hub as "
+            f"{missing}. Pass an existing path, or the name of a model on the hub as "
             "ORGANIZATION/NAME"
         )
-    # It is a path with a typing error, so the hub is not queried.
+    # The parent folder exists, so this is a misspelled path, and the hub is not queried.
     if path.parent.is_dir():
         raise CheckpointError(
-            f"{missing}, and {path.parent} is a folder here. Pass the path of one in it, or run "
-            "from another folder if you mean the model on the hub"
+            f"{missing}, and {path.parent} is a folder here. Correct the path, or run from another "
+            "folder if you mean the model on the hub"
         )
     from huggingface_hub import snapshot_download
 
@@ -153,7 +154,7 @@ def _find_or_download(source: str | Path, files: list[str]) -> Path:
         return Path(
             snapshot_download(str(source), allow_patterns=files, ignore_patterns=_NOT_DOWNLOADED)
         )
-    except Exception as error:  # whatever the network library raises
+    except Exception as error:  # the network library may raise anything
         raise CheckpointError(
             f"there is no such folder, and no such model on the hub: {error}"
         ) from error
@@ -174,7 +175,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    # First, because the missing config.json of an adapter would be the error otherwise.
+    # Checked first, because an adapter would otherwise be reported as a folder without config.json.
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -207,7 +208,7 @@ def _open_folder(folder: Path) -> Source:
     source = Source(
         config,
         tensors,
-        # In an export the files are not adjusted, because the contract has their fingerprint.
+        # The files of an export are not adjusted, because the contract has their fingerprint.
         partial(_copy_tokenizer, folder, is_exported=contract_fields is not None),
         contract_fields,
         notes=(*_describe_unread_weights(folder, weights), *wrapper_notes),
@@ -244,7 +245,7 @@ def _extract_decoder(source: Source) -> Source:
 def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
     """Find the file that transformers loads first: a single file, or an index of shards.
 
-    The config may name it (``transformers_weights``). None if there is no such file.
+    The config may name that file (``transformers_weights``). Returns None if there is no such file.
     """
     name = config.get("transformers_weights")
     if name is not None:
@@ -260,7 +261,7 @@ def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str]:
-    """Note which index is not read, if a folder has both a single file and shards."""
+    """Yield a note if a folder has a single file and also an index of shards, which is not read."""
     index = folder / _INDEX_NAME
     if weights is not None and weights != index and index.is_file():
         yield (
@@ -283,7 +284,7 @@ def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTenso
         missing = sorted(listed - stored.keys())
         if missing:
             raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
-        # Only the tensors in the index, because files may contain more than one copy.
+        # Only tensors that the index lists are used: files may contain several copies of a tensor.
         tensors.update({key: stored[key] for key in listed or stored})
     return tensors
 
@@ -357,7 +358,10 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
 
 
 def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) -> None:
-    """Copy the files of a tokenizer; unless exported, put all tokens into ``tokenizer.json``."""
+    """Copy the files of a tokenizer, with all tokens in ``tokenizer.json``.
+
+    With ``is_exported``, the files are copied unchanged.
+    """
     folder.mkdir(parents=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
@@ -476,7 +480,8 @@ def check_tensors(
         dropped: names of tensors that may be there in addition.
 
     Raises:
-        CheckpointError: it names the first tensor that is missing, unknown, or of another shape.
+        CheckpointError: a tensor is missing, unknown, or of another shape; the message names the
+            first such tensor.
     """
     missing = sorted(expected.keys() - tensors.keys())
     if missing:

@@ -31,14 +31,14 @@ def without_wrappers(
         The tensors by their names in the model, and a line for the user if any had a prefix.
 
     Raises:
-        CheckpointError: there are tensors of a peft adapter, which may not be merged; or two
+        CheckpointError: there are tensors of a peft adapter, so it may not have been merged; or two
             tensors get the same name.
     """
     adapter_names = sorted(name for name in tensors if _ADAPTER_PART.search(name))
     if adapter_names:
         raise CheckpointError(
             f"got {len(adapter_names)} tensors of peft, the first is {short(adapter_names[0])}, so "
-            "its adapter may not be merged into the weights. Save the model again after "
+            "its adapter may not have been merged into the weights. Save the model again after "
             "merge_and_unload()"
         )
     plain_names = {name: _remove_prefixes(name) for name in tensors}

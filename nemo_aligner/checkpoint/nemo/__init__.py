@@ -3,7 +3,7 @@
 In the order in which an archive is read:
 
 - ``archive``: ``open_nemo`` unpacks an archive once per host, checks its checksums, and yields a
-  ``NemoFolder``. The same file writes archives, complete or not at all.
+  ``NemoFolder``. The same module writes archives, complete or not at all.
 - ``folder``: ``NemoFolder`` finds settings, weights, tokenizer and scoring contract in a checkpoint
   of this package, NeMo 1 or 2, Megatron-Bridge or Megatron-LM, and translates the settings.
 - ``load_weights``: compares the stored tensors with the model's shape, and loads them into a model,
@@ -11,7 +11,7 @@ In the order in which an archive is read:
 - ``reward_model``: loads a model to train or to score, saves a reward model, takes an initial head
   from another model, and reads tokenizer and contract without the weights.
 
-Next to that path: ``fingerprint`` identifies the weights of an archive, and ``write`` writes the
+Two more modules: ``fingerprint`` identifies the weights of an archive, and ``write`` writes the
 archives of conversions one tensor at a time.
 """
 

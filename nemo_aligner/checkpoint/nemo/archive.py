@@ -41,7 +41,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
-# Opening: an archive is unpacked once per host, and checked before anything in it is used.
+# Opening an archive, which is unpacked once per host and checked before anything in it is used.
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _prepare(
     def is_needed(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
-    # Otherwise the error for a GGUF file would be that of an unreadable tar.
+    # Checked first, because a GGUF file would otherwise be reported as an unreadable tar archive.
     if path.is_file():
         refuse_hugging_face(path, path)
     root = path if path.is_dir() else unpack(path, is_needed)
@@ -117,8 +117,8 @@ def _prepare(
         if root == path:
             verify_folder(root, is_needed)
         folder = open_folder(root)
-        # The checksums have covered every byte already. Without checksums, the CRC-32 of the
-        # shards is compared.
+        # If there are checksums, they have covered every byte already. Otherwise the CRC-32 of each
+        # shard is compared.
         if with_weights and not has_checksums(root):
             folder.store.check_data(read=True)
     except BaseException:
@@ -131,7 +131,8 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     """Call ``prepare`` on one rank of each host.
 
     Returns:
-        The result of ``prepare``, None on the other ranks; and on every rank the folder.
+        Two values: what ``prepare`` returned, or None on ranks that did not call it; and on every
+        rank the folder that its host has prepared.
 
     Raises:
         CheckpointError: on every rank, if ``prepare`` failed on any host.
@@ -157,16 +158,17 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     return local, Path(outcomes[preparing_rank][0])
 
 
-# Unpacking.
+# Unpacking an archive, with limits against malicious files.
 
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
 _MAX_RATIO = 20  # weights hardly compress, so a higher ratio means a decompression bomb
 _ALWAYS_ALLOWED = 2**28
-_SPARE_BYTES = 2**28  # leave this much of the disk free, or half of the free space
+_SPARE_BYTES = 2**28  # this much of the disk stays free, or half of the free space if less
 _BLOCK = 2**20
-# RecursionError is one of them because tarfile reads nested headers by calling itself.
+# Errors of tarfile for a damaged archive. RecursionError is one, because tarfile reads nested
+# headers by calling itself.
 _UNREADABLE = (
     tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError,
 )  # fmt: skip
@@ -214,7 +216,10 @@ def no_such_archive(source: str | Path) -> str:
 
 
 def verify_folder(root: Path, is_needed: Callable[[PurePosixPath], bool]) -> None:
-    """Compare the needed files of an unpacked archive with its checksums, if it has any."""
+    """Compare an unpacked archive's files with its checksums, if it has any.
+
+    Files that ``is_needed`` does not accept are skipped.
+    """
     if not (root / CHECKSUMS_NAME).is_file():
         return
     try:
@@ -237,7 +242,7 @@ def sha256_of(path: Path) -> str:
 
 
 def has_checksums(root: Path) -> bool:
-    """Tell if the folder has checksums; they were compared when it was opened."""
+    """Tell if the folder has checksums; if so, they were compared when it was opened."""
     return (root / CHECKSUMS_NAME).is_file()
 
 
@@ -259,7 +264,7 @@ def _compare_checksums(
 
 
 class _BoundedFile:
-    """File for ``tarfile`` that ends at ``limit`` bytes and refuses headers of many megabytes.
+    """File for ``tarfile`` that raises past ``limit`` bytes, and for headers of more than 16 MiB.
 
     tarfile reads long names and extended headers into memory at once, whatever size they claim.
     """
@@ -271,7 +276,10 @@ class _BoundedFile:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= 16 * _BLOCK:
-            raise tarfile.ReadError(f"a header of {size} bytes")
+            raise tarfile.ReadError(
+                f"a header of {size} bytes, wanted at most {16 * _BLOCK}; the archive is damaged "
+                "or malicious"
+            )
         self._check(self.tell() + size)
         return self._file.read(size)
 
@@ -310,13 +318,13 @@ def _max_bytes(path: Path) -> int:
 def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
     """Read small text members of an archive by name, without unpacking it.
 
-    It stops after the member ``first``, and reads no headers after it. Members may be missing.
+    Reading stops after the member ``first``. Members may be missing.
 
     Returns:
         The members' content by their names.
 
     Raises:
-        CheckpointError: it is no archive, is damaged, or one of the members is too large.
+        CheckpointError: the file is no archive or is damaged, or one of the members is too large.
     """
     members = {}
     try:
@@ -324,7 +332,7 @@ def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
             for count, member in enumerate(archive):
                 name = _checked_name(member, path).as_posix()
                 if count > _MAX_MEMBERS:
-                    raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
+                    raise CheckpointError(f"{path}: it has more than {_MAX_MEMBERS} members")
                 if name not in (first, *more_names) or member.isdir():
                     continue
                 if member.size > MAX_TEXT_BYTES:
@@ -355,10 +363,11 @@ def _extract(
             raise CheckpointError(f"{path}: member {member.name!r} occurs twice")
         seen.add(name)
         if len(seen) > _MAX_MEMBERS:
-            raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
+            raise CheckpointError(f"{path}: it has more than {_MAX_MEMBERS} members")
         if not is_needed(name):
             continue
-        # No more bytes than the header's size are written, so the disk cannot fill up.
+        # Never more bytes are written than the header claims, so this check keeps the disk from
+        # filling up.
         budget -= member.size
         if budget < 0:
             raise CheckpointError(
@@ -377,7 +386,7 @@ def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
 
     tarfile's own filter does the same, but Python 3.11.2 does not have it yet.
     """
-    # NeMo archives contain no links, so links are refused, too.
+    # A link is rejected like any other special file, because NeMo archives contain no links.
     if not ((member.isreg() and not member.issparse()) or member.isdir()) or member.size < 0:
         raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
     name = PurePosixPath(member.name)
@@ -409,11 +418,13 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
             file.write(block)
             left -= len(block)
     if left:
-        raise tarfile.ReadError(f"member {member.name!r} ends {left} bytes early")
+        raise tarfile.ReadError(
+            f"member {member.name!r} ends {left} bytes early, so the archive is cut off"
+        )
     return digest.hexdigest()
 
 
-# Writing.
+# Writing an archive.
 
 
 @contextmanager
@@ -462,7 +473,8 @@ def write_nemo(
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    partial = path.with_name(f".{path.name}.partial")  # overwrites the rest of a killed write
+    # A killed write may have left this file, which is then overwritten.
+    partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as stream:
             with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:

@@ -57,10 +57,10 @@ def fingerprint_of_ensemble(members: Sequence[str | None]) -> str | None:
 def read_fingerprint(source: str | Path) -> str | None:
     """Read the fingerprint of a ``.nemo`` file, or of the folder it unpacks to.
 
-    It reads the headers of the archive's members up to the fingerprint, and no weights.
+    Only the headers of the archive's members up to the fingerprint are read, and no weights.
 
     Returns:
-        None if the archive has neither a fingerprint nor checksums.
+        The fingerprint; None if the archive has neither a fingerprint nor checksums.
 
     Raises:
         CheckpointError: there is no such archive, it cannot be read, or its fingerprint is invalid.
@@ -85,7 +85,7 @@ def _read_from_folder(root: Path, source: Path) -> str | None:
 
 
 def _parse_fingerprint(members: Mapping[str, str], source: Path) -> str | None:
-    """Return the fingerprint, or the one derived from the checksums; None if there is neither.
+    """Return the stored fingerprint, else one derived from the checksums; None without both.
 
     Args:
         members: content of the archive's small files, by their names.
@@ -108,14 +108,16 @@ def _parse_fingerprint(members: Mapping[str, str], source: Path) -> str | None:
 def check_expected_fingerprint(
     fingerprint: str | None, expected: str | None, key: str, source: str
 ) -> None:
-    """Refuse a model whose fingerprint is not ``expected``; every model passes if that is None.
+    """Raise ConfigError if a model's ``fingerprint`` is not ``expected``.
+
+    If ``expected`` is None, every model passes.
 
     Args:
         key: the setting that holds the expected fingerprint.
         source: name of the model in the error.
 
     Raises:
-        ConfigError: the fingerprints differ; it names both.
+        ConfigError: the fingerprints differ; the message has both.
     """
     if expected is not None and expected != fingerprint:
         raise ConfigError(

@@ -44,7 +44,8 @@ _NEMO_DEFAULTS = {
     "position_embedding_type": "learned_absolute",
 }
 _PLAIN = (bool, int, float, str, type(None))
-# Keys of NeMo and, last, of Megatron-LM. Without any of them the tokenizer's size counts.
+# Keys of the vocabulary's size in the order of priority; padded_vocab_size is Megatron-LM's. If
+# none is set, the tokenizer's size is used.
 _VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
@@ -89,7 +90,8 @@ class NemoFolder:
     def config(self) -> dict[str, Any]:
         """Settings of the model by the keys of ``model_config.yaml``, with ``vocab_size``.
 
-        NeMo's files have no ``vocab_size``. It is then ``override_vocab_size``, or the tokenizer's.
+        If the file has no ``vocab_size``, as in NeMo, the size comes from another key of
+        ``_VOCABULARY_KEYS`` or from the tokenizer.
         """
         config = self._settings
         # Only this package writes vocab_size, and its files need no defaults.
@@ -186,11 +188,11 @@ class NemoFolder:
             if isinstance(value, str) and value.startswith("nemo:"):
                 return self._find_folder(value.removeprefix("nemo:"))
         if section.get("type") and not (self.root / TOKENIZER_NAME).is_dir():
-            raise self._no_tokenizer(f"only the name of one, {shown(section['type'])}")
+            raise self._no_tokenizer(f"only the name of a tokenizer, {shown(section['type'])}")
         return self._find_folder(TOKENIZER_NAME)
 
     def _find_folder(self, name: str) -> Path:
-        # The archive chooses the name, which must not lead out of it, like nemo:../../etc.
+        # The name comes from the archive. It must not lead out of the archive, like nemo:../../etc.
         path = (self.root / name).resolve()
         if path.is_relative_to(self.root.resolve()) and path.is_dir():
             return path
@@ -199,7 +201,11 @@ class NemoFolder:
         )
 
     def _first_tokenizer(self, folders: Iterable[Path], usual: str) -> Path:
-        """Return the first of ``folders`` that has a tokenizer; errors name the ``usual`` one."""
+        """Return the first of ``folders`` that has a tokenizer.
+
+        Args:
+            usual: where a tokenizer normally is, for the error.
+        """
         for folder in folders:
             if (folder / "tokenizer.json").is_file():
                 return folder
@@ -221,7 +227,10 @@ class NemoFolder:
 
 
 class Nemo2Folder(NemoFolder):
-    """``weights/`` and ``context/`` of NeMo 2. nemo-run's YAML is read as data; no code runs."""
+    """A checkpoint of NeMo 2, with the folders ``weights/`` and ``context/``.
+
+    nemo-run's YAML is read as data; no code runs.
+    """
 
     @property
     def prefix(self) -> str:
@@ -241,7 +250,10 @@ class Nemo2Folder(NemoFolder):
 
 
 class MegatronFolder(NemoFolder):
-    """``iter_0000100/`` of Megatron-Bridge, with its ``run_config.yaml``, or of Megatron-LM."""
+    """A checkpoint of Megatron-Bridge (with a ``run_config.yaml``) or of Megatron-LM.
+
+    The folder has a name such as ``iter_0000100/``.
+    """
 
     @property
     def prefix(self) -> str:
@@ -272,7 +284,7 @@ class MegatronFolder(NemoFolder):
 def _as_plain(value: Any) -> Any:
     """Return a plain setting unchanged, and any other object, such as a tensor, as a string.
 
-    No setting has such a string as a valid value, so later checks refuse it.
+    No setting has such a string as a valid value, so later checks reject it.
     """
     parts = value if type(value) in (list, tuple) else (value,)
     return value if all(type(part) in _PLAIN for part in parts) else shown(value)
@@ -300,10 +312,11 @@ def folder_of(
 
 
 def _detect_format(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
-    """Detect the format of a checkpoint, and its folder within ``root``."""
+    """Return the class for a checkpoint's format, and the checkpoint's folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
-    # Before the checks for Megatron's format, because a run's state is torch_dist, too.
+    # Checked before Megatron's format, because a training run of this package also has torch_dist
+    # files.
     refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
@@ -405,8 +418,8 @@ _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
 }
-# Settings that are supported at the top level of NeMo 1's settings, but not in the section for
-# settings of megatron-core.
+# Keys that are supported at the top level of NeMo 1's config, but not in its section for
+# megatron-core (``mcore_customization_config``).
 _UNSUPPORTED_IN_SECTION: dict[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "window_attn_skip_freq": (None,),
@@ -465,7 +478,7 @@ def from_arguments(arguments: Config, location: str) -> dict[str, Any]:
     """Translate the arguments of Megatron-LM's training script, which ``common.pt`` stores.
 
     Raises:
-        CheckpointError: an argument has a value that is not supported; it begins with ``location``.
+        CheckpointError: an argument has an unsupported value; the message begins with ``location``.
     """
     model = dict(arguments)
     model["layernorm_epsilon"] = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
@@ -488,10 +501,10 @@ def from_arguments(arguments: Config, location: str) -> dict[str, Any]:
 
 
 def check_nemo1(config: Config, location: str) -> None:
-    """Refuse settings that NeMo 1 passes on to megatron-core and that this package ignores.
+    """Raise CheckpointError for settings of NeMo 1 that this package would silently ignore.
 
-    NeMo 1 sets every field of ``TransformerConfig`` that its settings name, then those of the
-    section ``mcore_customization_config``.
+    NeMo 1 passes on to megatron-core every field of ``TransformerConfig`` that its settings name,
+    and every entry of the section ``mcore_customization_config``.
     """
     unsupported = {
         key: values for key, values in _NEUTRAL.items() if key not in _SUPPORTED_IN_ARCHIVES
@@ -534,7 +547,10 @@ def _translate(names: Mapping[Any, str], value: Any, key: str, location: str) ->
 
 
 def _translate_rope(model: Config) -> dict[str, Any]:
-    """Translate Llama 3's RoPE scaling: NeMo's and Bridge's four fields, or megatron-core's two."""
+    """Translate Llama 3's RoPE scaling to NeMo 1's keys.
+
+    NeMo 2 and Megatron-Bridge have four fields for it, Megatron-LM has two.
+    """
     if model.get("scale_factor") is not None:
         fields = {key: model[key] for key in _ROPE_KEYS if model.get(key) is not None}
         return {"scale_positional_embedding": True, **fields}
@@ -545,7 +561,10 @@ def _translate_rope(model: Config) -> dict[str, Any]:
 
 
 def _read_gemma_settings(model: Config, location: str) -> dict[str, Any]:
-    """Return the settings that NeMo and Bridge imply by Gemma's class instead of by a field."""
+    """Return the settings that follow from Gemma's class in NeMo 2 and Megatron-Bridge.
+
+    They have no field for these settings.
+    """
     class_name = str(_last_name(model.get("_target_")) or "")
     if "Gemma" not in class_name:
         return {}

@@ -1,6 +1,6 @@
 """Check the weights of an opened checkpoint against the model's shape, and load them.
 
-They are loaded into the model of this rank, or, for conversions, offered as lazy tensors.
+The weights are loaded into the model of this rank or, for conversions, returned as lazy tensors.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
         if (layers, layer_size) != (shape.num_layers, size):
             raise CheckpointError(
                 f"{location}{LAYERS}{name}: got {layers} layers of shape {list(layer_size)}, "
-                f"but the settings imply {shape.num_layers} of {list(size)}"
+                f"but the settings imply {shape.num_layers} layers of shape {list(size)}"
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     expected = {LAYERS + number + name for number in numbers for name in inside}
@@ -131,8 +131,8 @@ def is_per_layer(stored: StoredTensors) -> bool:
 def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     """Load the weights of ``model`` except its head; collective.
 
-    ``model`` has the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters, the
-    model's adapters are not changed.
+    ``model`` must have the shape ``model_shape(folder)``. If the checkpoint has no LoRA adapters,
+    the model's adapters are not changed.
     """
     request = model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}

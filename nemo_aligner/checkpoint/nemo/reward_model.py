@@ -1,7 +1,7 @@
 """Load reward models from ``.nemo`` archives to train or to score, and save them.
 
-Also copies the head of one reward model into another (initial heads), and reads the tokenizer and
-scoring contract without the weights.
+This module also copies the head of one reward model into another (initial heads), and reads the
+tokenizer and scoring contract without the weights.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class LoadedRewardModel:
 class CheckpointDescription:
     """Settings, tokenizer and scoring contract of a checkpoint, read without its weights.
 
-    A training run is prepared from it. ``load_pretrained`` opens the checkpoint again for the
-    weights, so a run with unfit settings or data ends before they are unpacked.
+    A training run is prepared from this description, so a run with unfit settings or data ends
+    before the weights are unpacked. ``load_pretrained`` opens the checkpoint again for the weights.
 
     Attributes:
         path: the archive or folder.
@@ -146,7 +146,7 @@ def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None
 def check_expected_contract(
     path: str | Path, precision: Precision | None, expected: str | None, key: str
 ) -> None:
-    """Refuse an archive whose contract hash is not ``expected``, before its weights are loaded.
+    """Raise ConfigError if an archive's contract hash is not ``expected``; loads no weights.
 
     Collective if torch.distributed is initialised; before that each rank checks for itself. An
     archive without a contract passes here, and fails when it is loaded.
@@ -228,7 +228,7 @@ def load_pretrained(
 def _set_adapters(
     model: GPTRewardModel, folder: NemoFolder, lora: LoraShape | None, seed: int
 ) -> None:
-    """Fold the archive's adapters into the weights, or initialise new adapters.
+    """Fold the archive's adapters if ``lora`` is None; else initialise adapters if it has none.
 
     The weights must be loaded already.
     """
@@ -283,7 +283,7 @@ def reward_model_without_weights(
     """Build the model of ``reward_model_of`` and check the stored weights, but do not load them.
 
     On a CPU the weights take no memory until they are loaded. If ``with_adapters`` is false, the
-    model has no LoRA adapters, and the caller folds the archive's into the weights.
+    model has no LoRA adapters, and the caller folds the archive's adapters into the weights.
     """
     tokenizer = folder.load_tokenizer()
     contract = contract_of(folder, tokenizer)
@@ -372,7 +372,7 @@ def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
 def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> ScoringContract | None:
     """Read the scoring contract of an open archive; None for a base model.
 
-    With ``tokenizer``, also check that the contract's chat template works with it.
+    With ``tokenizer``, also check that the contract's chat template does not loop forever.
     """
     if folder.contract is None:
         return None
@@ -480,8 +480,8 @@ def init_head_from(
         if (other.head, other.hidden_size) != (shape.head, shape.hidden_size):
             raise ConfigError(
                 f"{_KEY}: {path}: got a head that is {other.head or 'linear'} with a hidden size "
-                f"of {other.hidden_size}, wanted one that is {shape.head or 'linear'} with "
-                f"{shape.hidden_size}"
+                f"of {other.hidden_size}, wanted a head that is {shape.head or 'linear'} with a "
+                f"hidden size of {shape.hidden_size}"
             )
         tensors = read_head(folder)
     chosen = {
@@ -550,7 +550,7 @@ def _check_same_outputs(
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer at ``path``: a .nemo file, its folder, or one with tokenizer.json.
+    """Load the tokenizer of a .nemo file, its unpacked folder, or a folder with tokenizer.json.
 
     Raises:
         AlignerError: there is no tokenizer.
@@ -560,7 +560,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
     if (path / "tokenizer.json").is_file():
-        # In an export of this package the contract defines the tokenizer, so it is not adjusted.
+        # An export's contract has the fingerprint of these files, so they are loaded unchanged.
         is_exported = (path / CONTRACT_NAME).is_file()
         return (load_tokenizer if is_exported else load_hf_tokenizer)(path), None
     return read_text_rules(path)

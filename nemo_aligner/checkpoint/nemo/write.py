@@ -20,13 +20,15 @@ def write_lazy_nemo(
     scratch: Path,
     contract: ScoringContract | None,
 ) -> None:
-    """Write an archive with its fingerprint; see ``save_lazy`` and ``write_nemo``.
+    """Write a conversion's archive with its fingerprint, reading one tensor after the other.
+
+    See ``save_lazy`` and ``write_nemo``.
 
     Args:
         output: path of the new archive.
         config: settings of the model by the keys of ``model_config.yaml``.
         tensors: tensors outside the layers, by their stored names.
-        layers: one tensor of each layer, by their stored names.
+        layers: for each stored name in the layers, one tensor of each layer.
         scratch: temporary folder on the disk of ``output``. The tokenizer's files are in
             ``scratch / "tokenizer"`` already.
         contract: None for a base model.

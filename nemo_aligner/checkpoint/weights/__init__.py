@@ -7,8 +7,8 @@
   time (conversions); and which weights of a run are saved, with and without LoRA.
 - ``sums``: sums over all weights that identify a model, whatever its parallel layout.
 
-The functions of this file choose the store: ``open_weights`` for any format, ``load_weights`` for
-the checkpoints of a run, ``check_complete`` to look for missing files only.
+The functions here choose the store: ``open_weights`` for any format, ``load_weights`` for the
+checkpoints of a run, ``check_complete`` to look for missing files only.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load a sharded state dict from ``folder``, and the plain data in ``common.pt``.
 
-    Collective; see ``TensorStore.load``. The CRC-32 of all data is compared first; that of the
-    optimizer's data only ``with_optimizer``. Each rank checks an equal part, at about 3 GB a second
-    on one core, which is about as fast as loading.
+    Collective; see ``TensorStore.load``. The CRC-32 of the weights is compared first, and
+    ``with_optimizer`` that of the optimizer's state. Each rank checks an equal part, at about 3 GB
+    a second on one core, which is about as fast as loading.
 
     Raises:
         DamagedError: on every rank, if the data is incomplete or was changed.
         CheckpointError: on every rank, if on any rank a tensor is missing, has another shape, or
-            is stored with code that would run.
+            is stored in a file that would run code.
     """
     try:
         store, common = raise_everywhere(lambda: _open_with_common(folder))

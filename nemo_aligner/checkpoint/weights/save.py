@@ -1,6 +1,6 @@
 """Save distributed checkpoints: sharded, in the background, or one tensor at a time.
 
-Also decides which weights of a model the checkpoint of a training run holds.
+This module also decides which weights of a model the checkpoint of a training run holds.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class PendingSave:
         self._arrived = arrived
         # torch's collectives for planning a save; an error on one rank is raised on every rank.
         self._ranks = _DistWrapper(None, use_dist=True, coordinator_rank=0)
-        # No staging copy, because the tensors are in host memory already. It would also wait for
-        # the GPU's kernels.
+        # per_thread_copy_ahead=0 switches off torch's staging copy. The tensors are in host memory
+        # already, and the copy would wait for the GPU's kernels.
         self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
         self._planner = planner or InPlaceSavePlanner(**PLANNING)
         self._metadata: torch_checkpoint.Metadata | None = None
@@ -118,8 +118,8 @@ class PendingSave:
         """Wait for all ranks' files and write the index; collective.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write its file; it names those
-                ranks.
+            CheckpointError: on every rank, if any rank could not write its file; the message names
+                those ranks.
         """
         with _as_checkpoint_error(self._folder):
             self._ranks.all_reduce("write", self._written.result, self._write_index)
@@ -160,7 +160,7 @@ def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
 def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> WeightSums:
-    """Save, and wait until all ranks have written; see ``PendingSave``.
+    """Save a sharded state dict, and wait until all ranks have written; see ``PendingSave``.
 
     Returns:
         The sums of all weights (``weights.sums``), on every rank.
@@ -207,7 +207,10 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Convert torch's CheckpointException, which is not an ``Exception``, and OSError."""
+    """Convert an OSError, or torch's CheckpointException, to a CheckpointError.
+
+    torch's CheckpointException is not an ``Exception``, so callers would not catch it.
+    """
     try:
         yield
     except torch_checkpoint.CheckpointException as error:
@@ -232,7 +235,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: cannot be written: {problem}") from error
 
 
-# Zero-copy saves.
+# Planners that pass tensors to the writer without cloning them.
 
 
 class SummingPlanner(MCoreSavePlanner):
@@ -253,7 +256,7 @@ class SummingPlanner(MCoreSavePlanner):
 
 
 class InPlaceSavePlanner(SummingPlanner):
-    """megatron-core's planner, which passes tensors to the writer that it does not clone.
+    """megatron-core's planner, which passes tensors in a form that torch's writer does not clone.
 
     torch's ``FileSystemWriter`` clones every tensor that is a part of a larger storage, and keeps
     all clones until its file is written. For the optimizer's flat state that would double the
@@ -286,8 +289,8 @@ T = TypeVar("T")
 def in_background(function: Callable[[], T]) -> Future[T]:
     """Run ``function`` in a new thread, which is joined when the process ends.
 
-    It must not call collectives, because their order relative to those of the foreground could
-    differ between ranks.
+    ``function`` must not call collectives, because their order relative to those of the foreground
+    could differ between ranks.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
@@ -411,7 +414,7 @@ def sharded_weights(model: ShardedModel) -> dict[str, Any]:
 
 
 def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
-    """Load into the model the state that was read for ``sharded_weights``.
+    """Load into ``model`` the state that was read for its ``sharded_weights``.
 
     Args:
         path: the checkpoint's name in errors.
@@ -440,7 +443,7 @@ def load_into(
         may_lack: tells if the state dict may lack a key of the model.
 
     Raises:
-        CheckpointError: it names the tensors that are missing or unexpected.
+        CheckpointError: tensors are missing or unexpected; the message names them.
     """
     missing, unexpected = model.load_state_dict(state, strict=False)
     missing = [key for key in missing if "_extra_state" not in key and not may_lack(key)]
@@ -454,9 +457,9 @@ def load_into(
 def frozen_digest(model: ShardedModel) -> str:
     """Return a digest of a LoRA model's frozen weights; collective.
 
-    The digest is the same for every parallel layout: each tensor's elements are summed as integers,
-    and the sums are weighted by the CRC-32 of the tensors' names. Zero rows, which pad a
-    vocabulary, add nothing.
+    A run resumes only if the digest is unchanged. It is the same for every parallel layout: each
+    tensor's elements are summed as integers, and the sums are weighted by the CRC-32 of the
+    tensors' names. Zero rows, which pad a vocabulary, add nothing.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
     total = 0

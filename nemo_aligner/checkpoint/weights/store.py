@@ -89,7 +89,7 @@ class TensorStore(ABC):
         ``target`` has as many axes as the stored tensor, and may extend past its end.
 
         Returns:
-            How many elements were filled.
+            The number of elements that were filled.
         """
 
     def read(self, key: str, layer: int | None = None) -> Tensor:
@@ -164,7 +164,7 @@ class TensorStore(ABC):
         if missing:
             raise CheckpointError(
                 f"{self.folder}: {len(missing)} tensors are missing: {_list_some(missing)}; "
-                f"it holds {len(stored)}: {_list_some(sorted(stored))}"
+                f"the checkpoint has {len(stored)}: {_list_some(sorted(stored))}"
             )
         for tensor in requested:
             stored_shape, shape = stored[tensor.key][0], tuple(tensor.global_shape)
@@ -286,7 +286,8 @@ class TorchDistStore(TensorStore):
                 if part[0] == 0 and common.is_file():
                     with common.open("rb", buffering=0) as stored:
                         check_zip(stored, str(common))
-            # As a CheckpointError it reaches all ranks; otherwise they would wait for this one.
+            # raise_everywhere tells other ranks only of a CheckpointError; after an OSError they
+            # would wait.
             except OSError as error:
                 raise CheckpointError(f"{self.folder}: cannot be read: {short(error)}") from error
 
@@ -315,7 +316,7 @@ class TorchDistStore(TensorStore):
             read_shard(shard, item.storage_offsets, stored.sizes, box)
 
 
-# Checks of shards: complete, within their files, undamaged.
+# Checks that shards are complete, lie within their files, and are undamaged.
 
 _BLOCK_BYTES = 2**24
 _STORAGES = {
@@ -383,7 +384,10 @@ def _locate_shards(
     for chunk in entry.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
         if any(start + length > axis_size for start, length, axis_size in bounds):
-            raise ValueError(f"a shard of shape {tuple(chunk.sizes)} lies outside {size}")
+            raise ValueError(
+                f"a shard of shape {tuple(chunk.sizes)} at {tuple(chunk.offsets)} lies outside the "
+                f"tensor's shape {size}"
+            )
         volumes.append(math.prod(chunk.sizes))
         info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
@@ -411,8 +415,8 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_r
             # Overlapping shards could make the check read the same bytes thousands of times.
             if info.offset < end or min_bytes > info.length:
                 raise CheckpointError(
-                    f"{location}: got {info.length} bytes at {info.offset}, wanted at least "
-                    f"{min_bytes} from {end} on"
+                    f"{location}: got {info.length} bytes at offset {info.offset}, wanted at least "
+                    f"{min_bytes} bytes, at offset {end} or later"
                 )
             end = info.offset + info.length
             if end > path.stat().st_size:
@@ -509,7 +513,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     if type(first) is not int or first < 0:
         raise ValueError(f"the tensor begins at element {first!r} of its storage")
     if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
-        raise ValueError(f"it has fewer elements than its shape {list(shape)} needs")
+        raise ValueError(f"it stores fewer elements than its shape {list(shape)} needs")
     return archive.get_record_offset(name) + first * dtype.itemsize, dtype
 
 
@@ -538,8 +542,8 @@ class FileSlice(RawIOBase):
         return len(block)
 
 
-# Plain data next to the tensors. NeMo, megatron-core up to 0.16 and this package write it to
-# ``common.pt``. Since 0.17 megatron-core itself stores it like a shard of a tensor.
+# Plain data that is stored next to the tensors. NeMo, megatron-core up to 0.16 and this package
+# write it to ``common.pt``. Since 0.17 megatron-core itself stores it like a shard of a tensor.
 
 COMMON_NAME = "common.pt"
 # megatron-core's key for that shard, which is a list with one object.

@@ -43,7 +43,7 @@ class ZarrStore(TensorStore):
         )
 
     def check_data(self, *, read: bool) -> None:
-        """Refuse a folder in which a chunk of an array is missing, where zarr would read zeros.
+        """Raise CheckpointError if a chunk of an array is missing, where zarr would read zeros.
 
         ``read`` changes nothing, because chunks have no checksums.
         """
@@ -75,7 +75,7 @@ def _check_chunks(path: Path, header: dict[str, Any]) -> None:
 
 
 def _list_arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the path and the header of each array of weights."""
+    """Yield the path and the header of each array, except those of an optimizer."""
     for header in sorted(folder.glob(f"*/{_HEADER}")):
         if not is_optimizer_state(header.parent.name):
             yield header.parent, _read_header(header)

@@ -152,7 +152,7 @@ def test_what_it_cannot_take_is_said(folder: Path, tmp_path: Path) -> None:
     model.tokenizer.chat_template = None
     with pytest.raises(NoTemplateError):
         model.encode(TEXTS[0])
-    with pytest.raises(CheckpointError, match="no reward model from it"):
+    with pytest.raises(CheckpointError, match="cannot load a reward model from it"):
         load(tmp_path)
     tiny.write_hf_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"weights are missing: score\.weight"):

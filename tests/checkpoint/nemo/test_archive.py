@@ -181,7 +181,7 @@ def test_archive_has_as_many_members_as_may_be(
     members = [(str(number), b"") for number in range(4)]
     shutil.rmtree(unpack(pack(tmp_path / "a.nemo", *members[:3]), everything))
     path = pack(tmp_path / "b.nemo", *members)
-    assert refuse(path, scratch, lambda name: False) == f"{path}: more than 3 members"
+    assert refuse(path, scratch, lambda name: False) == f"{path}: it has more than 3 members"
 
 
 @pytest.mark.parametrize("spare", [2**20, 2**28])

@@ -30,7 +30,10 @@ def test_folder_with_another_form_of_tokenizer_wants_a_folder(
     (source / "ab_tokenizer.model").write_bytes(b"sentencepiece")
     with refusals() as refused:
         for section, message in (
-            ({"library": "huggingface", "type": "meta-llama/Llama-3.1-8B"}, "only the name of one"),
+            (
+                {"library": "huggingface", "type": "meta-llama/Llama-3.1-8B"},
+                "only the name of a tokenizer",
+            ),
             ({"library": "sentencepiece", "model": "nemo:ab_tokenizer.model"}, "got the file"),
         ):
             edit(source, tokenizer=section)

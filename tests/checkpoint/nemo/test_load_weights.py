@@ -312,7 +312,7 @@ def test_lora_settings_that_do_not_fit_the_matrices_are_refused(
     folder = unpack(with_lora, lambda name: name.name != CHECKSUMS_NAME)
     damages = [
         (section(rank=4), r"adapter\.linear_in\.weight: got 4 layers of shape"),
-        (section(rank=2**31), r"the settings imply 4 of \[2147483648, 64\]"),
+        (section(rank=2**31), r"the settings imply 4 layers of shape \[2147483648, 64\]"),
         (section(rank="3"), r"nemo_.*: model_config\.yaml: lora\.rank: got '3'"),
         (section(targets=["linear_qkv"]), "tensors do not belong to the model"),
         (lambda folder: edit(folder, lora={}), "lora: got {}, wanted rank, alpha and targets"),

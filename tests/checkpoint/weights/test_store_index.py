@@ -209,7 +209,7 @@ def damages_of_the_index() -> Iterator[tuple[Callable[[Any], object], str]]:
         "got tuple, wanted the name of a tensor",
     )
     for name in ("../secret", "/etc/hostname", "..", f"{long}/"):
-        yield set_file(name), "not in its folder"
+        yield set_file(name), "outside the checkpoint's folder"
     yield resize(5), r"model\.embedding: .*lies outside"
     yield resize(7), r"model\.embedding: .*do not cover its shape"
 

@@ -7,9 +7,9 @@
 - ``qwen``, ``gemma``, ``olmo``, ``glm``, ``nemotron``: the decoders with these names and relatives.
 - ``mixtures``: mixture-of-experts (MoE) models.
 
-This file looks a family up: by ``model_type`` for a conversion in, by the fields of a GGUF file, or
-by a NeMo config for an export. A new family is a new file in this folder and a line in
-``_BUILT_IN``; ``register_family`` adds a family from another package.
+The functions here look a family up: a conversion to ``.nemo`` by ``model_type`` or by the fields of
+a GGUF file, an export by the NeMo config. To add a family, add a module to this package and a line
+to ``_BUILT_IN``; another package calls ``register_family``.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ _FAMILIES = {family.name: family for family in _BUILT_IN}
 def register_family(family: ModelFamily) -> None:
     """Add a family from another package, for this process.
 
-    If its decoders have the same settings as those of another family, ``to_nemo`` must write the
-    family's name under ``NAME_KEY``. Otherwise an export would use the other family.
+    If its decoders have the same settings as those of another family, its ``to_nemo`` must write
+    its name under ``NAME_KEY``. Otherwise an export would use the other family.
 
     Raises:
-        ConfigError: another family has this name already, or this name in GGUF files.
+        ConfigError: another family has the same name, or the same architecture in GGUF files.
     """
     names = {existing.gguf.architecture for existing in _FAMILIES.values() if existing.gguf}
     if family.name in _FAMILIES or (family.gguf and family.gguf.architecture in names):
         raise ConfigError(
-            f"model family {family.name}: another family has this name already, or this name in "
+            f"model family {family.name}: another family has this name, or this architecture in "
             "GGUF files. Choose another name"
         )
     _FAMILIES[family.name] = family
@@ -116,7 +116,8 @@ def check_gguf_architecture(architecture: Any) -> None:
 def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat]:
     """Find the family of a GGUF file by its metadata fields.
 
-    Two families may have the same architecture. Then the files of one have a field that marks them.
+    If two families share an architecture, the field ``GgufFormat.marked_by`` tells their files
+    apart.
     """
     architecture = fields.get("general.architecture")
     check_gguf_architecture(architecture)
@@ -139,7 +140,7 @@ def family_of(config: Config) -> ModelFamily:
     """Find the family of a NeMo config: the one it names, or the first that the decoder fits.
 
     Raises:
-        CheckpointError: the decoder fits no family; it says how the decoder differs from Llama's.
+        CheckpointError: the decoder fits no family; the message says how it differs from Llama's.
     """
     shape, name = ModelShape.from_config(config), config.get(NAME_KEY)
     if name is not None and name not in tuple(_FAMILIES):

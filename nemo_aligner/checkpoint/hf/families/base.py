@@ -1,8 +1,8 @@
 """``ModelFamily``: translation of a family's settings and tensors to Megatron's, and back.
 
-The file has, in this order: rules that join and split tensors, rules that several families share,
-the order of queries, keys and values, query groups of zeros, GGUF's names, and ``ModelFamily``.
-``settings.py`` has the parts of a ``config.json`` that families share.
+This module defines, in this order: rules that join and split tensors, rules that several families
+share, the order of queries, keys and values, query groups of zeros, GGUF's names, and
+``ModelFamily``. ``settings.py`` has the parts of a ``config.json`` that families share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nemo_aligner.models.layer_shape import EXPERT_COUNT
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
-# Rules: how Hugging Face tensors are joined to a Megatron tensor, and split again.
+# Rules, which join Hugging Face tensors to a Megatron tensor, and split it again.
 
 Join = Callable[[Sequence[Tensor], Config], Tensor]
 Split = Callable[[Tensor, Config], Sequence[Tensor]]
@@ -103,7 +103,7 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
-        # The tensors are ordered by expert, and within an expert like ``hf``.
+        # The tensors are ordered by expert; those of one expert have the order of ``hf``.
         matrices = torch.stack(list(tensors))
         return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
 
@@ -201,7 +201,7 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
 MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 
-# The reward head in transformers' classes.
+# Name of the reward head in transformers' reward-model classes.
 HF_HEAD = "score.weight"
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",))
@@ -232,7 +232,7 @@ def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
 
 
 QUERY_KEY_NORMS = query_key_norms(norm_rule)
-# For norms over all heads together instead of one head.
+# Rules for norms that normalize the queries (or keys) of all heads together, not of each head.
 ACROSS_HEADS_NORMS = tuple(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)
 
 
@@ -316,10 +316,10 @@ def remove_zero_groups(axis: int | None, tensor: Tensor, groups: int, model_grou
     return tensor.narrow(axis, 0, tensor.size(axis) // groups * model_groups)
 
 
-# GGUF: llama.cpp's names for a family's fields and tensors, and how llama.cpp changes the tensors.
-# See https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
+# llama.cpp's names for a family's fields and tensors in GGUF files, and how llama.cpp changes the
+# tensors. See https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
 
-# Maps from GGUF's tensor names to Hugging Face's, as in most families.
+# Maps from GGUF's tensor names to Hugging Face's, which most families share.
 MODEL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -353,21 +353,21 @@ class GgufFormat:
         architecture: ``general.architecture`` of the files.
         layer: names of the tensors of a layer.
         model: names of the tensors outside the layers.
-        epsilon: field and key of the norms' epsilon.
-        optional: fields that not every family has.
-        derived: computes keys of ``config.json`` for which there is no field from the other keys.
-        is_permuted: the rows of q and k are ordered as RoPE pairs of neighbouring channels, not as
-            two halves.
+        epsilon: GGUF field of the norms' epsilon, and its key in ``config.json``.
+        optional: fields of single families, and their keys in ``config.json``.
+        derived: function from the keys that were read to keys that GGUF has no field for.
+        is_permuted: the rows of q and k are ordered for a RoPE that rotates neighbouring channels,
+            not the two halves of a head.
         norm_offset: number that was added to the weights of norms.
         is_partly_rotated: RoPE may be applied to a part of a head's channels.
-        is_share_of_hidden: the number of rotated channels was computed from the hidden size divided
-            by the heads, so it is wrong if heads have another size.
+        is_share_of_hidden: the file's number of rotated channels is a share of the hidden size
+            divided by the heads, so it is wrong if heads have another size.
         has_windows: there are fields for a sliding window and the layers that have it.
-        marked_by: field that only this family's files have, if another family has the same
-            architecture, too. None for the other family, and for a single one.
+        marked_by: field that tells this family's files from those of another family with the same
+            architecture. None for the other family, and if no other family has the architecture.
         has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
-        may_have_biases: some models of the family have biases of queries, keys and values. Only the
-            tensors tell; there is no field for it.
+        may_have_biases: some models of the family have biases of queries, keys and values. There is
+            no field for it, so the reader looks for the tensors.
         hf_family: name of the family whose tensors the file has; None for the family itself.
     """
 
@@ -388,7 +388,7 @@ class GgufFormat:
     hf_family: str | None = None
 
 
-# The family itself.
+# The class ``ModelFamily``, and the settings in which families differ.
 
 # Fields of ``ModelShape`` in which families differ, with Llama's values.
 PLAIN: Mapping[str, Any] = {
@@ -468,7 +468,8 @@ class ModelFamily:
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
                 for rule in self.layer
-                # If models of a family may have biases, its rules always include them.
+                # A family whose models may have biases always has the rule for them; ``qkv_bias``
+                # tells if this model has biases.
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
             ),
             *(() if is_tied(config) else ((self.untied, None),)),

@@ -88,9 +88,10 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _gguf_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive the attention scale, which has no field.
+    """Derive the attention scale, for which GGUF has no field.
 
-    Only the 27B model's differs. Like llama.cpp, recognize that model by its 46 layers.
+    It follows from the size of a head, except in the 27B model, which is recognized by its 46
+    layers as in llama.cpp.
     """
     is_27b = config["num_hidden_layers"] == 46
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -144,7 +145,8 @@ GEMMA2 = replace(
 # every sixth, and another RoPE in the layers with a window.
 
 _GLOBAL_BASE, _LOCAL_BASE = 1000000.0, 10000.0
-# Defaults of transformers' class. Releases with vision have only the settings that differ.
+# Defaults of transformers' class. The config.json of a release with vision has only the settings
+# that differ from these.
 _GEMMA3_SIZES = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -196,9 +198,9 @@ def _gemma3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _gemma3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive settings that have no field: the attention scale, and RoPE of layers with a window.
+    """Derive settings without a GGUF field: the attention scale, and RoPE in layers with a window.
 
-    Like llama.cpp, recognize the 27B model, whose scale differs, by its 62 layers.
+    The 27B model has another scale; it is recognized by its 62 layers, as in llama.cpp.
     """
     is_27b = config["num_hidden_layers"] == 62
     per_head = config["hidden_size"] // config["num_attention_heads"]

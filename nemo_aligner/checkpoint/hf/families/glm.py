@@ -1,7 +1,7 @@
 """GLM-4 (``glm`` and ``glm4``) and Helium, whose RoPE rotates pairs of neighbouring channels.
 
-Their NeMo configs name the family, because the settings do not tell them from a Llama, whose
-tensors differ.
+A NeMo config of these models names its family. Its other settings could be those of a Llama, whose
+Hugging Face tensors have other names or another order of rows.
 """
 
 from __future__ import annotations

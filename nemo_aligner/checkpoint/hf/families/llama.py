@@ -34,7 +34,8 @@ LLAMA = ModelFamily(
 )
 
 
-# Mistral: Llama with a window in all layers, or in none. llama.cpp's converter writes a Llama.
+# Mistral: Llama with a window in all layers, or in none. llama.cpp's converter writes "llama" as
+# the architecture of most Mistrals.
 
 
 def _mistral_to_nemo(config: Config) -> dict[str, Any]:
@@ -133,7 +134,10 @@ _MSCALE = "mscale_all_dim"
 
 
 def _ministral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the scaling of queries into ``rope_parameters``; both mscales have one GGUF field."""
+    """Return ``rope_parameters`` with the scaling of queries, and with both mscales.
+
+    GGUF has a single field for ``mscale`` and ``mscale_all_dim``.
+    """
     rope = {**config["rope_parameters"], _BETA: config[_BETA]}
     if _MSCALE in config:
         rope |= {"mscale": config[_MSCALE], _MSCALE: config[_MSCALE]}
@@ -199,7 +203,7 @@ def _smollm3_to_hf(config: Config) -> dict[str, Any]:
         "smollm3",
         attention_bias=False,
         mlp_bias=False,
-        # Set, because the default of transformers' class is a token of the published model.
+        # None is written explicitly, because the class defaults to a token of the published model.
         pad_token_id=None,
         no_rope_layers=[int(shape.rotates(layer)) for layer in layers],
         use_sliding_window=shape.window_size is not None,
@@ -332,7 +336,10 @@ def _phi3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _phi3_length(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy LongRoPE's original length out of ``rope_parameters``; the family has it twice."""
+    """Copy LongRoPE's original length out of ``rope_parameters``.
+
+    Phi-3's ``config.json`` has the length there and at the top level.
+    """
     length = config["rope_parameters"].get(_LENGTH)
     return {} if length is None else {_LENGTH: length}
 

@@ -37,7 +37,7 @@ def _to_nemo(
     reader = HfSettings(config)
     reader.only("decoder_sparse_step", 1, None)
     reader.only("mlp_only_layers", [], None)
-    # transformers 5 writes the second key for some models that had the first.
+    # transformers 5 writes num_local_experts for some models that had num_experts.
     count = reader.count("num_experts", reader.count("num_local_experts", experts))
     if renormalized is None:
         renormalized = reader.flag("norm_topk_prob", False)
@@ -50,7 +50,11 @@ def _to_nemo(
 
 
 def _to_hf(config: Config, width: str) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the experts; ``width`` is that of the ffn channels."""
+    """Return the keys of ``config.json`` for the experts.
+
+    Args:
+        width: key of an expert's ffn channels.
+    """
     experts = _experts_of(config)
     return {
         "num_experts": experts.count,

@@ -37,7 +37,10 @@ def _to_hf(config: Config) -> dict[str, Any]:
 
 
 def _norm_rule(megatron: str, hf: str) -> Rule:
-    """Build the rule for a norm's weight that both sides store as gamma - 1 (LayerNorm1P)."""
+    """Build the rule for a norm's weight, which needs no shift.
+
+    Hugging Face and Megatron both store it as gamma - 1 (LayerNorm1P).
+    """
     return Rule(megatron, (hf,))
 
 

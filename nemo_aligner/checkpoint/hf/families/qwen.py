@@ -15,7 +15,8 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     """Translate the config of a Qwen model to a NeMo config.
 
-    By default a window, if it is used, is in the layers from ``max_window_layers`` on.
+    If the config enables a window but does not list the layers that have it (``layer_types``),
+    these are the layers from ``max_window_layers`` on.
     """
     reader = HfSettings(config)
     layers, size = reader.layers(), None

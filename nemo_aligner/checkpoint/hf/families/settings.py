@@ -1,6 +1,6 @@
 """Translate the parts of a ``config.json`` that families share: sizes, RoPE and windows.
 
-Both directions: ``..._to_nemo`` for conversions, ``..._to_hf`` for exports.
+Functions named ``..._to_nemo`` serve conversions, those named ``..._to_hf`` serve exports.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_c
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Key of a NeMo config with the name of the family, for decoders that would fit another one, too.
+# Key of a NeMo config with the family's name. It is written if a decoder would also fit another
+# family.
 NAME_KEY = "hf_model_type"
 
 # Settings that all families have.
@@ -93,8 +94,8 @@ def decoder_to_hf(
     """Translate a NeMo config to the decoder's part of a ``config.json``.
 
     Args:
-        of_shape: additional keys of this family, with the fields of ``ModelShape`` that have their
-            values.
+        of_shape: additional keys of this family; each takes its value from the named field of
+            ``ModelShape``.
         family: settings of this family, which override the others.
     """
     shape = ModelShape.from_config(config)
@@ -133,7 +134,7 @@ class HfSettings:
     """Typed access to a ``config.json``; a null key counts as absent.
 
     Raises:
-        CheckpointError: from every method, for an unsupported value; it names the key.
+        CheckpointError: from every method, for an unsupported value; the message names the key.
     """
 
     def __init__(self, config: Config) -> None:
@@ -170,7 +171,11 @@ class HfSettings:
         return None if is_null else self.count("sliding_window", missing)
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse any value except ``allowed``. The first of these is the default."""
+        """Check that a value is one of ``allowed``; the first of these is the default.
+
+        Raises:
+            CheckpointError: it is another value.
+        """
         value = self.config.get(key, allowed[0])
         if value not in allowed:
             supported = " or ".join(repr(choice) for choice in allowed)
@@ -179,7 +184,7 @@ class HfSettings:
             )
 
 
-# RoPE.
+# Translation of RoPE settings.
 
 
 # For each kind of scaling: NeMo's keys, and those of ``rope_parameters``.
@@ -222,7 +227,8 @@ def rope_to_nemo(
     outside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     inside = {key: value for key, value in rope.items() if value is not None}
     scaling = HfSettings({**outside, **inside})
-    # This family ignores the fraction, so a value below 1 is refused.
+    # transformers' class of such a family rotates all channels, whatever the fraction, so only 1 is
+    # accepted.
     if rotated is None:
         scaling.only("partial_rotary_factor", None, 1.0)
     rotary = {
@@ -251,7 +257,8 @@ _YARN = {
 def _yarn_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
     """Translate YaRN's settings to megatron-core's names; missing ones keep their defaults.
 
-    Like transformers, prefer an original length outside ``rope_parameters`` to one inside.
+    As in transformers, ``original_max_position_embeddings`` at the top level of ``config.json`` has
+    priority over the same key in ``rope_parameters``.
     """
     key = "original_max_position_embeddings"
     outside = HfSettings(config)
@@ -263,7 +270,7 @@ def _yarn_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
         "yarn_original_max_position_embeddings": length,
         "yarn_correction_range_round_to_int": scaling.flag("truncate", True),
     }
-    # transformers ignores a 0, and a single one of the two mscales.
+    # transformers ignores a value of 0. It ignores mscale and mscale_all_dim unless both are set.
     present = {nemo_key: name for nemo_key, name in _YARN.items() if scaling.config.get(name)}
     if len(present.keys() & {"yarn_mscale", "yarn_mscale_all_dim"}) < 2:
         present = {nemo_key: name for nemo_key, name in present.items() if "mscale" not in nemo_key}
@@ -279,7 +286,11 @@ _LONGROPE = {
 
 
 def _longrope_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
-    """Translate LongRoPE's settings; prefer an original length outside ``rope_parameters``."""
+    """Translate LongRoPE's settings to NeMo's keys.
+
+    ``original_max_position_embeddings`` at the top level of ``config.json`` has priority over the
+    same key in ``rope_parameters``.
+    """
     key, outside = "original_max_position_embeddings", HfSettings(config)
     inside = scaling.count(key, outside.count("max_position_embeddings"))
     longrope = {nemo_key: scaling.config.get(name) for nemo_key, name in _LONGROPE.items()}
@@ -291,13 +302,13 @@ def _longrope_to_nemo(scaling: HfSettings, config: Config) -> dict[str, Any]:
 
 
 def split_rope_by_window(config: Config, local_base: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the two RoPE settings of a family whose layers with a window have their own.
+    """Read both RoPE settings of a family that rotates differently in layers with a window.
 
     Args:
-        local_base: older key of the base in layers with a window.
+        local_base: key in older configs for the base of RoPE in layers with a window.
 
     Returns:
-        ``rope_parameters`` of the layers without a window, and of those with one.
+        ``rope_parameters`` of the layers without a window, and of the layers with one.
     """
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
@@ -364,7 +375,7 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
     return {"rope_parameters": rope, "rope_theta": shape.rotary_base, "rope_scaling": scaling}
 
 
-# Sliding windows.
+# Translation of sliding windows.
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -398,7 +409,10 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
 
 
 def frequency(marks: list[int], mark: int) -> int | list[int]:
-    """Shorten a list of 0 and 1, one for each layer, to N if exactly every N-th is ``mark``."""
+    """Shorten a list of 0 and 1, one for each layer, to N if exactly every N-th is ``mark``.
+
+    Any other list is returned unchanged.
+    """
     period = marks.index(mark) + 1 if mark in marks else len(marks) + 1
     is_regular = all(
         (layer_mark == mark) == (layer % period == 0) for layer, layer_mark in enumerate(marks, 1)
@@ -412,7 +426,7 @@ def every_nth_layer(layers: int, without: int) -> list[str]:
 
 
 def window_everywhere(size: int | None) -> dict[str, Any]:
-    """Return NeMo's keys for a window of ``size`` keys in every layer; empty if it is None."""
+    """Return NeMo's keys for a window of ``size`` keys in every layer; empty for None."""
     return {} if size is None else {"window_size": size, "window_pattern": "all"}
 
 
@@ -429,6 +443,6 @@ def layer_types(config: Config) -> list[str]:
 
 
 def window_to_hf(config: Config) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the window in a NeMo config, and its layers."""
+    """Return the keys of ``config.json`` for a NeMo config's window: its size and its layers."""
     size = ModelShape.from_config(config).window_size
     return {"sliding_window": size, "layer_types": layer_types(config)}
