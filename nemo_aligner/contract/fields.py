@@ -12,7 +12,7 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
-# Characters. No real template is near this size; in JSON one takes at most 12 bytes a character.
+# In characters. No real template is near this limit. JSON takes at most 12 bytes per character.
 MAX_TEMPLATE = 2**16
 _MAX_INT = 2**31
 _MAX_SEPARATOR = 100
@@ -56,7 +56,7 @@ def is_text(value: Any) -> bool:
         return False
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can hold it
         return False
     return True
 
@@ -108,10 +108,10 @@ def _check_member(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 _FLAG = (_is_flag, "true or false")
 _ID = (_is_token_id_or_none, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
-# Without ``last``: a contract stores it as null.
+# ``last`` is missing, because a contract stores it as null.
 _AGGREGATES = tuple(rule.value for rule in Aggregate if rule is not Aggregate.last)
 _TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
-# The check of each field, and what it should be, for the error message.
+# For each field a check of its value, and the expected value in words, for the error message.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "template": (
         lambda value: is_text(value) and len(value) <= MAX_TEMPLATE,
