@@ -60,7 +60,9 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
     if _BY_ID in config:
         by_id = config[_BY_ID]
         if not isinstance(by_id, dict) or not all(key.isdecimal() for key in by_id):
-            raise DataError(f"{location}: {_BY_ID}: got {shown(by_id)}, wanted tokens by their ids")
+            raise DataError(
+                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object id -> token"
+            )
         rules = {repr(token) for token in existing}
         tokens = [_make_added_token(by_id[key], location) for key in sorted(by_id, key=_parse_id)]
         missing = [token for token in tokens if repr(token) not in rules]
@@ -69,7 +71,7 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         config = {**_read_json_object(folder, name, _SPECIAL), **config}
         ids = _read_json_object(folder, name, _ADDED)
         if not all(type(token_id) is int for token_id in ids.values()):
-            raise DataError(f"{name}/{_ADDED}: got {shown(ids)}, wanted ids by token")
+            raise DataError(f"{name}/{_ADDED}: got {shown(ids)}, wanted an object token -> id")
         missing = [AddedToken(token) for token in sorted(ids, key=lambda token: ids[token])]
         missing = [token for token in missing if token.content not in names]
     names |= {token.content for token in missing}

@@ -557,7 +557,7 @@ class ScoringContract:
             return text
         if not self.template:
             raise NoTemplateError(
-                "the text is a conversation, and there is no chat template to render it; "
+                "the sample is a conversation, and there is no chat template to render it; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
         return write_conversation(self.template, text, tokenizer, self.template_kwargs)

@@ -134,7 +134,7 @@ class Readout:
             kind, rows = content["kind"], content["numbers"]
             numbers = tuple(tuple(float(number) for number in row) for row in rows)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise DataError(f"readout: got {shown(text)}, wanted kind and numbers") from error
+            raise DataError(f"readout: got {shown(text)}, wanted JSON: kind, numbers") from error
         return cls(kind, numbers)
 
     def _apply(

@@ -106,7 +106,9 @@ def test_steps_are_read_where_their_answers_begin(
     assert read_texts(contract, tokenizer, text) == [first, second]
     assert contract.encode(tokenizer, text).spans == (StepSpan(2, 0, 8), StepSpan(2, 10, 16))
     for wrong in ("why\n\nno", [system, said("no")]):
-        with pytest.raises(DataError, match="got a text without a question in front of its steps"):
+        with pytest.raises(
+            DataError, match="the sample has no user message right before its last reply"
+        ):
             contract.encode(tokenizer, wrong)
 
 
