@@ -77,8 +77,8 @@ class DataConfig:
     """Data files, and the rules by which samples become token ids (see ``ScoringContract``).
 
     A null ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` takes the value of the
-    reward model that training starts from. If training starts from a base model, it takes the value of
-    the tokenizer. Exception: with ``format: trl`` a null ``add_eos`` is true.
+    reward model that training starts from. If training starts from a base model, the value of the
+    tokenizer is taken. Exception: with ``format: trl`` a null ``add_eos`` is true.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
