@@ -136,7 +136,7 @@ def _read_sections(path: Path, type_of: TypeOfKey) -> DictConfig:
         loaded = read_file(path, type_of)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file{_suggest_packaged(path)}") from error
-    except Exception as error:  # yaml and the file system raise many types
+    except Exception as error:  # yaml and the file system raise many error types
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: got a list at the top level, wanted sections with keys")
@@ -194,7 +194,7 @@ class _Merging:
             return
         try:
             update = read_setting(key, value, self.type_of)
-        except Exception as error:  # yaml raises many types
+        except Exception as error:  # yaml raises many error types
             self._add_problem("", f"{assignment}: {first_line(error)}")
             return
         self.add(update, "", key)
@@ -499,7 +499,7 @@ def _construct(loader: Any, node: yaml.Node) -> Any:
 def _parse_value(key: str, text: str, type_of: TypeOfKey) -> Any:
     kind, stripped = type_of(key), text.strip()
     if text.isspace() and _is_string(kind):
-        return text  # a separator of white space, for example
+        return text  # for example a step separator of two newlines
     if stripped in _NULLS:
         return None
     is_list_item = _is_string_list(kind) and not stripped.startswith(("[", "{", "- "))

@@ -146,7 +146,7 @@ def common_prefix_length(first: str, second: str) -> int:
 _SPACE = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")
 # Longer words hardly ever repeat, so they are not cached.
 _MAX_WORD_LENGTH = 24
-# An entry takes about 200 bytes.
+# Largest number of words in the cache; an entry takes about 200 bytes.
 _MAX_WORDS = 1 << 17
 
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]

@@ -31,22 +31,23 @@ def check_fields(contract: Any) -> None:
     is_mean = contract.scored_position == ScoredPosition.reply_mean.value
     if is_mean == (contract.reply_marker is None):
         raise DataError(
-            f"scoring contract: reply_marker: got {shown(contract.reply_marker)} where "
-            f"{contract.scored_position} is scored, wanted a marker for reply_mean, else null"
+            f"scoring contract: reply_marker: got {shown(contract.reply_marker)} with "
+            f"scored_position {contract.scored_position}, wanted token ids with "
+            f"{ScoredPosition.reply_mean.value}, null with all others"
         )
     has_steps = contract.scored_position in SEPARATED
     if has_steps == (contract.step_separator is None):
         raise DataError(
-            f"scoring contract: step_separator: got {shown(contract.step_separator)} where "
-            f"{contract.scored_position} is scored, wanted a separator for "
-            f"{', '.join(SEPARATED)}, else null"
+            f"scoring contract: step_separator: got {shown(contract.step_separator)} with "
+            f"scored_position {contract.scored_position}, wanted a separator with "
+            f"{', '.join(SEPARATED)}, null with all others"
         )
     has_one_output = contract.scored_position in STEPPED and contract.readout is None
     if contract.aggregate is not None and not has_one_output:
         raise DataError(
-            f"scoring contract: aggregate: got {shown(contract.aggregate)} where "
-            f"{contract.scored_position} is scored, wanted null unless the model scores "
-            f"{', '.join(STEPPED)} by a head with one output for each attribute"
+            f"scoring contract: aggregate: got {shown(contract.aggregate)} with scored_position "
+            f"{contract.scored_position}, wanted null, because only {', '.join(STEPPED)} without "
+            "a readout have several rewards to combine"
         )
 
 

@@ -72,8 +72,11 @@ def messages_of(text: Text) -> Messages:
 def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
     """Remove the nulls that Arrow inserts below ``tools`` and ``tool_calls`` of a row.
 
-    Every Arrow struct of a column has the same keys, so an argument that occurs in one call is null
-    in all others. Outside these two keys null is a real value, such as a missing label.
+    All structs of an Arrow column have the same keys, so an argument of one call is null in all
+    other calls. Outside these two keys null is a real value, such as a missing label.
+
+    Args:
+        is_inside: True if ``value`` is the content of one of the two keys.
     """
     if isinstance(value, list):
         return [without_struct_nulls(item, is_inside) for item in value]

@@ -197,7 +197,7 @@ class ScoredRows:
 def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
     """Return an array of ``total`` rows with ``values`` at ``rows``.
 
-    All other rows are NaN, False or None, by the dtype.
+    All other rows are NaN, False or None, depending on the dtype.
     """
     fill: Any = {"b": False, "O": None}.get(values.dtype.kind, np.nan)
     placed = np.full((total, *values.shape[1:]), fill, dtype=values.dtype)

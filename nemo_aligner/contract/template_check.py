@@ -185,7 +185,7 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
         check_terminates(template, bos_token, eos_token, kwargs)
         if not is_dated(template, bos_token, eos_token, kwargs):
             return template
-    except DataError:  # ``check_template`` reports it
+    except DataError:  # ``check_template`` will report this error
         return template
     say(
         "the chat template writes today's date: it is fixed to 26 July 2024, so that scores do not "

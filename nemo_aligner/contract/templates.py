@@ -401,7 +401,7 @@ def _split_at(text: str, words: Sequence[str]) -> list[str]:
 
 
 def tool_call_turn(name: str = "look_up", argument: str = "a word", content: str = "") -> Message:
-    """Return a trial turn with a tool call; Mistral's templates accept its id."""
+    """Return a trial turn with a tool call, whose id has the form that Mistral's templates need."""
     function = {"name": name, "arguments": {"query": argument}}
     calls = [{"id": _CALL_ID, "type": "function", "function": function}]
     return {"role": "assistant", "content": content, "tool_calls": calls}
