@@ -310,7 +310,7 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
 )
 
 
-# The server of PPO's critic. A setting that NeMo-Aligner also has has the same key there.
+# The server of PPO's critic. Settings that NeMo-Aligner has, too, have the same keys here.
 
 
 class WhileTraining(Enum):

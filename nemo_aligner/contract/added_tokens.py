@@ -22,7 +22,7 @@ from nemo_aligner.utils.errors import DataError, short, shown
 _CONFIG = "tokenizer_config.json"
 _SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
-# Without pad_token: no text contains it, and the model may have no embedding for it.
+# pad_token is not listed: no text contains it, and the model may have no embedding for it.
 _BOUNDARIES = ("bos_token", "eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")

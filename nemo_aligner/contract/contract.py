@@ -155,7 +155,7 @@ class ScoringContract:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # The numbers 0 and 0.0 must give the same hash.
+        # Converted to float, because the numbers 0 and 0.0 must give the same hash.
         for name in ("attribute_weights", "label_means"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         num_attributes = len(self.attributes)

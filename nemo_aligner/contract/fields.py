@@ -109,7 +109,7 @@ def _check_member(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 _FLAG = (_is_flag, "true or false")
 _ID = (_is_token_id_or_none, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
-# ``last`` is missing, because a contract stores it as null.
+# All rules except ``last``, which a contract stores as null.
 _AGGREGATES = tuple(rule.value for rule in Aggregate if rule is not Aggregate.last)
 _TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
 # For each field a check of its value, and the expected value in words, for the error message.

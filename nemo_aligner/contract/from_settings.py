@@ -150,10 +150,14 @@ def _choose_step_separator(
 
 
 def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, name: str) -> bool:
-    """Resolve the setting ``add_bos`` or ``add_eos``, whose name is ``name``; null is ``default``.
+    """Return whether BOS or EOS is added: ``setting`` or, if it is null, ``default``.
 
     Args:
         token_id: id of BOS or EOS; None if the tokenizer has no such token.
+        name: ``add_bos`` or ``add_eos``.
+
+    Raises:
+        ConfigError: a token is to be added that the tokenizer does not have.
     """
     is_added = default if setting is None else setting
     if is_added and token_id is None:
@@ -206,8 +210,8 @@ def continue_contract(
     Args:
         contract: the contract of the settings.
         start: the contract of the reward model that training starts from.
-        allow_change: accept all other differences, except in the number of attributes: a head that
-            is kept has an output for each.
+        allow_change: accept differences in all fields. But if the head is kept, the number of
+            attributes must stay the same.
         new_head: take all fields of the head from ``contract``.
         new_weights: take the attribute weights from ``contract``.
 

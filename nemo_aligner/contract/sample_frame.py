@@ -38,7 +38,7 @@ class SampleFrame:
         begins: strings that a sample may begin with, for first messages of different roles, with
             and without tools; empty if the template writes nothing before the first content.
         begin_ids: these strings as token ids, without their last token, which may depend on the
-            first content; empty if a string has no other tokens.
+            first content; empty if one of the strings has a single token.
         before_reply: string between a question and its reply, stripped.
         end: string after the last reply.
         bos: BOS if the template writes it first and the contract adds none to raw texts; else
@@ -163,9 +163,9 @@ def _show_start(text: str) -> str:
 
 
 def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
-    """Drop each beginning that starts with another one, because the other one matches more samples.
+    """Drop each beginning that starts with another one, which matches the same samples and more.
 
-    Return () if a beginning is empty: then every sample would match.
+    Return () if a beginning is empty: it would match every sample.
     """
     unique: list[Any] = [*dict.fromkeys(beginnings)]
     if not all(unique):

@@ -451,9 +451,11 @@ class TemplateReading:
         return self._read_parts[role]
 
     def _is_as_empty(self, trial: Messages, with_empty: Messages) -> bool:
-        """Tell if a trial without content is rendered like the trial ``with_empty`` content.
+        """Tell if the template accepts a message without content.
 
-        It is not if the template rejects it, or writes the word "None" more often.
+        It does not if it rejects ``trial``, or writes the word "None" more often in it than in
+        ``with_empty``, the same trial with an empty string as content. If the template rejects
+        ``with_empty``, too, nothing can be told, and the result is True.
         """
         expected, actual = self._try_render(with_empty), self._try_render(trial)
         if expected is None:

@@ -222,7 +222,7 @@ def test_separator_belongs_to_a_rule_that_has_steps(contracts: Contracts) -> Non
             make(contracts, reads, step_separator="\n")
     with pytest.raises(ConfigError, match="got an empty text"):
         make(contracts, "step_ends", step_separator="")
-    with pytest.raises(DataError, match="step_separator: got None where step_marks is scored"):
+    with pytest.raises(DataError, match="step_separator: got None with scored_position step_marks"):
         dataclasses.replace(make(contracts, "step_marks"), step_separator=None)
     # A null setting takes the value of the model that training starts from.
     config = contracts.config(["right"])
