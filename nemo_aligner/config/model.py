@@ -147,7 +147,7 @@ class DataConfig:
 
 @dataclass
 class RegressionConfig:
-    """The labels of rated replies."""
+    """The labels of rated replies: their names, weights, and the mark of a missing label."""
 
     attributes: list[str] = setting([], "names of the label columns, in the order of label lists")
     attribute_weights: dict[str, float] = setting(

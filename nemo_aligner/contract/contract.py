@@ -309,8 +309,8 @@ class ScoringContract:
             raise CheckpointError(f"scoring contract: {error}") from error
         if contract.hash != stated_hash:
             raise CheckpointError(
-                f"scoring contract: its fields hash to {contract.hash}, but it states "
-                f"{shown(stated_hash)}: it was changed after it was written"
+                f"scoring contract: its fields have the hash {contract.hash}, its stored hash is "
+                f"{shown(stated_hash)}: the contract was changed after it was written"
             )
         return contract
 

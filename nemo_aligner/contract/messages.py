@@ -361,7 +361,7 @@ def _add_reasoning(message: Message, key: str, value: Any, location: str) -> Non
     _check_unicode(value, f"{location}.{key}: ")
     if message["role"] != "assistant":
         raise DataError(
-            f"{location}.{key}: got it in a message of role {message['role']!r}, "
+            f"{location}.{key}: got this key in a message of role {message['role']!r}, "
             "wanted it only in messages of role 'assistant'"
         )
     if message.setdefault(REASONING[0], value) != value:

@@ -91,34 +91,34 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
         check_terminates(template, bos, eos, kwargs)
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
-                f"{prefix}: its text depends on the date, so scores change from day to day; set "
-                f"it to one of {built_in}, or to a copy of the template with a fixed date"
+                f"{prefix}: the template writes today's date, so scores change from day to day; "
+                f"set one of {built_in}, or a copy of the template with a fixed date"
             )
         text = write_probe(template, bos, eos, kwargs)
     except DataError as error:
-        raise ConfigError(f"{prefix}: {error}; set it to one of {built_in}, or a file") from error
+        raise ConfigError(f"{prefix}: {error}; set one of {built_in}, or a file") from error
     for part in (message["content"] for message in PROBE):
         if part not in text:
             raise ConfigError(
-                f"{prefix}: it renders a trial conversation as {shown(text)}, without the message "
-                f"{part!r}; set it to one of {built_in}, or to the file of another chat template"
+                f"{prefix}: the template renders a trial conversation as {shown(text)}, without "
+                f"the message {part!r}; set one of {built_in}, or the file of another template"
             )
     if bos and tokenizer.encode(text)[:2] == [tokenizer.bos_id] * 2:
         raise ConfigError(
-            f"{prefix}: it writes BOS ({bos!r}) twice; set it to a copy of the template with one"
+            f"{prefix}: the template writes BOS ({bos!r}) twice; set a copy that writes it once"
         )
     end = "".join(end_of_turn(template, bos, eos, kwargs).split())
     if not end:
         raise ConfigError(
-            f"{prefix}: it writes nothing after the reply, so a complete reply looks like one that "
-            f"was cut off; set it to one of {built_in}, or to a copy of the template that ends "
-            "each turn"
+            f"{prefix}: the template writes nothing after the reply, so a complete reply looks "
+            f"like one that was cut off; set one of {built_in}, or a copy of the template that "
+            "ends each turn"
             + ("" if eos else " (plain and zephyr end with EOS, which this tokenizer lacks)")
         )
     if end[: len(end) // 2] * 2 == end:
         raise ConfigError(
-            f"{prefix}: it ends the reply twice ({short(end)}); set it to a copy of the template "
-            "that ends it once"
+            f"{prefix}: the template ends the reply twice ({short(end)}); set a copy of the "
+            "template that ends it once"
         )
 
 

@@ -278,7 +278,9 @@ def test_bos_twice_is_refused(contracts: Contracts, tokenizer: Tokenizer, tmp_pa
         contracts().encode(tokenizer, "<|im_start|><|im_start|>a")
     path = tmp_path / "double.jinja"
     path.write_text("{{ bos_token }}<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ConfigError, match=r"model.data.template: .*it writes BOS .* twice"):
+    with pytest.raises(
+        ConfigError, match=r"model.data.template: .*the template writes BOS .* twice"
+    ):
         contracts(template=str(path))
 
 

@@ -177,7 +177,10 @@ def test_messages_that_are_no_text_are_refused() -> None:
             [{**USER, "tool_calls": [CALL]}, REPLY],
             "messages[0].tool_calls: got tool calls in a message of role 'user'",
         ),
-        ([{**USER, "thinking": "hm"}, REPLY], "messages[0].thinking: got it in a message of role"),
+        (
+            [{**USER, "thinking": "hm"}, REPLY],
+            "messages[0].thinking: got this key in a message of role",
+        ),
         (
             [{**REPLY, "thinking": "a", "reasoning": "b"}],
             "messages[0]: got two different reasonin",
