@@ -1,4 +1,4 @@
-"""Verbs on checkpoints: ``convert``, ``import``, ``export`` and ``merge``."""
+"""Subcommands (verbs) for checkpoints: ``convert``, ``import``, ``export`` and ``merge``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def convert_parser() -> Parser:
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    """Write the archive, and print a summary."""
+    """Convert a Hugging Face model to a ``.nemo`` archive, and print a summary."""
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.config.common import Precision
     from nemo_aligner.config.dtypes import torch_dtype
@@ -128,7 +128,7 @@ def import_parser() -> Parser:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Write the archive, and print a summary."""
+    """Write a checkpoint of NeMo or Megatron as our ``.nemo`` archive, and print a summary."""
     from nemo_aligner.checkpoint.importing import import_checkpoint
 
     summary = import_checkpoint(
@@ -150,7 +150,7 @@ Export a reward model's .nemo as a Hugging Face folder, and check that it scores
 nemo-aligner export --input megatron_gpt.nemo --output hf_folder
 """
 
-# Decimal, as save_pretrained of transformers takes max_shard_size.
+# Decimal units, as for max_shard_size of transformers' save_pretrained.
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -193,7 +193,7 @@ def export_parser() -> Parser:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the folder, and print the result of its check."""
+    """Export a reward model as a Hugging Face folder, check its scores, and print the result."""
     print(
         export_archive(
             options.input,
@@ -248,7 +248,7 @@ def merge_parser() -> Parser:
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    """Write the merged archive, and print a summary."""
+    """Merge archives into one, and print a summary."""
     from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
     from nemo_aligner.utils.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Verbs on data: ``data fetch``, ``inspect``, ``split``, ``augment`` and ``demo``."""
+"""Subcommands (verbs) for data: ``data fetch``, ``inspect``, ``split``, ``augment``, ``demo``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
 
 def data_file(text: str) -> str:
-    """Parse the name of a file; a setting ``key=value`` is an error. An argparse type."""
+    """Argparse type for the name of a file; rejects a setting ``key=value``."""
     if _SETTING.fullmatch(text) and not Path(text).exists():
         raise argparse.ArgumentTypeError(
             f"got the setting {text}, wanted a file: this verb has options instead of settings, "
@@ -66,7 +66,7 @@ def add_format(parser: Parser, *, of_ratings: bool = True, drops_records: bool =
 
 
 def read_format(options: argparse.Namespace, **fields: Any) -> ReaderConfig:
-    """Make a ``ReaderConfig`` of the options of ``add_format`` and further fields."""
+    """Build a ``ReaderConfig`` from the options of ``add_format`` and from further ``fields``."""
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.readers import ReaderConfig
 
@@ -188,17 +188,18 @@ def run_inspect(options: argparse.Namespace) -> int:
         tokenizer, contract, is_built = read_or_build_text_rules(
             options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
         )
-        # last_token is the default of --reads, so it does not count as a choice of the user.
+        # last_token is the default of --reads, so the user may not have chosen it.
         position = contract.scored_position if options.reads == "last_token" else options.reads
         separator = options.step_separator or contract.step_separator
         if (position, separator) != (contract.scored_position, contract.step_separator):
             raise ConfigError(
                 f"--tokenizer: the contract of {options.tokenizer} reads {contract.scored_position}"
-                f" with the separator {contract.step_separator!r}. Omit --reads and "
-                "--step-separator, or use a base model"
+                f" with the separator {contract.step_separator!r}, and --reads or "
+                "--step-separator differs from that. Omit both options, or use a base model"
             )
         rules = tokenizer, contract
-        # The hash of a trained model also covers its precision, objective and label means.
+        # A trained model has another hash, because it also covers precision, objective and label
+        # means.
         origin = " of these options (not yet of a training run)" if is_built else ""
         print(f"scoring contract{origin}: {contract.hash}")
     inspection = Inspection(
@@ -271,13 +272,13 @@ def split_parser() -> Parser:
 
 
 def run_split(options: argparse.Namespace) -> int:
-    """Write the two files, and print a summary."""
+    """Write the training file and the held-out file, and print a summary."""
     from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.split import Split, split_file
 
     tokenizer = None
     if options.tokenizer is not None:
-        # Imported here, because it imports megatron-core, which takes seconds.
+        # Imported here, because this module imports megatron-core, which takes seconds.
         from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
 
         tokenizer = read_tokenizer(options.tokenizer)
@@ -314,7 +315,7 @@ def augment_parser() -> Parser:
 
 
 def run_augment(options: argparse.Namespace) -> int:
-    """Write the new pairs, and print a summary."""
+    """Write the augmented pairs to a file, and print a summary."""
     from nemo_aligner.data.augment import Augment, augment_file
 
     augment = Augment(options.share, options.seed, read_format(options))
@@ -350,7 +351,7 @@ def demo_parser() -> Parser:
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Write the two files, and print a summary."""
+    """Write the demo set (train.jsonl and heldout.jsonl), and print a summary."""
     from nemo_aligner.data.demo import write_demo, write_step_demo
 
     write = write_demo if options.kind == "pairs" else write_step_demo

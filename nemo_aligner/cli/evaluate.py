@@ -1,4 +1,4 @@
-"""Verbs that measure: ``evaluate``, ``compare``, ``report`` and ``check``."""
+"""Subcommands (verbs) for evaluation: ``evaluate``, ``compare``, ``report`` and ``check``."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def evaluate_parser() -> Parser:
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    """Print the metrics, and write the output files of the settings."""
+    """Evaluate a model, print the metrics, and write the output files that the settings name."""
     config = read_settings(EvaluateConfig, options, ["data.path"])
-    # Called for its check: exactly one source must be set, or no ranks are started.
+    # Raises an error before ranks are started, unless exactly one source of rewards is set.
     config.source_key()
     if config.report is not None:
         check_report("report")
@@ -81,7 +81,7 @@ def compare_parser() -> Parser:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Print the table, and write the files that the options name."""
+    """Print the comparison of two models, and write the files that the options name."""
     from nemo_aligner.evaluation.compare import (
         compare_files,
         render_compared,
@@ -126,7 +126,7 @@ def report_parser() -> Parser:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write the page, and print its path."""
+    """Write the report of runs as an HTML page, and print its path."""
     check_report("report")
     from nemo_aligner.evaluation.report.page import write_page
 
@@ -180,7 +180,7 @@ def check_parser() -> Parser:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Return 0 if the bar holds, else 1; rank 0 prints."""
+    """Compare rewards of all layouts; return 1 if a difference exceeds its limit, else 0."""
     from nemo_aligner.tools.check import Check, run_check
 
     check = Check(
@@ -193,6 +193,6 @@ def run_check(options: argparse.Namespace) -> int:
         serve=options.server,
     )
     is_first = is_first_rank()
-    # The other ranks print nothing, or their lines would mix with those of rank 0.
+    # Only rank 0 prints: the lines of several ranks would mix.
     with redirect_stdout(sys.stdout if is_first else io.StringIO()):
         return 0 if run_check(check, options.output if is_first else None) else 1

@@ -1,6 +1,6 @@
 """Entry point of ``nemo-aligner VERB ...``: finds the module of a verb, and reports errors.
 
-torch is imported only when a verb runs. The verbs ``doctor`` and ``quickstart`` are in this file,
+torch is imported only when a verb runs. The verbs ``doctor`` and ``quickstart`` are in this module,
 because they must work with only the standard library.
 """
 
@@ -28,7 +28,7 @@ from nemo_aligner.utils.processes import describe_error, is_first_rank, report
 from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 Run = Callable[[argparse.Namespace], int]
-# The extra that installs each optional module.
+# From an optional module to the extra of this package that installs it.
 _EXTRAS = {
     "pytriton": "triton",
     "tritonclient": "triton",
@@ -52,12 +52,12 @@ _EXTRAS = {
 def run_verb(run: Run, options: argparse.Namespace) -> int:
     """Run a verb, and return its exit code: 1 after an error, 130 after Ctrl-C.
 
-    One rank prints the error. With ``--debug`` it also prints the traceback, and a server logs the
-    traceback of every rejected request.
+    If there are several ranks, one prints the error. With ``--debug`` it also prints the traceback,
+    and a server logs the traceback of every rejected request.
     """
     if options.debug:
         logging.basicConfig(format="%(message)s")
-        # A rejected request is answered and not raised, so its traceback can only be logged.
+        # The error of a rejected request goes to the client, so its traceback can only be logged.
         logging.getLogger("nemo_aligner.serving.failures").setLevel(logging.DEBUG)
     try:
         with _errors_name_flags(options):
@@ -67,8 +67,8 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
             print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the output, such as head, has closed the pipe. Python flushes stdout again
-        # at exit, and would fail there, too.
+        # The reader of the output, such as ``head``, has closed the pipe. Python flushes stdout
+        # again at exit, which would also fail, so stdout is replaced.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         return 1
     except Exception as error:
@@ -76,13 +76,13 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
 
 
 def _describe_for_user(error: Exception) -> str:
-    """Return the message of an error without its traceback, with a hint if there is one."""
+    """Return an error message without traceback; for some errors it says what to do."""
     if isinstance(error, ModuleNotFoundError):
         return missing_module(error)
     if isinstance(error, AlignerError):
         return describe_error(error)
     if isinstance(error, OSError) and is_disk_full(error):
-        if error.filename is None:  # a file that was open already
+        if error.filename is None:  # a write to an open file; such errors name no file
             return f"an output file cannot be written: {error}. Free some space on its disk"
         return f"{error.filename}: {write_problem(Path(error.filename).absolute(), error)}"
     for marker in _OUT_OF_MEMORY:
@@ -91,12 +91,13 @@ def _describe_for_user(error: Exception) -> str:
     return _describe_unexpected(error)
 
 
-# Messages of torch's allocators for GPU and CPU; the CPU's error has no class of its own.
+# Messages of torch's allocators for GPU and CPU. They are compared as text, because the error of
+# the CPU allocator is a plain RuntimeError.
 _OUT_OF_MEMORY = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate memory")
 
 
 def _describe_out_of_memory(sizes: str, marker: str) -> str:
-    """Return torch's message, which is ``marker`` and then the sizes, and what to do."""
+    """Return torch's message (``marker`` followed by ``sizes``), and what to do."""
     message = ". ".join((marker + sizes).splitlines()[0].split(". ")[:3])
     return (
         f"{message}\n  to use less: a smaller model.micro_batch_tokens (at least the longest "
@@ -135,10 +136,10 @@ def _describe_unexpected(error: Exception) -> str:
 
 @contextmanager
 def _errors_name_flags(options: argparse.Namespace) -> Iterator[None]:
-    """Reword errors about a setting ``key`` if the verb has the flag ``--key`` for it.
+    """Context manager: errors about a setting ``key`` name the flag ``--key``, if there is one.
 
     Raises:
-        ConfigError, CheckpointError: the same error, whose message begins with the flag.
+        ConfigError, CheckpointError: the same error, with a message that begins with the flag.
     """
     try:
         yield
@@ -149,7 +150,7 @@ def _errors_name_flags(options: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-# A summary of every verb, for ``--help``.
+# Every verb, and its line in ``--help``.
 VERBS = {
     "quickstart": "try everything on a small model: convert, train, evaluate, serve, score",
     "train": "train a reward model on pairs or rated replies",
@@ -180,7 +181,8 @@ _MOVED = {
     "data filter": "run `python examples/data/filter_labels.py` of the repository, with the same "
     "settings and options except --by and --config",
 }
-# The verbs of each module. It has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
+# From a module to its verbs. For each verb the module has the functions ``VERB_parser`` and
+# ``run_VERB``, named by the last word of the verb.
 _MODULES = {
     "main": ("quickstart", "doctor", "completion"),
     "train": ("plan", "train", "probe"),
@@ -211,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, verb_arguments = _split_verb(arguments)
     if verb is None:
         return _print_usage(arguments)
-    # Checked before more is imported: with two packages of the same name it is undefined which of
-    # them is imported. ``doctor`` reports the conflict itself.
+    # Checked before other modules are imported: with two packages of the same name it is undefined
+    # from which one they are. ``doctor`` reports the conflict itself.
     conflict = None if verb == "doctor" else find_conflict()
     if conflict is not None:
         print(conflict, file=sys.stderr)
@@ -226,7 +228,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(verb: str) -> Verb:
-    """Import the module of a verb; what is only needed to run it is imported later."""
+    """Import the module of a verb.
+
+    It does not import torch; ``run`` of the verb does.
+    """
     module_name = next(name for name, verbs in _MODULES.items() if verb in verbs)
     module = importlib.import_module(f"nemo_aligner.cli.{module_name}")
     name = verb.rpartition(" ")[2].replace("-", "_")
@@ -234,7 +239,7 @@ def load(verb: str) -> Verb:
 
 
 def _split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split a command line into the verb, or None, and its arguments."""
+    """Split a command line into its verb (None if it has none) and the other arguments."""
     # "data inspect" is a verb, but "data" is not.
     for words in (2, 1):
         verb = " ".join(arguments[:words])
@@ -244,7 +249,7 @@ def _split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _complete() -> None:
-    """Print completions of the line that the shell has put into the environment, and exit."""
+    """Print completions of the command line in the environment variables, and exit."""
     import argcomplete
 
     root = argparse.ArgumentParser(PROGRAM)
@@ -254,13 +259,13 @@ def _complete() -> None:
         if group not in groups:
             groups[group] = groups[""].add_parser(group).add_subparsers()
         verb_parser = load(verb).new_parser()
-        # ``verb_parser`` has --help already.
+        # Without --help, because ``verb_parser`` has it already.
         groups[group].add_parser(name, parents=[verb_parser], add_help=False)
     argcomplete.autocomplete(root)
 
 
 def _print_usage(arguments: list[str]) -> int:
-    """Print all verbs for ``--help``, else a suggestion for the unknown verb; return exit code."""
+    """Print all verbs for ``--help``, or suggest one for an unknown verb; return exit code."""
     two_words, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
     if two_words in _MOVED:
         print(f"{PROGRAM}: {two_words} is no longer a verb: {_MOVED[two_words]}", file=sys.stderr)
@@ -272,11 +277,11 @@ def _print_usage(arguments: list[str]) -> int:
         return 0
     unknown = two_words if group else first
     print(f"{PROGRAM}: {unknown} is not a verb{did_you_mean(unknown, [*VERBS])}", file=sys.stderr)
-    print(f"{PROGRAM} --help lists them", file=sys.stderr)
+    print(f"{PROGRAM} --help lists all verbs", file=sys.stderr)
     return 2
 
 
-# The verbs of this module.
+# The verbs in this module: doctor, quickstart and completion.
 
 _DOCTOR = """\
 Check this machine: what it has, what is missing, and the command that installs it.
@@ -289,7 +294,7 @@ def doctor_parser() -> Parser:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the findings; return 0 if training and scoring have all they need, else 1."""
+    """Print what this machine has and lacks; return 1 if training or scoring lacks something."""
     from nemo_aligner.tools.doctor import Verdict, examine, render
 
     findings = examine()
@@ -324,7 +329,7 @@ def quickstart_parser() -> Parser:
 
 
 def run_quickstart(options: argparse.Namespace) -> int:
-    """Run all steps, and print the results."""
+    """Convert, train, evaluate, serve and score with a small model, and print the results."""
     from nemo_aligner.tools.quickstart import Quickstart, run_quickstart
 
     run_quickstart(
@@ -355,7 +360,7 @@ def completion_parser() -> Parser:
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """Print the script that the shell runs at its start."""
+    """Print the script that turns on completion; the shell runs it at its start."""
     import argcomplete
 
     shell = "bash" if options.shell == "zsh" else options.shell

@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         setting_keys: keys of the settings that the verb accepts as ``key=value``.
-        settings_are_flags: True if errors about a setting ``key`` must name the flag ``--key``.
+        settings_are_flags: whether the verb has flags for settings: then errors about a setting
+            ``key`` name the flag ``--key``.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             description=_wrap_paragraphs(description),
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # An abbreviation would change its meaning with a new flag of the same prefix.
+            # A new flag with the same prefix would change the meaning of an abbreviation.
             allow_abbrev=False,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -62,14 +63,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line; an invalid one ends the process with exit code 2."""
-        # argparse has no public list of its flags, so they are taken from its help.
+        # argparse has no public list of its flags, so they are parsed from its help text.
         flags = re.findall(r"--[\w-]+", self.format_help())
         for word, following in pairwise([*argv, ""]):
             flag = word.partition("=")[0]
             if flag.startswith("--") and flag not in flags:
                 hint = did_you_mean(flag, flags) or self._suggest_setting(word, following)
                 self.error(f"got {word}, which is not an option{hint}")
-        # Settings may stand before, between and behind flags.
+        # "intermixed", because settings may come before, between and after flags.
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
         flags_in_errors = flags if self._settings_are_flags else []
@@ -77,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def _suggest_setting(self, word: str, following: str) -> str:
-        """Return a hint for a setting that was written as a flag, ``--lr 3`` or ``--lr=3``."""
+        """Return a hint for a setting that was written as a flag: ``--lr 3`` or ``--lr=3``."""
         flag, _, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
         keys = self._setting_keys
@@ -89,12 +90,12 @@ class Parser(argparse.ArgumentParser):
         return f"; settings have no dashes: {key}={value or 'VALUE'}{peer_unit(name, key)}"
 
     def error(self, message: str) -> NoReturn:
-        """Print two lines to stderr, and end the process with exit code 2."""
+        """Print the error and a line about ``--help`` to stderr, and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the options\n")
 
 
 def _wrap_paragraphs(text: str) -> str:
-    """Wrap paragraphs to the terminal, at most 100 columns; commands are not changed."""
+    """Wrap paragraphs to the terminal's width, at most 100 columns; commands are not wrapped."""
     width = min(shutil.get_terminal_size().columns, 100) - 2
     return "\n\n".join(
         textwrap.indent(textwrap.dedent(part), "  ")
@@ -105,18 +106,21 @@ def _wrap_paragraphs(text: str) -> str:
 
 
 def did_you_mean(word: str, candidates: Sequence[str]) -> str:
-    """Return the end of an error about an unknown word: the nearest candidate, or nothing."""
+    """Return the end of an error about an unknown word, which suggests the nearest candidate.
+
+    It is empty if no candidate is similar.
+    """
     near = suggestion(word, candidates)
     return "" if near is None else f"; did you mean {near}?"
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse a list such as ``a, b`` to ``("a", "b")``; argparse type of ``--attributes``."""
+    """Argparse type of ``--attributes``: parse a list such as ``a, b`` to ``("a", "b")``."""
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
 def fraction(text: str) -> float:
-    """Parse a number between 0 and 1, both excluded; an argparse type."""
+    """Argparse type for a number between 0 and 1, both excluded."""
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, wanted a number between 0 and 1")
@@ -124,7 +128,7 @@ def fraction(text: str) -> float:
 
 
 def above_0(text: str) -> float:
-    """Parse a finite number above 0; an argparse type."""
+    """Argparse type for a finite number above 0."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"got {text}, wanted a number above 0")
@@ -132,7 +136,7 @@ def above_0(text: str) -> float:
 
 
 def positive(text: str) -> int:
-    """Parse a whole number above 0; an argparse type."""
+    """Argparse type for a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number above 0")
     return int(text)
@@ -156,7 +160,7 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
         settings_are_flags=False,
         epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
     )
-    # Verbs without --processes get the default, too: ``starts_ranks`` reads it.
+    # Set also for verbs without --processes, because ``starts_ranks`` reads ``processes``.
     parser.set_defaults(processes=None)
     if has_ranks:
         parser.add_argument(
@@ -190,13 +194,13 @@ def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence
     if should_print and notes:
         print(_render_notes(notes), flush=True)
     if should_print and sys.stdout.isatty():
-        # Next the verb imports torch, which takes seconds.
+        # After this the verb imports torch, which takes seconds.
         print("starting ...", flush=True)
     return config
 
 
 def _render_notes(notes: Sequence[str]) -> str:
-    """List what became of NeMo-Aligner's keys, in lines that fit a log."""
+    """Render the notes about NeMo-Aligner's keys, wrapped for a log."""
     wrap = textwrap.TextWrapper(
         _WIDTH, "  ", "    ", break_long_words=False, break_on_hyphens=False
     )
@@ -223,14 +227,14 @@ def start_ranks(verb: str, options: argparse.Namespace) -> int:
     """Run this command as ``options.processes`` ranks on this machine; return the exit code."""
     from nemo_aligner.distributed.launch import run_ranks
 
-    # argparse takes the last one of a repeated flag.
+    # The added flag overrides an earlier --processes: argparse takes the last one.
     rank_arguments = [*options.argv, "--processes=1"]
     command = ["-m", "nemo_aligner", verb, *rank_arguments]
     return run_ranks(command, options.processes, environment())
 
 
 def complete_setting(prefix: str, schema: type) -> Iterable[str]:
-    """List completions for the shell: keys, or the values of a key that has only a few."""
+    """List completions for the shell: keys or, after ``key=``, the values of an enum or bool."""
     name, is_set, _ = prefix.partition("=")
     if not is_set:
         return [f"{key.name}=" for key in list_keys(schema)]

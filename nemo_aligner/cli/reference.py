@@ -32,7 +32,7 @@ means that both must have the same value.
 
 def render_settings() -> str:
     """Render docs/settings.md."""
-    # argparse wraps text to the width of the terminal.
+    # A fixed width: argparse wraps text to the width of the terminal.
     os.environ["COLUMNS"] = "80"
     parts = [_SETTINGS]
     for verb in VERBS:
@@ -55,7 +55,7 @@ def _render_table(rules: Sequence[KeyRule]) -> str:
 
 
 def _describe_rule(rule: KeyRule) -> str:
-    """Describe in a few words how a key is translated."""
+    """Describe in a few words what a rule does with its key."""
     if rule.accepted:
         return "only " + " or ".join(f"`{value}`" for value in rule.accepted)
     if rule.same_as:

@@ -1,4 +1,4 @@
-"""Verbs for servers and clients: ``serve``, ``serve-critic``, ``gateway`` and ``score``."""
+"""Subcommands (verbs) for HTTP: ``serve``, ``serve-critic``, ``gateway`` and ``score``."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ lines of {"text": ...} or {"messages": [...]}, or is preference data in any form
 which each reply gets a reward.
 """
 
-# Seconds without an answer until a line says that the client is waiting.
+# Seconds without an answer after which a line reports that the client is waiting.
 _QUIET_S = 2.0
 
 
@@ -158,7 +158,7 @@ def run_score(options: argparse.Namespace) -> int:
             scored = client.score_rows([sample for _, sample in samples])
             is_named = scored.rewards.shape[1] > 1 and scored.contract_hash is not None
             names = client.contract().attributes if is_named else ()
-        except ServingError as error:  # the message names the client's argument, not our flag
+        except ServingError as error:  # it names the client's argument wait_s, not our flag --wait
             raise ServingError(str(error).replace("wait_s", "--wait")) from error
         finally:
             waiting.cancel()
@@ -173,7 +173,7 @@ def run_score(options: argparse.Namespace) -> int:
 
 
 def _read_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield ``(label, sample)`` for each sample of the command line and the file."""
+    """Yield ``(label, sample)`` for each sample of the command line and of ``--file``."""
     from nemo_aligner.data.texts import label_of, labelled_conversation, labelled_texts
 
     yield from ((label_of(text), text) for text in options.texts)

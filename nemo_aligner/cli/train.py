@@ -1,4 +1,4 @@
-"""Verbs for planning and training: ``plan``, ``train`` and ``probe``."""
+"""Subcommands (verbs) for planning and training: ``plan``, ``train`` and ``probe``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_train(options: argparse.Namespace) -> int:
 
         say(check_run(config, options.processes or find_process(os.environ).world_size))
         return 0
-    # Checked before ranks start, because each of them would report it.
+    # Checked before ranks start, because every rank would report an error.
     if config.exp_manager.report:
         check_report("exp_manager.report")
     if starts_ranks(options):
@@ -94,7 +94,7 @@ def probe_parser() -> Parser:
 
 
 def run_probe(options: argparse.Namespace) -> int:
-    """Print the metrics; return 0 if training follows its labels, else 1."""
+    """Overfit a few records, print the metrics, and return 1 if training ignores the labels."""
     config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
     if starts_ranks(options):
         return start_ranks("probe", options)
@@ -152,7 +152,7 @@ def plan_parser() -> Parser:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Print the layouts for one number of GPUs, or the best layout for each of several."""
+    """Print the layouts for one number of GPUs, or the best layout for each of several numbers."""
     arguments = vars(options)
     shape, name = preset(options.params) if options.params else _read_shape(options.config)
     request = PlanRequest(**{item.name: arguments[item.name] for item in fields(PlanRequest)})

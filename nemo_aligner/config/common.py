@@ -1,6 +1,6 @@
 """Shared parts of all sections of the settings: enumerations, ``setting``, checks of values.
 
-At the end are checks of numbers in files of other programs (``read_count``, ``read_number``).
+``read_count`` and ``read_number`` check numbers in files of other programs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, TypeAlias, TypeVar
 from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
 
 T = TypeVar("T")
-# Key of a field's metadata with its line in ``--help``.
+# Key in the metadata of a dataclass field; its value is the setting's line in ``--help``.
 ABOUT = "about"
 # The largest seed of numpy's RandomState.
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
-# Ranges are closed, so this is the lower bound of numbers that must not be 0.
+# The smallest float above 0: ranges include their bounds, so "above 0" needs another bound than 0.
 _ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
 """Tokens per block of the prefix cache, which stores keys and values by whole blocks."""
@@ -70,7 +70,7 @@ class Malformed(Enum):
 
 
 class Contradicting(Enum):
-    """The rule for pairs of one file that prefer opposite replies to the same prompt."""
+    """The rule for two pairs of a file that prefer opposite replies to the same prompt."""
 
     keep = "keep"
     drop = "drop"
@@ -93,11 +93,11 @@ RANKS = "processes"
 
 
 def setting(default: T, about: str) -> T:
-    """Declare a field of a section.
+    """Declare a setting as a field of the dataclass of its section.
 
     Args:
-        default: its default; a list or mapping is copied for every instance.
-        about: its line in ``--help``.
+        default: default value; a list or mapping is copied for every instance.
+        about: the setting's line in ``--help``.
     """
     metadata = {ABOUT: about}
     if isinstance(default, list | dict):
@@ -119,9 +119,9 @@ def as_yaml(value: Any) -> str:
 
 
 class Checks:
-    """Checks of the values of one section, as a context manager.
+    """Context manager that checks the values of one section.
 
-    The block calls the checks; its end raises all problems at once.
+    The ``with`` block calls the checks. At its end all problems are raised as one error.
 
     Args:
         prefix: the section's key, which error messages begin with.
@@ -147,7 +147,7 @@ class Checks:
         """Record a problem unless the condition holds.
 
         Args:
-            name: the setting, below the section; dots lead to sections within.
+            name: key of the setting without the section's prefix; may contain dots.
             expected: what the value should be, for the error message.
         """
         if not condition:
@@ -158,7 +158,7 @@ class Checks:
             self._problems.append(f"{self._prefix}{name}: got {printable!r}, wanted {expected}")
 
     def require_range(self, minimum: float, maximum: float, expected: str, *names: str) -> None:
-        """Require that these settings are null, or between the two bounds; NaN fails."""
+        """Require that these settings are null, or between two bounds (included); NaN fails."""
         for name in names:
             value = getattr(self._section, name)
             self.require(value is None or minimum <= value <= maximum, name, expected)
@@ -172,7 +172,7 @@ class Checks:
         self.require_range(0, inf, "0 or more", *names)
 
     def require_prefix_cache(self, name: str) -> None:
-        """Require a size in tokens that is 0 or at least one block."""
+        """Require a size of the prefix cache in tokens: 0, or at least one block."""
         tokens = getattr(self._section, name)
         expected = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
         self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, expected)
@@ -191,7 +191,7 @@ class Checks:
         self.require_range(0, MAX_PORT, f"0 (any free port) to {MAX_PORT}", name)
 
     def require_one_token(self, name: str) -> None:
-        """Require that ``NAME_file`` and ``NAME_variable`` are not both set."""
+        """Require at most one source of a bearer token: ``NAME_file`` or ``NAME_variable``."""
         file, variable = f"{name}_file", f"{name}_variable"
         at_most_one = (
             getattr(self._section, file) is None or getattr(self._section, variable) is None
@@ -205,7 +205,7 @@ class Checks:
 
 # Checks of numbers in files of other programs: configs of models, headers of weights.
 
-# Far beyond any real model. Larger numbers would be noticed late, when something overflows.
+# Bounds far beyond any real model. Without them a wrong number is noticed late, by an overflow.
 MAX_COUNT = 2**31
 MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 
@@ -220,7 +220,7 @@ def read_count(
         expected: what the value should be, for the error message.
 
     Raises:
-        CheckpointError: it is no int, or out of range.
+        CheckpointError: the value is no int, or out of range.
     """
     return _read_in_range(value, location, expected, (int,), minimum, maximum)
 
@@ -235,7 +235,7 @@ def read_number(
     """Return ``value`` if it is an int or float in the range; see ``read_count``.
 
     Raises:
-        CheckpointError: it is no number, out of range, or NaN.
+        CheckpointError: the value is no number, out of range, or NaN.
     """
     return _read_in_range(value, location, expected, (int, float), minimum, maximum)
 
@@ -268,7 +268,7 @@ def _read_in_range(
     minimum: float,
     maximum: float,
 ) -> Any:
-    # Not isinstance: True is an instance of int.
+    # ``type`` and not ``isinstance``, because True is an instance of int.
     if type(value) not in types or not minimum <= value <= maximum:
         raise CheckpointError(f"{location}: got {shown(value)}, wanted {expected}")
     return value

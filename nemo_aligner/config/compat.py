@@ -1,9 +1,9 @@
-"""Translation of NeMo-Aligner 0.7 settings: a rule for every key of three of its files.
+"""Translation of NeMo-Aligner 0.7 settings: a rule for every key of three of its YAML files.
 
-The files are training_rm.yaml, inference_rm.yaml and gpt_ppo_critic.yaml in its folder
+The files are training_rm.yaml, inference_rm.yaml and gpt_ppo_critic.yaml in NeMo-Aligner's folder
 examples/nlp/gpt/conf. ``load.py`` applies the rules to every settings file and command line, and
-``docs/migration/nemo_aligner_keys.md`` shows them. No key is dropped silently: it is translated,
-rejected with a reason, or reported in a note as ignored.
+``docs/migration/nemo_aligner_keys.md`` shows them. No key is dropped silently: each key is
+translated, rejected with a reason, or reported in a note as ignored.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class KeyRule:
     """The translation of one key of NeMo-Aligner.
 
     Attributes:
-        key: the full key in NeMo-Aligner, also for all keys below it; ``*`` is a wildcard.
+        key: the full key in NeMo-Aligner; ``*`` is a wildcard. If it is a section, the rule is for
+            all keys in it.
         reason: a note for the user: why the key is ignored, or what to set instead.
-        target: the key that takes the value here; empty if there is none.
+        target: the key of this package that gets the value; empty if there is none.
         values: from NeMo-Aligner's values (as YAML) to ours; other values stay the same.
         accepted: the only accepted values, as YAML; empty accepts all.
-        same_as: a key or property here that must have the same value after loading.
+        same_as: a key or property of our settings that must have the same value after loading.
         adds: True if the value is appended to the list of ``target``.
     """
 
@@ -51,7 +52,7 @@ class KeyRule:
 
 @dataclass(frozen=True)
 class SameValue:
-    """A check for the end of loading: a value must equal that of another key."""
+    """A check after loading: NeMo-Aligner's ``value`` must equal our setting ``rule.same_as``."""
 
     rule: KeyRule
     value: Any
@@ -73,17 +74,18 @@ class SameValue:
 class Translation:
     """Translator of settings by rules, which also collects notes and problems.
 
-    First ``register`` all updates, then ``translate`` each of them.
+    An update is a settings file or a ``key=value`` argument. First ``register`` all updates, then
+    ``translate`` each of them.
 
     Attributes:
         problems: ``(file, message)`` for each rejected value.
-        pending: checks for when all settings are loaded.
+        pending: checks that run after all settings are loaded.
     """
 
     def __init__(self, rules: Sequence[KeyRule]) -> None:
         self._rules = rules
         self._settings = OmegaConf.create({})
-        # The update that sets each key last.
+        # For each key the last update that sets it; only this one counts.
         self._last_update: dict[str, DictConfig] = {}
         self._translated: dict[str, str] = {}
         self._ignored: dict[str, list[str]] = {}
@@ -92,7 +94,10 @@ class Translation:
         self.pending: list[SameValue] = []
 
     def register(self, update: DictConfig) -> None:
-        """Make an update known: others may refer to its values, and the last one of a key wins."""
+        """Store an update before any is translated.
+
+        Other updates may refer to its values, and of several updates of a key the last one wins.
+        """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         self._last_update |= dict.fromkeys((key for key, _ in _list_leaves(tree)), update)
         try:
@@ -104,7 +109,7 @@ class Translation:
         """Translate an update into our keys.
 
         Args:
-            location: its file, for error messages; empty for the command line.
+            location: file of the update, for error messages; empty for the command line.
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         leaves = dict(_list_leaves(tree))
@@ -115,7 +120,7 @@ class Translation:
                 if resolved is not value:
                     _set_key(tree, key, resolved)
             elif self._last_update[key] is not update:
-                # A later update overrides this one.
+                # A later update sets the same key, and wins.
                 _remove_key(tree, key)
             else:
                 if rule.target != key:
@@ -124,7 +129,7 @@ class Translation:
         return OmegaConf.create(tree)
 
     def notes(self) -> list[str]:
-        """List each key that was translated, and each that was ignored with the reason."""
+        """List each translated key with our key, and each ignored key with the reason."""
         translated = [f"{key} is taken as {target}" for key, target in self._translated.items()]
         ignored = [
             f"{', '.join(keys)}: ignored: {reason}" for reason, keys in self._ignored.items()
@@ -148,7 +153,7 @@ class Translation:
         return next(matching_rules, None)
 
     def _resolve_references(self, key: str, value: Any) -> Any:
-        """Replace ``${...}`` references to registered settings; others stay."""
+        """Replace ``${...}`` references to registered settings; other references stay."""
         if not isinstance(value, str) or "${" not in value:
             return value
         try:
@@ -201,7 +206,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _list_leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(full key, value)`` for every key that is no section."""
+    """Yield ``(full key, value)`` for every key except sections."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _list_leaves(value, f"{prefix}{name}.")
@@ -210,7 +215,7 @@ def _list_leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _set_key(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a full key in nested sections, which are created if needed."""
+    """Set a full key in nested sections; missing sections are created."""
     *sections, name = key.split(".")
     for section_name in sections:
         section = tree.get(section_name)
@@ -221,7 +226,7 @@ def _set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _remove_key(tree: dict[str, Any], key: str) -> None:
-    """Remove a full key from nested sections, and the sections that are empty without it."""
+    """Remove a full key from nested sections, and each section that becomes empty."""
     name, _, subkey = key.partition(".")
     if not subkey:
         tree.pop(name, None)
@@ -364,7 +369,7 @@ def _parse_tables(*tables: str) -> tuple[KeyRule, ...]:
 
 
 def _parse_line(keys: str, action: str, reason: str = "") -> Iterator[KeyRule]:
-    """Yield a rule for each of the keys of a line."""
+    """Yield a rule for each key of one line of the rules above."""
     verb, _, argument = action.partition(" ")
     if verb == "only":
         accepted = tuple(argument.split(" or "))

@@ -1,9 +1,10 @@
 """Descriptions of settings, suggestions for unknown keys, and facts about the installed package.
 
 - ``list_keys`` and ``render_keys`` list all settings of a schema, for ``--help`` and the docs.
-- ``suggest_setting`` finds what an unknown key was meant to be, also by names of other trainers.
-- ``install_command``, ``find_conflict`` and ``find_settings`` describe the installation: how to
-  install an extra, whether NVIDIA's package is in the way, where the packaged YAML files are.
+- ``suggest_setting`` finds the setting that an unknown key was meant to be. It knows the names that
+  other trainers use.
+- ``install_command`` gives the command that installs an extra, ``find_conflict`` detects NVIDIA's
+  package of the same name, ``find_settings`` finds the packaged YAML files.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Key:
 
 
 def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Yield every setting of ``schema`` and its sections; the sections are not yielded."""
+    """Yield every setting of ``schema``, including the settings in nested sections."""
     hints, defaults = get_type_hints(schema), schema()
     for item in fields(schema):
         kind = hints[item.name]
@@ -84,7 +85,7 @@ def render_keys(schema: type) -> str:
 
 
 def _split_optional(kind: Any) -> tuple[list[Any], bool]:
-    """Return the types of a union without None, and whether None was among them."""
+    """Return the types of a union except None, and whether the union contains None."""
     parts = get_args(kind)
     if type(None) not in parts:
         return [kind], False
@@ -116,16 +117,16 @@ def _list_choices(kind: Any) -> tuple[str, ...]:
 
 # Suggestions for misspelt keys, and for the names that other trainers give to settings.
 
-# Smallest difflib ratios that count as near. For last names, one or two letters apart: at 0.75
-# "steps" would be near "eps", and "base" near "bias".
+# Smallest difflib ratio at which two last names (the parts behind the last dot) are similar: they
+# differ by one or two letters. At 0.75 "steps" would match "eps", and "base" would match "bias".
 _NEAR = 0.8
-# For full keys with the same last name, in another section.
+# Smallest ratio for full keys with the same last name in different sections.
 _MOVED = 0.65
-# For full keys, if there is no other candidate.
+# Smallest ratio for full keys, if no other rule has found a candidate.
 _MISSPELT = 0.85
 _MICRO_BATCH = "model.micro_batch_tokens"
-# Names of our settings in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT and Megatron (of
-# names with sections, the last part).
+# For each of our settings its names in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT and
+# Megatron. If a name there has sections, only the last part is listed.
 _CALLED_BY_PEERS = {
     "trainer.rm.max_steps": "steps num_steps max_num_steps train_iters",
     "model.optim.lr": "learning_rate",
@@ -172,7 +173,7 @@ _CALLED_BY_PEERS = {
     "trainer.precision": "dtype torch_dtype bf16 fp16",
 }
 PEER_NAMES = {name: key for key, names in _CALLED_BY_PEERS.items() for name in names.split()}
-# How the unit of our setting differs from that of the other trainer's.
+# For names of other trainers: how the unit of our setting differs from theirs.
 _PEER_UNITS = {
     **{name: "counts tokens, not records" for name, to in PEER_NAMES.items() if to == _MICRO_BATCH},
     "gradient_accumulation_steps": "counts the records of a step, on all GPUs together",
@@ -183,21 +184,21 @@ _PEER_UNITS = {
 }
 del _PEER_UNITS["train_mb_tokens"]  # NeMo RL's setting also counts tokens
 _EVERY_STEP = "every step is logged"
-# Settings of other trainers without a counterpart here, and the reason (may be empty).
+# Settings of other trainers that this package does not have, and the reason (may be empty).
 _PEERS_ONLY = {
     "logging_steps": _EVERY_STEP,
     "log_interval": _EVERY_STEP,
     "log_every_n_steps": _EVERY_STEP,
     "report_to": "each logger has a switch, as exp_manager.create_wandb_logger=true",
-    "beta": "",  # DPO's, and not one of Adam's betas
+    "beta": "",  # of DPO; without this entry Adam's betas would be suggested
 }
 
 
 def suggestion(key: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that ``key`` (``section.name``, or a plain word) misspells, or None.
 
-    A candidate with the same last name comes first, then one with nearly the same last name in the
-    same top-level section.
+    A candidate with the same last name (the part behind the last dot) comes first, then one with a
+    similar last name in the same top-level section.
     """
     candidates = list(candidates)
     return _find_same_name(key, candidates) or _find_near_name(key, candidates)
@@ -206,9 +207,10 @@ def suggestion(key: str, candidates: Iterable[str]) -> str | None:
 def suggest_setting(key: str, candidates: Iterable[str]) -> str | None:
     """Return the setting that an unknown ``key`` was probably meant to be, or None.
 
-    In this order: the same last name in a near section, another trainer's name for a setting, a
-    near name in the same top-level section, the only setting with the same last name, and a full
-    key that is near.
+    The last name of a key is the part behind the last dot. The first rule that finds a setting
+    wins: the same last name in a similar section, another trainer's name for a setting, a similar
+    last name in the same top-level section, the only setting with the same last name, a similar
+    full key.
     """
     candidates = list(candidates)
     name = key.rpartition(".")[2]
@@ -269,7 +271,7 @@ def _find_near_name(key: str, candidates: list[str]) -> str | None:
     keys_by_name: dict[str, list[str]] = {}
     for candidate in _keys_in_part(section, candidates):
         keys_by_name.setdefault(_last_name(candidate), []).append(candidate)
-    # difflib does not recognise swapped letters in a short name.
+    # The same letters in another order also match: difflib rates swapped letters too low.
     swapped = [other for other in keys_by_name if sorted(other) == sorted(name)]
     near_names = swapped or difflib.get_close_matches(name, keys_by_name, cutoff=_NEAR)
     matches = [match for near_name in near_names for match in keys_by_name[near_name]]
@@ -278,7 +280,7 @@ def _find_near_name(key: str, candidates: list[str]) -> str | None:
 
 
 def _keys_in_part(section: str, candidates: list[str]) -> list[str]:
-    """Return the candidates in the same top-level section; all of them if there is no section."""
+    """Return the candidates in the top-level section of ``section``; all if it is empty."""
     part = section.partition(".")[0]
     return [
         candidate for candidate in candidates if not section or candidate.startswith(f"{part}.")
@@ -292,7 +294,7 @@ def _similarity(first: str, second: str) -> float:
 # The installed package: its distribution, extras and settings files.
 #
 # PyPI's ``nemo_aligner`` is NVIDIA's NeMo-Aligner, so our distribution is not named like the import
-# package. This part imports only the standard library, because it makes the error messages about
+# package. This part uses only the standard library, because it makes the error messages about
 # missing packages.
 
 DISTRIBUTION = "megatron-reward"
@@ -302,16 +304,19 @@ _SUFFIX = ".yaml"
 
 
 def checkout() -> Path | None:
-    """Return the folder of the git checkout that the package runs from; None if from a wheel."""
+    """Return the folder of the git checkout that the package runs from, or None.
+
+    It is None if the package was installed from a wheel.
+    """
     root = _PACKAGE.parent
     return root if (root / "pyproject.toml").is_file() and (root / "conf").is_dir() else None
 
 
 def install_command(extra: str = "") -> str:
-    """Return the pip command that installs an extra; without one, this package.
+    """Return the pip command that installs an extra or, if ``extra`` is empty, this package.
 
-    The package is on no index. In a checkout the command installs from there; if the package came
-    from a wheel, it lists the packages of the extra.
+    The package is on no package index. So in a git checkout the command installs the checkout; if
+    the package came from a wheel, the command lists the packages of the extra.
     """
     root = checkout()
     if root is not None:
@@ -322,7 +327,10 @@ def install_command(extra: str = "") -> str:
 
 
 def _list_requirements(extra: str) -> list[str]:
-    """List the requirements of an extra, quoted for a shell; [] without the package's metadata."""
+    """List the requirements of an extra, quoted for a shell.
+
+    The list is empty if the package's metadata is missing, as without an installation.
+    """
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except PackageNotFoundError:
@@ -356,7 +364,8 @@ def find_conflict() -> str | None:
 def settings_folder() -> Path:
     """Return the folder of the packaged YAML settings.
 
-    It is inside the package if that came from a wheel, else ``conf/`` of the checkout.
+    If the package came from a wheel, the folder is inside the package; else it is ``conf/`` of the
+    git checkout.
     """
     inside = _PACKAGE / "conf"
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
@@ -370,7 +379,10 @@ def settings_names() -> list[str]:
 
 
 def find_settings(name: str | PathLike[str]) -> Path:
-    """Return the settings file with this path or, if there is none, with this packaged name."""
+    """Return the path of a settings file: ``name`` is a path, or the name of packaged settings.
+
+    A file with this path comes first. If there is neither, the path is returned unchanged.
+    """
     path = Path(name)
     if not path.is_file() and path.as_posix() in settings_names():
         return settings_folder() / f"{path.as_posix()}{_SUFFIX}"

@@ -1,4 +1,4 @@
-"""Dtypes of weights, and their names in torch, NeMo, safetensors and zarr files."""
+"""Supported dtypes of weights, and their names in torch, NeMo, safetensors and zarr files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_aligner.utils.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-# torch is imported only when a torch.dtype is needed: ``plan`` runs without it.
+# torch is imported only when a torch.dtype is needed, because ``plan`` must run without torch.
 
 
 @dataclass(frozen=True)

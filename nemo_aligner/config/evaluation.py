@@ -49,7 +49,7 @@ class EvaluateDataConfig:
 
 @dataclass
 class SourceConfig:
-    """Facts that ``hf_model`` and ``server`` do not report themselves."""
+    """Facts about the sources ``hf_model`` and ``server`` that these do not report themselves."""
 
     attribute_weights: dict[str, float] = setting(
         {}, "weights of the rewards by name; {}: the source gives one reward"
@@ -130,7 +130,7 @@ class EvaluateConfig:
         """Return the setting that names the source of rewards, and its value.
 
         Raises:
-            SettingsError: none of the three settings is set, or several are.
+            SettingsError: ``rm_model_file``, ``hf_model``, ``server``: none or several are set.
         """
         sources = {
             "rm_model_file": self.rm_model_file,
@@ -172,9 +172,10 @@ IDLE_IN_EVALUATION: tuple[IdleRule, ...] = (
 
 @dataclass
 class RewardEnvironmentConfig:
-    """All settings of a reward environment: servers (``url``), or a model in the process.
+    """All settings of a reward environment, which scores with servers or with its own model.
 
-    ``precision``, ``model``, ``prefix_cache_tokens`` and ``cpu_offload`` apply only to the latter.
+    ``url`` names the servers, ``rm_model_file`` the model. ``precision``, ``model``,
+    ``prefix_cache_tokens`` and ``cpu_offload`` apply only to the environment's own model.
     """
 
     url: list[str] = setting(

@@ -1,8 +1,8 @@
 """Loading of settings: dataclass defaults, then a YAML file, then ``key=value`` overrides.
 
-All problems are raised in one error. Three parts: ``_Merging`` collects and checks the settings,
-``idle_settings`` finds settings without effect, and the readers at the end keep YAML from reading
-the text ``007`` as a number.
+All problems are raised in one error. ``_Merging`` collects and checks the settings,
+``idle_settings`` finds settings without effect, and ``read_setting`` and ``read_file`` keep YAML
+from reading the text ``007`` as a number.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path 
 def load_with_notes(
     schema: type[T], settings: Sequence[str] = (), file: str | Path | None = None
 ) -> tuple[T, list[str]]:
-    """Load settings as ``load_config`` does, and list what became of NeMo-Aligner's keys.
+    """Load settings as ``load_config`` does; also return notes on translated or ignored keys.
 
     Raises:
-        ConfigError, SettingsError: see ``load_config``. A NeMo-Aligner setting that would change
-            results here is an error, too.
+        ConfigError, SettingsError: see ``load_config``. A setting of NeMo-Aligner that cannot be
+            translated without a change of results is an error, too.
     """
     merging = _Merging(schema, file)
     for assignment in settings:
@@ -81,8 +81,8 @@ def load_settings(
     """Load settings for the Python API.
 
     Args:
-        settings: Python values by full keys, or nested; they override those of ``file``. Paths,
-            enum members and numpy numbers are converted.
+        settings: Python values by full keys, or in nested mappings; they override the values of
+            ``file``. Paths, enum members and numpy numbers are converted.
 
     Raises:
         ConfigError, SettingsError: see ``load_config``.
@@ -106,7 +106,7 @@ def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
 
 
 def load_values(schema: type[T], values: Mapping[str, Any], location: str) -> T:
-    """Load settings from the nested mapping of another program.
+    """Load settings from a nested mapping that another program passes.
 
     Args:
         location: name of the mapping in error messages.
@@ -131,20 +131,20 @@ def config_to_dict(config: object) -> dict[str, Any]:
 
 
 def _read_sections(path: Path, type_of: TypeOfKey) -> DictConfig:
-    """Read the sections of a YAML file; ConfigError if that is not possible."""
+    """Read the sections of a YAML file; ConfigError if it cannot be read."""
     try:
         loaded = read_file(path, type_of)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file{_suggest_packaged(path)}") from error
-    except Exception as error:  # yaml and the file system raise many types
+    except Exception as error:  # yaml and the file system raise many error types
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: got a list, wanted sections with keys")
+        raise ConfigError(f"{path}: got a list at the top level, wanted sections with keys")
     return loaded
 
 
 def _suggest_packaged(path: Path) -> str:
-    """Return the end of an error about a missing file: which packaged settings there are."""
+    """Return the end of an error about a missing file: a list of packaged settings."""
     names = settings_names()
     near = suggestion(path.stem, names)
     if near is not None:
@@ -155,29 +155,30 @@ def _suggest_packaged(path: Path) -> str:
 class _Merging:
     """Collector of updates to the settings of ``schema``, and of the problems with them.
 
-    Updates are added first, those of ``file`` before all others; ``finish`` merges them.
+    An update is a settings file or one ``key=value``. First add all updates; the constructor adds
+    ``file``, so that the others override it. Then ``finish`` merges them.
     """
 
     def __init__(self, schema: type, file: str | PathLike[str] | None = None) -> None:
         self._schema = schema
-        # Each with its file, and with its key if it is a single setting without a file.
+        # ``(update, file, key)``: the key is empty for a file, the file for a single setting.
         self._updates: list[tuple[DictConfig, str, str]] = []
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
         keys = list(list_keys(schema))
-        # Type in words, and type, of each setting.
+        # For each setting its type in words, and its Python type.
         self._kinds = {key.name: key.kind for key in keys}
         self._types = {key.name: key.type for key in keys}
         self._mappings = [key for key, kind in self._types.items() if get_origin(kind) is dict]
-        # By file; "" for settings without a file.
+        # From a file to its problems; the file is "" for settings that are not from a file.
         self._problems: dict[str, list[str]] = {}
-        # Names of unknown keys, by file and section.
+        # From (file, section) to the names of unknown keys.
         self._unknown: dict[tuple[str, str], list[str]] = {}
         if file is not None:
             self.add(_read_sections(find_settings(file), self.type_of), str(file))
 
     def type_of(self, key: str) -> Any:
-        """Return the type of a setting, also by its key in NeMo-Aligner; None for a section."""
+        """Return the type of a setting, by our key or NeMo-Aligner's; None for a section."""
         key = self._translation.target(key)
         for name in self._mappings:
             if key.startswith(f"{name}."):
@@ -185,7 +186,7 @@ class _Merging:
         return self._types.get(key)
 
     def add_assignment(self, assignment: str) -> None:
-        """Add a ``key=value``; a leading + or ++, as in NeMo-Aligner's commands, is ignored."""
+        """Add a ``key=value`` argument; Hydra's prefixes + and ++ are ignored."""
         key, equals_sign, value = assignment.partition("=")
         key = key.lstrip("+")
         if not equals_sign or not key:
@@ -193,13 +194,13 @@ class _Merging:
             return
         try:
             update = read_setting(key, value, self.type_of)
-        except Exception as error:  # yaml raises many types
+        except Exception as error:  # yaml raises many error types
             self._add_problem("", f"{assignment}: {first_line(error)}")
             return
         self.add(update, "", key)
 
     def add_value(self, key: str, value: Any) -> None:
-        """Add a setting that is a Python value."""
+        """Add one setting with a Python value, for the Python API."""
         update = OmegaConf.create({})
         try:
             OmegaConf.update(update, key, _to_yaml_value(value))
@@ -218,13 +219,13 @@ class _Merging:
         self._updates.append((update, location, key))
 
     def notes(self) -> list[str]:
-        """List what became of NeMo-Aligner's keys."""
+        """List each translated and each ignored key of NeMo-Aligner."""
         return self._translation.notes()
 
     def _clear_mappings(self, update: DictConfig, key: str) -> None:
         """Clear the settings of type dict that the update sets as a whole.
 
-        So it replaces earlier entries; only ``key.name=value`` adds to them.
+        So the update replaces earlier entries. Only ``key.name=value`` adds an entry.
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         for name in self._mappings:
@@ -233,7 +234,7 @@ class _Merging:
 
     def _add_section(self, update: DictConfig, schema: Any, location: str, prefix: str) -> None:
         hints = get_type_hints(schema)
-        # References are not resolved yet: they may point to settings of later updates.
+        # References such as ${model.seed} may point to later updates, so they are not resolved yet.
         for name, value in update.items_ex(resolve=False):
             key, kind = f"{prefix}{name!s}", hints.get(str(name))
             is_empty = value is None or (OmegaConf.is_config(value) and value._is_none())
@@ -258,7 +259,7 @@ class _Merging:
         ):
             value = [value]
         if get_origin(kind) is dict and value is None:
-            return  # ``_clear_mappings`` has emptied it
+            return  # ``_clear_mappings`` has emptied the setting already
         if get_origin(kind) in (list, tuple) and _has_collections(value):
             self._add_problem(location, f"{key}: got {shown(value)}, wanted {self._kinds[key]}")
             return
@@ -268,7 +269,7 @@ class _Merging:
             self._add_problem(location, f"{key}: got {value!r}, wanted {self._kinds[key]}")
 
     def _add_unknown(self, key: str, value: Any, location: str) -> None:
-        """Record an unknown key or section; the keys of a section may exist elsewhere."""
+        """Record an unknown key, or the keys in an unknown section if one of them gets a hint."""
         content: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
         keys = [f"{key}.{name}" for name in flatten(content)] if content else [key]
         hints = {
@@ -306,12 +307,12 @@ class _Merging:
         return config
 
     def _compare_pending(self, config: object) -> list[str]:
-        """List the NeMo-Aligner settings that must equal one of ours, but do not."""
+        """List the NeMo-Aligner settings that differ from ours, but must not (``SameValue``)."""
         problems = (pending.find_problem(config) for pending in self._translation.pending)
         return [problem for problem in problems if problem is not None]
 
     def _build_section(self, schema: Any, node: DictConfig, prefix: str) -> Any:
-        """Build the dataclass of a section; an invalid one is recorded and gets its defaults."""
+        """Build the dataclass of a section; if it is invalid, record why and use its defaults."""
         hints = get_type_hints(schema)
         values: dict[str, Any] = {}
         for item in fields(schema):
@@ -328,7 +329,7 @@ class _Merging:
                 value = OmegaConf.to_object(value)
             values[item.name] = tuple(value) if get_origin(kind) is tuple else value
         try:
-            # Not OmegaConf.to_object, which stops at the first invalid section.
+            # OmegaConf.to_object is not used, because it stops at the first invalid section.
             return schema(**values)
         except SettingsError as error:
             for problem in error.problems:
@@ -345,7 +346,7 @@ class _Merging:
                 problem = f"unknown keys{f' of {section}' * bool(section)}: {keys}"
             self._add_problem(location, problem)
         self._unknown.clear()
-        # Problems without a file come last, because they may follow from the others.
+        # Problems without a file come last, because problems in a file may have caused them.
         ordered = sorted(self._problems.items(), key=lambda item: not item[0])
         return [
             f"{location}: {problem}" if location else problem
@@ -355,7 +356,7 @@ class _Merging:
 
 
 def _to_yaml_value(value: Any) -> Any:
-    """Convert a Python value to the plain value that YAML would give."""
+    """Convert a Python value to the plain value that YAML would give for the same setting."""
     if isinstance(value, Mapping):
         return {str(key): _to_yaml_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -394,7 +395,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Settings that have no effect because of others.
+# Settings that have no effect because of the values of other settings.
 
 _IDLE: Mapping[type, tuple[IdleRule, ...]] = {
     TrainConfig: IDLE_IN_TRAINING,
@@ -405,7 +406,7 @@ _IDLE: Mapping[type, tuple[IdleRule, ...]] = {
 
 
 def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
-    """Return the settings that have no effect, and the settings that are the cause.
+    """Return the settings that have no effect: key -> the settings that are the cause.
 
     Only settings that differ from their defaults are listed. For example, ``model.lora.alpha`` has
     no effect because of ``model.lora.rank=0``.
@@ -430,7 +431,7 @@ def idle_notes(
     """Yield the line that a verb prints for each of ``idle_settings``.
 
     Args:
-        reported: settings that were reported before, and are skipped.
+        reported: keys that were reported before; they are skipped.
     """
     for key, cause in idle_settings(config, ranks).items():
         if key not in reported:
@@ -446,10 +447,10 @@ def _differs(key: str, config: object, defaults: object) -> bool:
     return bool(value_of(config) != value_of(defaults))
 
 
-# YAML readers that keep text as text.
+# YAML readers that never read settings of type str as numbers or bools.
 #
 # YAML 1.1 reads 007, 12:30 and 1e3 as numbers and yes as true, and ends a value at `` #``. Names of
-# files and fields may look like any of these, so settings of type str are never interpreted.
+# files and fields may look like these values, so the text of settings of type str is kept.
 
 # A function from a full key to the type of its values; None for sections and unknown keys.
 TypeOfKey = Callable[[str], Any]
@@ -465,7 +466,7 @@ def read_setting(key: str, text: str, type_of: TypeOfKey) -> DictConfig:
     """Read the text behind ``key=`` into nested sections.
 
     Raises:
-        ConfigError: the text has a ``#``, behind which YAML would drop it.
+        ConfigError: the text has a ``#``; YAML would drop the rest as a comment.
         yaml.YAMLError: the setting is not of type str, and the text is no YAML.
     """
     update = OmegaConf.create({})
@@ -487,7 +488,7 @@ def read_file(path: Path, type_of: TypeOfKey) -> DictConfig | ListConfig:
 
 
 def _make_loader(source: Any) -> Any:
-    """Make OmegaConf's loader, which has no public name, so that numbers are read as it does."""
+    """Make OmegaConf's YAML loader, so that numbers are read as by ``OmegaConf.load``."""
     return get_yaml_loader()(source)
 
 
@@ -498,7 +499,7 @@ def _construct(loader: Any, node: yaml.Node) -> Any:
 def _parse_value(key: str, text: str, type_of: TypeOfKey) -> Any:
     kind, stripped = type_of(key), text.strip()
     if text.isspace() and _is_string(kind):
-        return text  # a separator of white space, for example
+        return text  # for example a step separator of two newlines
     if stripped in _NULLS:
         return None
     is_list_item = _is_string_list(kind) and not stripped.startswith(("[", "{", "- "))
@@ -528,7 +529,7 @@ def _unquote(text: str) -> str | None:
 
 
 def _blank_scalars(node: yaml.Node, text: str) -> str:
-    """Replace all values by spaces, so that only YAML syntax and comments remain."""
+    """Replace keys and values by spaces, so that a remaining ``#`` begins a comment."""
     for scalar in _walk_scalars(node):
         start, end = scalar.start_mark.index, scalar.end_mark.index
         text = text[:start] + " " * (end - start) + text[end:]
@@ -548,7 +549,7 @@ def _walk_scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
 
 
 def _retag(node: yaml.Node, key: str, type_of: TypeOfKey, depth: int = 0) -> yaml.Node:
-    """Tag the scalars of settings of type str as strings, whatever they look like."""
+    """Tag the values of settings of type str as strings, even if they look like numbers."""
     kind = type_of(key) if key else None
     if _is_string(kind):
         return _tag_as_string(node)
@@ -576,7 +577,7 @@ def _retag(node: yaml.Node, key: str, type_of: TypeOfKey, depth: int = 0) -> yam
 
 
 def _retag_merge(node: yaml.Node, key: str, type_of: TypeOfKey, depth: int) -> yaml.Node:
-    """Apply ``_retag`` to the mapping, or mappings, that ``<<`` merges."""
+    """Apply ``_retag`` to the mappings that YAML's merge key ``<<`` inserts."""
     if isinstance(node, yaml.SequenceNode):
         items = [_retag(item, key, type_of, depth + 1) for item in node.value]
         return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)

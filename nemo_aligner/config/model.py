@@ -55,7 +55,10 @@ class DataPrefixConfig:
 
 
 def _is_number(text: str) -> bool:
-    """Tell if an entry is a weight, which NeMo writes between files; ``2024_10`` is a file."""
+    """Tell if an entry is a number: NeMo writes weights between files.
+
+    ``2024_10`` is a file, although Python parses it as a number.
+    """
     if "_" in text:
         return False
     try:
@@ -74,8 +77,8 @@ class DataConfig:
     """Data files, and the rules by which samples become token ids (see ``ScoringContract``).
 
     A null ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` takes the value of the
-    reward model that training starts from or, for a base model, of its tokenizer. With ``format:
-    trl`` a null ``add_eos`` is true.
+    reward model that training starts from. If training starts from a base model, the value of the
+    tokenizer is taken. Exception: with ``format: trl`` a null ``add_eos`` is true.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
@@ -144,7 +147,7 @@ class DataConfig:
 
 @dataclass
 class RegressionConfig:
-    """The labels of rated replies."""
+    """The labels of rated replies: their names, weights, and the mark of a missing label."""
 
     attributes: list[str] = setting([], "names of the label columns, in the order of label lists")
     attribute_weights: dict[str, float] = setting(
@@ -191,14 +194,14 @@ class LoraConfig:
 
 
 class ContextExchange(Enum):
-    """The way context parallel ranks exchange keys and values; p2p passes them around a ring."""
+    """The way context parallel ranks exchange keys and values; ``p2p`` is a ring of ranks."""
 
     all_gather = "all_gather"
     p2p = "p2p"
 
 
 class PointwiseChoice(Enum):
-    """Implementations of RMSNorm, SwiGLU and RoPE."""
+    """The implementation of RMSNorm, SwiGLU and RoPE."""
 
     eager = "eager"
     compile = "compile"
@@ -216,7 +219,7 @@ WHOLE_TEXTS: IdleRule = ({"model.context_parallel_size": 1}, ("model.cp_comm_typ
 
 @dataclass
 class LayoutConfig:
-    """Batch invariance and parallel layout; the settings that training and scoring share."""
+    """Batch invariance and parallel layout: the model settings that training and scoring share."""
 
     batch_invariant: bool = setting(True, "make each reward bit-identical in every batch")
     batch_invariant_rows: int | None = setting(
@@ -311,7 +314,8 @@ class ScorerModelConfig(LayoutConfig):
 LAYERS_NOT_OFFLOADED = 2
 """Number of last layers whose activations stay on the GPU with ``activations_offload``.
 
-The backward pass needs them first: their copies would come back as soon as they have left.
+The backward pass needs the activations of these layers first, so their copies would return to the
+GPU as soon as they have left it.
 """
 
 
@@ -357,7 +361,7 @@ class SchedulerConfig:
                 f"{max_constant_steps}, as the run has {total_steps} steps, {self.warmup_steps} of "
                 "them warm-up, and the decay needs one. Set it to 0 to decay until the end"
             )
-        # Megatron requires a step behind the warm-up, even in a run that ends within it.
+        # Megatron requires a step after the warm-up, even if the run ends during the warm-up.
         return max(total_steps - self.constant_steps, self.warmup_steps + 1)
 
 
@@ -365,7 +369,7 @@ IN_CONSTANT_SCHEDULES = ("model.optim.sched.constant_steps", "model.optim.sched.
 """Settings that have no effect if the learning rate is constant."""
 
 
-# The default learning rate times the hidden size, and its factor for LoRA. That is 8.7e-5 for
+# The default learning rate is 0.05 / hidden size, and ten times that for LoRA. It is 8.7e-5 for
 # SmolLM2-135M (width 576, docs/training.md), and 1.2e-5 for Llama 8B (width 4096).
 _RATE_TIMES_WIDTH, _LORA_RATE = 0.05, 10
 
@@ -396,14 +400,18 @@ class OptimConfig:
             checks.require(is_decay, "layer_lr_decay", "a number above 0 and at most 1")
             are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
             checks.require(are_betas, "betas", "two numbers, each 0 or more and less than 1")
-            # The hidden size is not known here, so a null lr gets the bound of width 1.
+            # A null lr depends on the hidden size, which is not known here. The bound is the rate
+            # for hidden size 1.
             max_lr = _RATE_TIMES_WIDTH * _LORA_RATE if self.lr is None else self.lr
             is_below_lr = self.sched.min_lr <= max_lr
             checks.require(is_below_lr, "sched.min_lr", f"at most model.optim.lr ({max_lr})")
 
 
 class ScoredPosition(Enum):
-    """The positions where rewards are read; ``contract/steps.py`` explains those of steps."""
+    """The positions where rewards are read; ``contract/steps.py`` explains all but two of them.
+
+    ``last_token`` is the last token of the sample, ``reply_mean`` the mean over the reply's tokens.
+    """
 
     last_token = "last_token"
     reply_mean = "reply_mean"

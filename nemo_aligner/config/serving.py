@@ -20,12 +20,12 @@ from nemo_aligner.config.model import (
 )
 from nemo_aligner.config.training import LOGGER_KWARGS, RunFolderConfig
 
-# The HTTP front that all servers share.
+# Settings of the HTTP front end, which all servers share.
 
 
 @dataclass
 class FrontConfig:
-    """Address, access and limits of an HTTP server: what reward server and gateway share."""
+    """Address, access and limits of an HTTP server; reward server and gateway extend them."""
 
     # Key of the section, for error messages.
     section: ClassVar[str] = "server"
@@ -174,9 +174,9 @@ class EnsembleConfig:
 
 @dataclass
 class ShapingConfig:
-    """Reward shaping, applied in the order of these settings; all of it is off by default.
+    """Reward shaping: changes of the model's rewards, applied in the order of these settings.
 
-    The server also returns the raw rewards.
+    All of them are off by default. The server also returns the raw rewards.
     """
 
     standardize: Standardize = setting(
@@ -229,7 +229,7 @@ class ShapingConfig:
 
 @dataclass
 class ServerConfig(FrontConfig):
-    """Address, access, limits and load of the reward server."""
+    """Address, access and limits of the reward server."""
 
     max_request_tokens: int = setting(2**22, "maximum tokens in a request; more get a 413")
     max_batch_size: int = setting(1024, "maximum samples in a KServe v2 request")
@@ -310,11 +310,11 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
 )
 
 
-# The server of PPO's critic. Its keys are those of NeMo-Aligner where that has the setting.
+# The server of PPO's critic. Settings that NeMo-Aligner has, too, have the same keys here.
 
 
 class WhileTraining(Enum):
-    """The treatment of requests for values while the critic trains."""
+    """The rule for requests for values that arrive while the critic trains."""
 
     wait = "wait"
     refuse = "refuse"
@@ -363,7 +363,7 @@ class CriticTrainerConfig:
 
 @dataclass
 class CriticSchedulerConfig(SchedulerConfig):
-    """Schedule of the learning rate, as in training; it ends at a tenth of its start."""
+    """Schedule of the learning rate, as in training; by default it ends at a tenth of the peak."""
 
     min_lr: float = setting(9e-7, "final learning rate")
 
@@ -407,14 +407,14 @@ class CriticModelConfig(LayoutConfig):
 
 @dataclass
 class CriticRunConfig(RunFolderConfig):
-    """The folder that critic_save writes to, and that a restarted server resumes from."""
+    """The run folder: ``critic_save`` writes to it, and a restarted server resumes from it."""
 
     explicit_log_dir: str = setting("results/critic", "folder of the run")
 
 
 @dataclass
 class CriticServerConfig(ServerConfig):
-    """The HTTP server, with the port of NeMo-Aligner's critic as default."""
+    """The HTTP server of the critic; the default port is that of NeMo-Aligner's critic."""
 
     port: int = setting(5556, "TCP port; 0: any free port")
     max_request_bytes: int = setting(
@@ -460,6 +460,6 @@ IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
         (*IN_CONSTANT_SCHEDULES, "trainer.ppo.max_steps"),
     ),
     ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
-    # All weights are loaded, also those of the head, so nothing is initialized at random.
+    # The checkpoint has all weights, also the head's, so no random seed is needed.
     ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
 )

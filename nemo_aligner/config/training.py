@@ -1,4 +1,7 @@
-"""Settings of ``train``: start, loop, run folder, loggers and checkpoints (``model`` apart)."""
+"""Settings of ``train``, except those of the section ``model``.
+
+They are the checkpoint to start from, the training loop, the run folder, loggers and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from nemo_aligner.config.model import (
 
 
 class MonitorMode(Enum):
-    """The better direction of the monitored metric."""
+    """Whether a lower (min) or higher (max) value of the monitored metric is better."""
 
     min = "min"
     max = "max"
@@ -35,7 +38,7 @@ class PretrainedCheckpointConfig:
     """The model that training starts from.
 
     A reward model keeps its scoring contract, unless ``allow_contract_change`` is true. With
-    ``new_head`` only its body is used: head, attributes and label means are new.
+    ``new_head`` only its backbone is used: head, attributes and label means are new.
     """
 
     restore_from_path: str | None = setting(
@@ -105,11 +108,11 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointCallbackConfig:
-    """The checkpoints that are kept: the best ones, and always the newest.
+    """The checkpoints to keep: the best ones, and always the newest.
 
     A checkpoint that is among the best is saved right after its validation, independent of
-    ``trainer.rm.save_interval``. If the metric is equal, the lower loss on the same set is better,
-    then the earlier checkpoint.
+    ``trainer.rm.save_interval``. If two checkpoints have the same metric, the one with the lower
+    loss on the same data is better; if the losses are equal, too, the earlier one is better.
     """
 
     monitor: str | None = setting(
@@ -188,9 +191,9 @@ class TrainConfig:
 
     @property
     def precision(self) -> Precision:
-        """``trainer.precision`` after ``prepare_run`` has replaced a null."""
+        """``trainer.precision``, which is set after ``prepare_run`` (it may be null before)."""
         if self.trainer.precision is None:
-            raise RuntimeError("trainer.precision is null: prepare_run has not resolved it yet")
+            raise RuntimeError("trainer.precision is still null; call prepare_run, which sets it")
         return self.trainer.precision
 
 

@@ -13,7 +13,7 @@ A sample takes this path, in training, evaluation and serving alike:
 
 ``from_settings.py`` builds a contract from training settings and compares two contracts.
 ``fields.py`` validates a contract that was read from an archive. ``added_tokens.py`` reads
-tokenizers as transformers does. ``sample_frame.py`` detects texts of a foreign chat template.
+tokenizers as transformers does. ``sample_frame.py`` detects raw texts of another chat template.
 ``scorer.py`` has the ``Scorer`` protocol and ``ScoredRows``, the form of all scores.
 
 Nothing here imports torch: clients and tokenizing processes use this package.

@@ -1,6 +1,6 @@
 """Added tokens that a Hugging Face tokenizer declares outside ``tokenizer.json``.
 
-They stand in ``tokenizer_config.json``, ``special_tokens_map.json`` or ``added_tokens.json``, and
+These tokens are in ``tokenizer_config.json``, ``special_tokens_map.json`` or ``added_tokens.json``;
 transformers adds them when it loads a folder. ``load_hf_tokenizer`` does the same for folders
 without a scoring contract. Afterwards ``tokenizer.json`` has them, and only that file decides ids
 and the contract's fingerprint.
@@ -22,7 +22,7 @@ from nemo_aligner.utils.errors import DataError, short, shown
 _CONFIG = "tokenizer_config.json"
 _SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
-# Not the padding token: no text contains it, and the model may have no embedding for it.
+# pad_token is not listed: no text contains it, and the model may have no embedding for it.
 _BOUNDARIES = ("bos_token", "eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -31,9 +31,10 @@ _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def load_hf_tokenizer(folder: str | Path, location: str | None = None) -> Tokenizer:
     """Read a tokenizer folder as transformers does, with the tokens declared in its other files.
 
-    A token gets the id that transformers gives it: its id in the vocabulary, or else the next free
-    one. Its matching rules come from ``tokenizer_config.json`` if they differ there. If no token is
-    missing, ``tokenizer.json`` stays unchanged byte for byte.
+    A token gets the id that transformers gives it: its id in the vocabulary or, if it is not in the
+    vocabulary, the next free id. If ``tokenizer_config.json`` and ``tokenizer.json`` have different
+    matching rules for a token, the former win. If no token is missing, ``tokenizer.json`` stays
+    unchanged byte for byte.
 
     Args:
         location: name of the folder in error messages, for example if it is a temporary copy;
@@ -48,7 +49,7 @@ def load_hf_tokenizer(folder: str | Path, location: str | None = None) -> Tokeni
 
 
 def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list[AddedToken]:
-    """List the tokens to add, in the order in which transformers adds them.
+    """List the declared tokens that are not in ``existing``, in the order of transformers.
 
     Args:
         name: name of the folder in error messages.
@@ -59,7 +60,9 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
     if _BY_ID in config:
         by_id = config[_BY_ID]
         if not isinstance(by_id, dict) or not all(key.isdecimal() for key in by_id):
-            raise DataError(f"{location}: {_BY_ID}: got {shown(by_id)}, wanted tokens by their ids")
+            raise DataError(
+                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object id -> token"
+            )
         rules = {repr(token) for token in existing}
         tokens = [_make_added_token(by_id[key], location) for key in sorted(by_id, key=_parse_id)]
         missing = [token for token in tokens if repr(token) not in rules]
@@ -68,7 +71,7 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         config = {**_read_json_object(folder, name, _SPECIAL), **config}
         ids = _read_json_object(folder, name, _ADDED)
         if not all(type(token_id) is int for token_id in ids.values()):
-            raise DataError(f"{name}/{_ADDED}: got {shown(ids)}, wanted ids by token")
+            raise DataError(f"{name}/{_ADDED}: got {shown(ids)}, wanted an object token -> id")
         missing = [AddedToken(token) for token in sorted(ids, key=lambda token: ids[token])]
         missing = [token for token in missing if token.content not in names]
     names |= {token.content for token in missing}
@@ -87,7 +90,7 @@ def _list_special_entries(config: Mapping[str, Any], location: str) -> list[Any]
         tokens = config.get(key)
         if not isinstance(tokens, list | dict | None):
             raise DataError(f"{location}: {key}: got {shown(tokens)}, wanted a list of tokens")
-        # A list of tokens, or an object from names to tokens.
+        # ``tokens`` is a list of tokens, or an object from names to tokens.
         entries += tokens.values() if isinstance(tokens, dict) else tokens or []
     padding = config.get("pad_token")
     return [entry for entry in entries if entry is not None and entry != padding]
@@ -108,7 +111,7 @@ def _make_added_token(entry: Any, location: str, *, special: bool = False) -> Ad
 
 
 def _parse_id(key: str) -> int:
-    # Python refuses to parse integers of more than 4,300 digits.
+    # Cut, because Python refuses to parse integers of more than 4,300 digits.
     return int(key[:20])
 
 

@@ -1,8 +1,9 @@
-"""Bulk tokenization: shared prefixes, repeated words, and texts that are too long.
+"""Fast tokenization of many samples, with the ids that tokenizing each sample whole would give.
 
-All three rest on one property of the common byte-level BPE tokenizers: a text that is cut before
-the space between two words has the tokens of its two parts (``TextBounds.cuts_at_words``). For
-other tokenizers every text is tokenized whole, and the ids are the same in both cases.
+Three optimizations rest on one property of the common byte-level BPE tokenizers: if a text is cut
+before the space between two words, its tokens are those of the two parts
+(``TextBounds.cuts_at_words``). Such a position is called a cut. With a tokenizer that lacks this
+property every text is tokenized whole.
 
 - ``encode_records`` tokenizes the shared prefix of a record's samples once;
 - ``WordMemo`` looks up words that were tokenized before;
@@ -22,11 +23,11 @@ import numpy as np
 if TYPE_CHECKING:
     from nemo_aligner.contract.tokenizer import Tokenizer
 
-# Records to token ids: the shared prefix of a record's samples is tokenized once.
+# Tokenization of records. The prefix that all samples of a record share is tokenized once.
 
 
 class WrittenText(NamedTuple):
-    """A rendered sample, and the reply in it; None if the whole text is the reply."""
+    """A rendered sample and its reply; ``reply`` is None if the whole text is the reply."""
 
     text: str
     reply: str | None
@@ -35,9 +36,9 @@ class WrittenText(NamedTuple):
 class TextIds(NamedTuple):
     """The token ids of a sample before truncation, and the length of its reply in tokens.
 
-    The length is that of the reply tokenized by itself. For a contract with steps, ``reads`` are
-    the indices in ``token_ids`` where rewards are read, and ``step_tokens`` the length of each step
-    tokenized by itself.
+    The reply is tokenized by itself to count ``reply_tokens``. For a contract with steps, ``reads``
+    are the indices in ``token_ids`` where rewards are read, and ``step_tokens`` are the lengths of
+    the steps, each tokenized by itself.
     """
 
     token_ids: list[int]
@@ -52,8 +53,8 @@ def encode_records(
     """Encode every sample of every record to the ids that ``Tokenizer.encode_batch`` gives."""
     cuts = tokenizer.bounds.cuts_at_words
     prefix_lengths = [_shared_prefix_length(record) if cuts else 0 for record in records]
-    # The pieces of a record: its shared prefix, then two pieces per sample (the text behind the
-    # prefix, and what is tokenized to count the reply).
+    # The pieces of a record are its shared prefix, then two pieces per sample: the text behind the
+    # prefix, and the reply or the ends of the reply (``_cut_reply_ends``), to count its tokens.
     pieces: list[str] = []
     reply_ends: list[str | None] = []
     for record, prefix_length in zip(records, prefix_lengths, strict=True):
@@ -79,11 +80,11 @@ def encode_records(
 
 
 def _cut_reply_ends(text: str, reply: str) -> str | None:
-    """Return the part of the reply before its first cut, joined to the part after its last cut.
+    """Join the part of the reply before its first cut and the part after its last cut.
 
-    The tokens of the reply are those of this string plus those of ``text`` between its first and
-    last cut, which are known already (``WordIds.inner``). None if the cuts of ``text`` are not
-    exactly those of the reply, so the reply must be tokenized.
+    The tokens between the two cuts are counted when ``text`` is tokenized (``WordIds.inner``), so
+    only the returned ends must be tokenized to count the tokens of the reply. Return None if
+    ``text`` has another first or last cut than the reply: then all of the reply must be tokenized.
     """
     start = text.find(reply)
     first, last = first_cut(reply), last_cut(reply, len(reply))
@@ -97,7 +98,12 @@ def _cut_reply_ends(text: str, reply: str) -> str | None:
 def _join_pieces(
     prefix_ids: np.ndarray, suffix: WordIds, counted: WordIds, ends: str | None, sample: WrittenText
 ) -> TextIds:
-    """Join a sample's ids; ``counted`` are those of its reply or, if not None, of ``ends``."""
+    """Join the ids of a sample, and count the tokens of its reply.
+
+    Args:
+        counted: the ids of ``ends`` or, if that is None, of the whole reply.
+        ends: the result of ``_cut_reply_ends``.
+    """
     ids = np.concatenate([prefix_ids, suffix.ids]).tolist()
     if sample.reply is None:
         return TextIds(ids, len(ids))
@@ -105,7 +111,10 @@ def _join_pieces(
 
 
 def _shared_prefix_length(record: Sequence[WrittenText]) -> int:
-    """Return the length of the prefix that all samples share, up to its last cut; 0 for one."""
+    """Return the length of the prefix that all samples share, up to its last cut.
+
+    It is 0 for a record of one sample, which shares nothing.
+    """
     first, *other_texts = (sample.text for sample in record)
     if not other_texts:
         return 0
@@ -116,7 +125,7 @@ def _shared_prefix_length(record: Sequence[WrittenText]) -> int:
 def common_prefix_length(first: str, second: str) -> int:
     """Return the length of the common prefix of two strings.
 
-    It compares slices by bisection; ``os.path.commonprefix`` compares characters and is far slower.
+    Bisection over slices is far faster than the loop over characters in ``os.path.commonprefix``.
     """
     low, high = 0, min(len(first), len(second))
     while low < high:
@@ -128,15 +137,16 @@ def common_prefix_length(first: str, second: str) -> int:
     return low
 
 
-# Texts to token ids, with a cache of words.
+# Tokenization with a cache of words.
 #
 # If a tokenizer allows cuts between words, the ids of a text are the ids of its words in order.
 
-# The space of a cut. The pattern begins with a literal space, which the regex engine finds fast.
+# The space behind a cut. The pattern begins with a literal space, because the regex engine finds
+# literals fast.
 _SPACE = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")
 # Longer words hardly ever repeat, so they are not cached.
 _MAX_WORD_LENGTH = 24
-# An entry takes about 200 bytes.
+# Largest number of words in the cache; an entry takes about 200 bytes.
 _MAX_WORDS = 1 << 17
 
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
@@ -151,7 +161,7 @@ class WordIds(NamedTuple):
 
 
 class WordMemo:
-    """A cache from words to their token ids with a space in front.
+    """A cache from each word to the token ids of the word with a space in front.
 
     Args:
         encode_batch: the tokenizer's ``encode_batch``.
@@ -189,7 +199,10 @@ class WordMemo:
         self._ids.update(zip(words, map(_to_bytes, ids), strict=True))
 
     def _drop_words(self, new_words: set[str]) -> None:
-        """Drop new words that are too long to repeat, or all of them if the cache is full."""
+        """Remove new words that are unlikely to repeat because they are long.
+
+        If the cache is full, remove all new words.
+        """
         is_full = len(self._ids) > _MAX_WORDS
         for word in new_words:
             if is_full or len(word) > _MAX_WORD_LENGTH:
@@ -216,7 +229,7 @@ _KNOWN_REGEXES = frozenset(
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-# The position before the space between two words: no piece of a pre-tokenizer spans it.
+# A cut: the position before the space between two words, which no piece of a pre-tokenizer spans.
 _CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 _LAST_CUT = re.compile(r".*[A-Za-z](?= [A-Za-z])", re.DOTALL)
 _LETTERS_PER_TOKEN = 8
@@ -267,14 +280,14 @@ class TextBounds:
         )
 
     def most_bytes(self, tokens: int) -> int | None:
-        """Return the largest number of bytes of ``tokens`` tokens; None if unknown."""
+        """Return how many bytes of text ``tokens`` tokens can stand for; None if unknown."""
         return None if self.bytes_per_token is None else tokens * self.bytes_per_token
 
     def encode_end(self, encode: Encode, text: str, tokens: int) -> list[int] | None:
-        """Encode only the end of ``text``, to at least ``tokens`` ids.
+        """Encode only the end of ``text``: at least the last ``tokens`` ids of ``encode(text)``.
 
-        They are the last ids of ``encode(text)``. None if the text is too short for this to pay off
-        or has no cut, so the caller must encode all of it.
+        Return None if the text is too short for a gain, or has no cut; then the caller must encode
+        all of it.
         """
         if not self.cuts_at_words:
             return None
@@ -309,7 +322,7 @@ def _shrink_factor(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 def _list_steps(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the steps of a pre-tokenizer, of which ``Sequence`` has several."""
+    """Return the steps of a pre-tokenizer: several for the type ``Sequence``, else one."""
     if pre_tokenizer is None:
         return []
     if pre_tokenizer.get("type") == "Sequence":
@@ -326,7 +339,7 @@ def _keeps_text(step: Mapping[str, Any]) -> bool:
 
 
 def _ends_at_words(step: Mapping[str, Any]) -> bool:
-    """Tell if no piece of a pre-tokenizer step spans the space between two words."""
+    """Tell if a pre-tokenizer step splits the text before every space between two words."""
     if step.get("type") == "ByteLevel":
         return bool(step.get("use_regex", True))
     pattern = step.get("pattern") or {}

@@ -3,12 +3,12 @@
 Training writes the contract into every checkpoint; evaluation and the server read it from there,
 so these rules are never configured a second time.
 
-Conversations are rendered by the chat template, which writes everything, BOS and end-of-turn
-included; nothing is added. Its input are the messages in their normal form (``messages.py``), tools
-and documents, and the contract's ``chat_template_kwargs``. A conversation with a part that the
-template does not render is rejected (``template_check.py``), and so is a message that contains the
-template's own turn markers (``turns.py``). The last token scored is whatever the template ends
-with, such as a newline behind the end-of-turn token.
+Conversations are rendered by the chat template. It writes BOS and the end-of-turn tokens, too, so
+``add_bos`` and ``add_eos`` do not apply. The template gets the messages in their normal form
+(``messages.py``), tools and documents, and the contract's ``chat_template_kwargs``. A conversation
+with a part that the template does not render is rejected (``template_check.py``), and so is a
+message that contains the template's own turn markers (``turns.py``). The last token scored is
+whatever the template ends with, such as a newline behind the end-of-turn token.
 
 Raw texts (``str``) are scored verbatim. ``add_bos`` puts BOS in front of a text that does not
 begin with it, and ``add_eos`` puts EOS behind a text that does not end with it. If the settings
@@ -17,8 +17,8 @@ begin with it, and ``add_eos`` puts EOS behind a text that does not end with it.
 A model with a reward token (``reward_token_id``) gets it appended to every text that does not end
 with it.
 
-A model with a reward for each turn or step reads them by the rules of ``steps.py``. The reward of
-a sample is the last of them, or what ``aggregate`` makes of all.
+A model with a reward for each turn or step reads these rewards by the rules of ``steps.py``. The
+reward of a sample is the last of them or, if ``aggregate`` is set, all of them combined.
 
 A sequence of more than ``seq_length`` tokens is too long. ``overlong=truncate_left`` keeps its last
 tokens, and its BOS if it begins with one; ``drop`` and ``error`` raise OverlongError, which
@@ -58,9 +58,10 @@ from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 
 VERSION = 1
-# Information for people and for trainers that normalize rewards; no score depends on these fields.
+# No score depends on these fields: they inform people, and trainers that normalize rewards.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
-# Fields of later versions: they are omitted if None, so that earlier contracts keep their hash.
+# Fields that later versions of the package added. The hash omits them if they are None, so that
+# contracts written before have the same hash.
 _LATER = (
     "shaping",
     "readout",
@@ -88,7 +89,7 @@ class EncodedText:
         token_ids: at most ``seq_length`` ids.
         truncated: True if ``truncate_left`` cut the beginning.
         reads: for a contract with steps, the S indices in ``token_ids`` where rewards are read, in
-            ascending order, the last token's among them; else None.
+            ascending order; the last one is that of the last token. Else None.
         spans: the S turns or steps that these rewards are for.
         lost: number of turns or steps that were cut off.
     """
@@ -102,7 +103,7 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class ScoringContract:
-    """The meaning of a score: from a sample to token ids, and from head outputs to rewards.
+    """All rules that define a score: from a sample to token ids, and from outputs to rewards.
 
     Attributes:
         template: source of the chat template; empty if there is none.
@@ -116,7 +117,7 @@ class ScoringContract:
         tokenizer_fingerprint: ``Tokenizer.fingerprint``.
         scored_position: a ``ScoredPosition`` value, where rewards are read.
         reward_mean, reward_std: A statistics of the rewards; None until measured.
-        measured_on: the data that they were measured on.
+        measured_on: the data from which ``reward_mean`` and ``reward_std`` come.
         shaping: JSON of the reward shaping that a server applies; None in a model's archive.
         readout: JSON of a ``Readout``, for a head whose outputs are not the rewards themselves.
         reply_marker: token ids in front of a reply, for a head that averages over the reply.
@@ -154,7 +155,7 @@ class ScoringContract:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # 0 and 0.0 are the same rule and must have the same hash.
+        # Converted to float, because the numbers 0 and 0.0 must give the same hash.
         for name in ("attribute_weights", "label_means"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         num_attributes = len(self.attributes)
@@ -173,7 +174,7 @@ class ScoringContract:
 
     @property
     def output_readout(self) -> Readout | None:
-        """The rule from outputs to rewards; None if the head has one output per attribute."""
+        """The rule from outputs to rewards; None if the outputs are the rewards themselves."""
         return None if self.readout is None else Readout.from_json(self.readout)
 
     def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
@@ -183,7 +184,7 @@ class ScoringContract:
         return rewards + np.array(self.label_means, dtype=np.float32)
 
     def spreads_of(self, outputs: np.ndarray) -> np.ndarray | None:
-        """Return the uncertainty ``[N, A]`` float32 of these rewards; None if outputs lack it."""
+        """Return the uncertainty ``[N, A]`` float32 of the rewards; None without a readout."""
         readout = self.output_readout
         return None if readout is None else readout.spreads(outputs)
 
@@ -191,8 +192,8 @@ class ScoringContract:
     def reward_scale(self) -> str:
         """Unit of a reward: ``probability``, ``log_odds`` or ``score``.
 
-        Earlier versions trained steps with cross-entropy without writing a readout. A rated step
-        model without a readout and without label means therefore gives log-odds.
+        Earlier versions wrote no readout for models of rated steps, which they trained with
+        cross-entropy. Such a model without label means therefore gives log-odds.
         """
         if self.shaping is not None:
             return SCORE
@@ -308,13 +309,13 @@ class ScoringContract:
             raise CheckpointError(f"scoring contract: {error}") from error
         if contract.hash != stated_hash:
             raise CheckpointError(
-                f"scoring contract: its fields hash to {contract.hash}, but it states "
-                f"{shown(stated_hash)}: it was changed after it was written"
+                f"scoring contract: its fields have the hash {contract.hash}, its stored hash is "
+                f"{shown(stated_hash)}: the contract was changed after it was written"
             )
         return contract
 
     def check_template_ends(self, tokenizer: Tokenizer) -> None:
-        """Render a trial conversation in a subprocess: an untrusted template may never end.
+        """Check in a subprocess that the template ends: an untrusted one may loop forever.
 
         Raises:
             DataError: the template cannot render a question and its answer, or exceeds the limits
@@ -353,10 +354,10 @@ class ScoringContract:
         )
 
     def encode(self, tokenizer: Tokenizer, text: Text) -> EncodedText:
-        """Turn one sample into token ids by the rules above.
+        """Turn one sample into token ids, by the rules in the docstring of this module.
 
         Raises:
-            OverlongError: it is too long, and the rule is not ``truncate_left``.
+            OverlongError: the sample is too long, and ``overlong`` is not ``truncate_left``.
             TurnMarkError: a message contains the template's own turn markers.
             DataError: the sample is empty or malformed, or it is a conversation and the contract
                 has no chat template.
@@ -375,12 +376,13 @@ class ScoringContract:
     def _encode_end(self, tokenizer: Tokenizer, text: Text, rendered: str) -> EncodedText | None:
         """Encode a text that is far too long without tokenizing all of it.
 
-        None if the tokenizer has no such bounds, or the text is not far too long.
+        Return None if the caller must tokenize it: the text may fit ``seq_length``, or nothing is
+        known about the tokenizer (``TextBounds``).
 
         Raises:
-            OverlongError: it is too long, and the rule is not ``truncate_left``.
+            OverlongError: the text is too long, and ``overlong`` is not ``truncate_left``.
         """
-        # A text of at most seq_length characters can hardly be too long.
+        # A text of at most seq_length characters rarely has more than seq_length tokens.
         if len(rendered) <= self.seq_length:
             return None
         bounds = tokenizer.bounds
@@ -395,7 +397,8 @@ class ScoringContract:
         ids = bounds.encode_end(tokenizer.encode, rendered, self.seq_length + 1)
         if ids is None:
             return None
-        # The rules for BOS in ``_complete`` and ``fit`` look at the first two tokens.
+        # The text may begin with BOS. Encode at most two: ``_complete`` rejects two,
+        # and ``fit`` keeps one.
         bos, bos_count = tokenizer.bos_token, 0
         if bos and tokenizer.encode(bos) == [self.bos_id]:
             bos_count = rendered.startswith(bos) + rendered.startswith(2 * bos)
@@ -473,7 +476,7 @@ class ScoringContract:
         """Cut each sample into steps and tokenize them.
 
         Returns:
-            For each sample its pieces, its token ids before truncation, and the indices in these
+            For each sample the pieces, the token ids before truncation, and the indices in these
             ids where rewards are read.
         """
         if not self.template:
@@ -497,11 +500,19 @@ class ScoringContract:
     def _join_pieces(
         self, pieces: Sequence[list[int]], read: Sequence[int], text: Text
     ) -> tuple[list[int], tuple[int, ...]]:
-        """Join the ids of a sample's pieces; ``read`` are the pieces whose last token is read."""
+        """Join the ids of a sample's pieces, and find the indices where rewards are read.
+
+        Args:
+            pieces: the token ids of each piece.
+            read: indices of the pieces at whose last token a reward is read.
+
+        Raises:
+            DataError: a step has no tokens.
+        """
         ids = [token for piece in pieces for token in piece]
         ends = [*accumulate(map(len, pieces))]
-        # In an open-ended sequence the last reward is read at its separator or answer: nothing may
-        # follow, not even EOS.
+        # With the rules in OPEN_ENDED the last reward is read at the last separator or answer, so
+        # nothing may follow, not even EOS.
         sequence = self._complete(ids, text, ends=self.scored_position not in OPEN_ENDED)
         prefix_length = len(self._complete(ids, text, ends=False)) - len(ids)
         reads = [ends[piece] - 1 + prefix_length for piece in read]
@@ -523,7 +534,7 @@ class ScoringContract:
             spans: the steps that these rewards are for.
 
         Raises:
-            OverlongError: it is too long, and the rule is not ``truncate_left``.
+            OverlongError: the sequence is too long, and ``overlong`` is not ``truncate_left``.
         """
         if len(token_ids) <= self.seq_length:
             return EncodedText(token_ids, False, reads, spans)
@@ -546,7 +557,7 @@ class ScoringContract:
             return text
         if not self.template:
             raise NoTemplateError(
-                "the text is a conversation, and there is no chat template to render it; "
+                "the sample is a conversation, and there is no chat template to render it; "
                 "train with model.data.template=chatml (or plain, or a file), or use raw text"
             )
         return write_conversation(self.template, text, tokenizer, self.template_kwargs)
@@ -559,7 +570,7 @@ class ScoringContract:
         """Add BOS, EOS and the reward token to ``ids`` where the contract says so.
 
         Args:
-            ends: False adds nothing at the end.
+            ends: whether to add EOS and the reward token.
 
         Raises:
             DataError: the sample is empty, or begins with BOS twice.

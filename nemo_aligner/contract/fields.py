@@ -12,7 +12,7 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
-# Characters. No real template is near this size; in JSON one takes at most 12 bytes a character.
+# In characters. No real template is near this limit. JSON takes at most 12 bytes per character.
 MAX_TEMPLATE = 2**16
 _MAX_INT = 2**31
 _MAX_SEPARATOR = 100
@@ -31,22 +31,23 @@ def check_fields(contract: Any) -> None:
     is_mean = contract.scored_position == ScoredPosition.reply_mean.value
     if is_mean == (contract.reply_marker is None):
         raise DataError(
-            f"scoring contract: reply_marker: got {shown(contract.reply_marker)} where "
-            f"{contract.scored_position} is scored, wanted a marker for reply_mean, else null"
+            f"scoring contract: reply_marker: got {shown(contract.reply_marker)} with "
+            f"scored_position {contract.scored_position}, wanted token ids with "
+            f"{ScoredPosition.reply_mean.value}, null with all others"
         )
     has_steps = contract.scored_position in SEPARATED
     if has_steps == (contract.step_separator is None):
         raise DataError(
-            f"scoring contract: step_separator: got {shown(contract.step_separator)} where "
-            f"{contract.scored_position} is scored, wanted a separator for "
-            f"{', '.join(SEPARATED)}, else null"
+            f"scoring contract: step_separator: got {shown(contract.step_separator)} with "
+            f"scored_position {contract.scored_position}, wanted a separator with "
+            f"{', '.join(SEPARATED)}, null with all others"
         )
     has_one_output = contract.scored_position in STEPPED and contract.readout is None
     if contract.aggregate is not None and not has_one_output:
         raise DataError(
-            f"scoring contract: aggregate: got {shown(contract.aggregate)} where "
-            f"{contract.scored_position} is scored, wanted null unless the model scores "
-            f"{', '.join(STEPPED)} by a head with one output for each attribute"
+            f"scoring contract: aggregate: got {shown(contract.aggregate)} with scored_position "
+            f"{contract.scored_position}, wanted null, because only {', '.join(STEPPED)} without "
+            "a readout have several rewards to combine"
         )
 
 
@@ -56,7 +57,7 @@ def is_text(value: Any) -> bool:
         return False
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can hold it
         return False
     return True
 
@@ -108,10 +109,10 @@ def _check_member(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 _FLAG = (_is_flag, "true or false")
 _ID = (_is_token_id_or_none, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
-# Without ``last``: a contract stores it as null.
+# All rules except ``last``, which a contract stores as null.
 _AGGREGATES = tuple(rule.value for rule in Aggregate if rule is not Aggregate.last)
 _TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
-# The check of each field, and what it should be, for the error message.
+# For each field a check of its value, and the expected value in words, for the error message.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "template": (
         lambda value: is_text(value) and len(value) <= MAX_TEMPLATE,

@@ -1,7 +1,7 @@
 """The scoring contract that training settings define, and comparisons of two contracts.
 
-``build_contract`` makes the contract of a model about to be trained, and ``continue_contract``
-compares it with that of the reward model that training starts from.
+``build_contract`` makes the contract of a model about to be trained. If training starts from a
+reward model, ``continue_contract`` compares it with that model's contract.
 """
 
 from __future__ import annotations
@@ -102,21 +102,27 @@ def _choose_template(
     start: ScoringContract | None,
     previous: ScoringContract | None,
 ) -> str:
-    """Return the template of the settings, or else of ``start``, with a fixed date."""
+    """Return the template to train with, in which today's date is replaced by a fixed one.
+
+    It is the template of the settings, if set, then that of ``start``, then the tokenizer's.
+    """
     if data.template is None and start is not None:
         template = start.template
     else:
         contracts = [contract for contract in (start, previous) if contract is not None]
         contract_templates = [contract.template for contract in contracts]
         template = resolve_template(data.template or "tokenizer", tokenizer, contract_templates)
-    # The variables of ``start`` apply to its own template, but not to a frozen one, so the caller
-    # chooses them again.
+    # ``freeze_date`` may change the template. Then the variables of ``start`` no longer apply,
+    # so the caller chooses the variables again for the template returned here.
     kwargs = _choose_template_kwargs(data, template, start)
     return freeze_date(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
 
 
 def _choose_template_kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:
-    """Return the template variables of the settings or, if its template stays, of ``start``."""
+    """Return the template variables of the settings, as canonical JSON.
+
+    If the settings have none, use those of ``start``, provided that it has the same template.
+    """
     if data.chat_template_kwargs is not None:
         return canonical_kwargs(data.chat_template_kwargs)
     return start.template_kwargs if start is not None and start.template == template else ""
@@ -125,7 +131,10 @@ def _choose_template_kwargs(data: DataConfig, template: str, start: ScoringContr
 def _choose_step_separator(
     data: DataConfig, reads: ScoredPosition, start: ScoringContract | None
 ) -> str | None:
-    """Return the separator of the settings or else of ``start``; the default is a blank line."""
+    """Return the separator of steps: that of the settings, then of ``start``, then a blank line.
+
+    It is None if ``reads`` does not cut replies into steps.
+    """
     separator = data.step_separator
     if reads.value not in SEPARATED:
         if separator is not None:
@@ -141,7 +150,15 @@ def _choose_step_separator(
 
 
 def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, name: str) -> bool:
-    """Return whether BOS or EOS is added; ``name`` is ``add_bos`` or ``add_eos``."""
+    """Return whether BOS or EOS is added: ``setting`` or, if it is null, ``default``.
+
+    Args:
+        token_id: id of BOS or EOS; None if the tokenizer has no such token.
+        name: ``add_bos`` or ``add_eos``.
+
+    Raises:
+        ConfigError: a token is to be added that the tokenizer does not have.
+    """
     is_added = default if setting is None else setting
     if is_added and token_id is None:
         token = name.removeprefix("add_").upper()
@@ -152,7 +169,7 @@ def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, nam
 
 # Differences between two scoring contracts, and which of them training may make.
 
-# The setting behind each field of a contract.
+# The setting that decides each field of a contract, for error messages.
 _SETTINGS = {
     "template": "model.data.template",
     "chat_template_kwargs": "model.data.chat_template_kwargs",
@@ -168,7 +185,8 @@ _SETTINGS = {
     "reward_model_type": "model.reward_model_type",
 }
 _SHOWN_CHARACTERS = 40
-# Fields that describe the head: those set in the settings, and all that a new head resets.
+# Fields that describe the head. The first tuple has those that come from the settings, the second
+# all that a new head resets.
 _HEAD_SETTINGS = ("reward_model_type", "attributes", "aggregate")
 _HEAD_FIELDS = (*_HEAD_SETTINGS, "attribute_weights", "label_means", "readout")
 _KEEP_HEAD_HINT = (
@@ -192,7 +210,8 @@ def continue_contract(
     Args:
         contract: the contract of the settings.
         start: the contract of the reward model that training starts from.
-        allow_change: accept other differences; a head that is kept must have as many attributes.
+        allow_change: accept differences in all fields. But if the head is kept, the number of
+            attributes must stay the same.
         new_head: take all fields of the head from ``contract``.
         new_weights: take the attribute weights from ``contract``.
 
@@ -250,7 +269,10 @@ def check_expected(contract: ScoringContract, expected: str | None, key: str) ->
 
 
 def describe_differences(differences: Mapping[str, tuple[Any, Any]]) -> str:
-    """Format differences as ``setting: first -> second``; long values begin where they differ."""
+    """Format differences as ``setting: first -> second``.
+
+    A long value is cut to the characters around the first difference.
+    """
     return "; ".join(
         f"{_SETTINGS.get(name, name)}: {' -> '.join(_show_difference(*values))}"
         for name, values in differences.items()
@@ -267,15 +289,16 @@ def _show_difference(first: Any, second: Any) -> tuple[str, str]:
     return f"{'...' * (start > 0)}{excerpts[0]}...", f"{'...' * (start > 0)}{excerpts[1]}..."
 
 
-# Checks for code that can only read a plain head: a critic, a value head, another program.
+# Checks for code that supports only a plain head (one output per attribute, read at the last
+# token): critics, value heads, exports to other programs.
 
 
 def check_plain_reading(contract: ScoringContract, location: str, reader: str) -> None:
-    """Check that a model reads only the last token, by one output per attribute.
+    """Check that a model has a plain head: one output per attribute, read at the last token.
 
     Args:
         location: the model's file, for the error message.
-        reader: what cannot read other heads, such as "a critic", for the error message.
+        reader: the part that supports only plain heads, such as "a critic", for the error message.
 
     Raises:
         CheckpointError: the model has another head.

@@ -58,7 +58,7 @@ _CONTEXT_KEYS = ("tools", "documents")
 _STRUCT_KEYS = ("tools", "tool_calls")
 _MAX_SHOWN = 60
 _MAX_DEPTH = 64
-# Python reads and writes integers of up to 4,300 digits (``sys.set_int_max_str_digits``).
+# Python parses and prints integers of up to 4,300 digits (``sys.set_int_max_str_digits``).
 _TOO_LARGE = 10**4300
 
 
@@ -72,8 +72,11 @@ def messages_of(text: Text) -> Messages:
 def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
     """Remove the nulls that Arrow inserts below ``tools`` and ``tool_calls`` of a row.
 
-    Every Arrow struct of a column has the same keys, so an argument that occurs in one call is null
-    in all others. Outside these two keys null is a real value, such as a missing label.
+    All structs of an Arrow column have the same keys, so an argument of one call is null in all
+    other calls. Outside these two keys null is a real value, such as a missing label.
+
+    Args:
+        is_inside: True if ``value`` is the content of one of the two keys.
     """
     if isinstance(value, list):
         return [without_struct_nulls(item, is_inside) for item in value]
@@ -118,7 +121,7 @@ def first_prompt(text: Text) -> str:
 
 
 def flatten_message(message: Message) -> str:
-    """Flatten a message to one string, to show it or to measure its length.
+    """Flatten a message to one string, to display it or to measure its length.
 
     Reasoning, content and each tool call (as JSON) are joined by newlines.
     """
@@ -143,7 +146,8 @@ def joined_content(content: Any) -> str:
 def as_json(text: Messages | Conversation) -> Any:
     """Return a conversation as JSON values.
 
-    That is a list of messages or, with tools or documents, an object with ``messages`` and these.
+    The result is a list of messages. If there are tools or documents, it is an object with
+    ``messages``, and with ``tools`` or ``documents`` or both.
     """
     if not isinstance(text, Conversation):
         return text
@@ -210,7 +214,7 @@ def read_text(value: Any) -> Text:
 
 
 def check_texts(texts: Iterable[Any]) -> list[Any]:
-    """Return the samples as a list, without looking into them.
+    """Return the samples as a list, without checking each sample.
 
     Raises:
         TypeError: the argument is one sample (a string or a conversation) instead of a list.
@@ -357,7 +361,7 @@ def _add_reasoning(message: Message, key: str, value: Any, location: str) -> Non
     _check_unicode(value, f"{location}.{key}: ")
     if message["role"] != "assistant":
         raise DataError(
-            f"{location}.{key}: got it in a message of role {message['role']!r}, "
+            f"{location}.{key}: got this key in a message of role {message['role']!r}, "
             "wanted it only in messages of role 'assistant'"
         )
     if message.setdefault(REASONING[0], value) != value:
@@ -388,7 +392,10 @@ def _read_calls(values: Any, location: str, role: str) -> list[dict[str, Any]]:
 
 
 def _read_call(value: Any, location: str) -> dict[str, Any]:
-    """Read a tool call, or the bare function of one; templates of transformers accept both."""
+    """Read a tool call: an object with the key ``function``, or that function object alone.
+
+    Chat templates in transformers accept both forms.
+    """
     if not isinstance(value, Mapping):
         raise DataError(f"{location}: got {_show_value(value)}, wanted an object with function")
     call = {key: field for key, field in value.items() if field is not None}
@@ -445,7 +452,7 @@ def _read_objects(value: Any, name: str) -> list[dict[str, Any]] | None:
 
 
 def _parse_json(value: Any, location: str, expected: str) -> Any:
-    """Parse a JSON string; a value that is no string, or blank, is returned unchanged."""
+    """Parse a JSON string; a blank string or a value of another type is returned unchanged."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:
@@ -483,9 +490,9 @@ def _check_json(value: Any, location: str, depth: int = 0) -> None:
 
 
 def _is_json_number(value: object) -> bool:
-    """Tell if a value is a number or bool that JSON can hold and Python can write."""
+    """Tell if a value is a bool, a finite float, or an integer that Python can print."""
     if isinstance(value, int):
-        # math.isfinite raises on integers that are too large for a float.
+        # Without math.isfinite, which raises for integers that are too large for a float.
         return abs(value) < _TOO_LARGE
     return isinstance(value, float) and math.isfinite(value)
 

@@ -1,8 +1,9 @@
 """Readout of a reward head: the rule that turns several outputs per attribute into one reward.
 
-It also gives the uncertainty of a reward. The readout is part of the scoring contract, so training,
-evaluation and the server use the same code. Each row is computed by itself in float64, so its
-rounding does not depend on the other rows of a batch. ``one_reward`` combines several attributes.
+The readout also gives the uncertainty of a reward. It is part of the scoring contract, so training,
+evaluation and the server use the same code. Each sample is computed by itself in float64, so its
+rounding does not depend on the other samples of a batch. ``one_reward`` combines the rewards of
+several attributes into one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 BINS, QUANTILES, HEADS, SIGMOID = "bins", "quantiles", "heads", "sigmoid"
 _KINDS = (BINS, QUANTILES, HEADS, SIGMOID)
-# The unit of a reward: the probability that a step or reply is right, the log-odds of that, or any
+# The units of a reward: the probability that a step or reply is right, its log-odds, or any
 # other score.
 PROBABILITY, LOG_ODDS, SCORE = "probability", "log_odds", "score"
 MEDIAN = 0.5
-# A limit because a contract is untrusted; real heads are far below it.
+# Largest K. A contract is untrusted, so there is a limit; real heads are far below it.
 _MAX_NUMBERS = 1000
 
 
@@ -42,9 +43,9 @@ class Readout:
             ``bins``: logits over K values; the reward is the expected value.
             ``quantiles``: K quantiles of the label; the reward is the median.
             ``heads``: K rewards of an ensemble of heads; the reward is their mean.
-            ``sigmoid``: one log-odds (K is 1); the reward is its probability.
+            ``sigmoid``: the log-odds of a label of 1 (K is 1); the reward is the probability.
         numbers: ``[A][K]``, each row ascending. For ``bins`` the values, for ``quantiles`` the
-            levels between 0 and 1, for ``heads`` the numbers of the heads, for ``sigmoid`` the
+            levels between 0 and 1, for ``heads`` the indices of the heads, for ``sigmoid`` the
             label 1.
     """
 
@@ -52,11 +53,15 @@ class Readout:
     numbers: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        """Validate kind and numbers; DataError if they are no readout."""
+        """Validate ``kind`` and ``numbers``; raise DataError if they are invalid."""
         if self.kind not in _KINDS:
             raise DataError(f"readout: got {shown(self.kind)}, wanted {' or '.join(_KINDS)}")
         if len({len(row) for row in self.numbers}) != 1:
-            raise DataError("readout: got attributes of different numbers of outputs")
+            sizes = [len(row) for row in self.numbers]
+            raise DataError(
+                f"readout: got attributes of different numbers of outputs ({shown(sizes)}), wanted "
+                "the same number for each"
+            )
         for row in self.numbers:
             _check_numbers(self.kind, row)
 
@@ -67,21 +72,24 @@ class Readout:
 
     @property
     def is_linear(self) -> bool:
-        """True if rewards are outputs or means of them, so one linear output can replace them."""
+        """True if a reward is one of the K outputs or their mean.
+
+        Then a head with one output per attribute can give the same rewards (``plain_rows``).
+        """
         return self.kind in (QUANTILES, HEADS)
 
     @property
     def gives_probabilities(self) -> bool:
-        """True if a reward is the probability of the label 1 (labels are between 0 and 1)."""
+        """True if a reward is the probability of the label 1, for labels between 0 and 1."""
         return self.kind == SIGMOID or (
             self.kind == BINS and all(row == (0.0, 1.0) for row in self.numbers)
         )
 
     def plain_rows(self, rows: Any) -> Any:
-        """Reduce the weights ``[A * K, ...]`` of a head to ``[A, ...]`` that give the rewards.
+        """Reduce the weights ``[A * K, ...]`` of a head to ``[A, ...]`` that give the same rewards.
 
-        For exports to a head with one output per attribute; arrays or tensors. Only if
-        ``is_linear``.
+        Exports use it to write a head with one output per attribute. It accepts numpy arrays and
+        torch tensors, and requires ``is_linear``.
         """
         if self.kind == HEADS:
             return rows.reshape(len(self.numbers), self.width, *rows.shape[1:]).mean(1)
@@ -101,8 +109,8 @@ class Readout:
     def spreads(self, outputs: np.ndarray) -> np.ndarray:
         """Return the uncertainty ``[S, A]`` float32 of the rewards, in the unit of the label.
 
-        For quantiles it is the highest minus the lowest, which is negative if they cross; for all
-        other kinds the standard deviation.
+        For ``quantiles`` it is the highest quantile minus the lowest one, which is negative if
+        they cross; for all other kinds it is the standard deviation.
         """
         functions = {
             BINS: self._compute_deviation,
@@ -115,7 +123,7 @@ class Readout:
         return self._apply(outputs, functions[self.kind])
 
     def to_json(self) -> str:
-        """Return the JSON that a scoring contract stores."""
+        """Encode the readout as the JSON string that a scoring contract stores."""
         return json.dumps({"kind": self.kind, "numbers": self.numbers}, sort_keys=True)
 
     @classmethod
@@ -126,21 +134,21 @@ class Readout:
             kind, rows = content["kind"], content["numbers"]
             numbers = tuple(tuple(float(number) for number in row) for row in rows)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise DataError(f"readout: got {shown(text)}, wanted kind and numbers") from error
+            raise DataError(f"readout: got {shown(text)}, wanted JSON: kind, numbers") from error
         return cls(kind, numbers)
 
     def _apply(
         self, outputs: np.ndarray, function: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """Apply a function from ``[A, K]`` to ``[A]`` to each row of outputs."""
+        """Apply a function from ``[A, K]`` to ``[A]`` to the outputs of each sample."""
         num_attributes = len(self.numbers)
         rows = np.asarray(outputs, dtype=np.float64).reshape(-1, num_attributes, self.width)
-        # numpy's order of summation depends on strides, so every row gets the same ones.
+        # numpy's order of summation depends on strides, so every row is made contiguous.
         results = [function(np.ascontiguousarray(row)) for row in rows]
         return np.array(results, dtype=np.float32).reshape(-1, num_attributes)
 
     def _softmax(self, logits: np.ndarray) -> np.ndarray:
-        # The largest logit is subtracted, because exp overflows for large ones.
+        # The largest logit is subtracted, because exp overflows for large logits.
         powers = np.exp(logits - logits.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
 
@@ -171,10 +179,10 @@ def _compute_probability(row: np.ndarray) -> np.ndarray:
 
 
 def _check_numbers(kind: str, row: Sequence[float]) -> None:
-    """Check the ``numbers`` of one attribute."""
+    """Check the row of ``numbers`` of one attribute; raise DataError if it is invalid."""
     if kind == SIGMOID:
         if tuple(row) != (1.0,):
-            raise DataError(f"readout: got {shown(list(row))}, wanted [1] of a {SIGMOID}")
+            raise DataError(f"readout: {SIGMOID}: got the numbers {shown(list(row))}, wanted [1]")
         return
     fits = 2 <= len(row) <= _MAX_NUMBERS and all(map(math.isfinite, row))
     if not fits or any(low >= high for low, high in pairwise(row)):
@@ -183,16 +191,16 @@ def _check_numbers(kind: str, row: Sequence[float]) -> None:
         )
     if kind == QUANTILES and not (row[0] > 0 and row[-1] < 1 and MEDIAN in row):
         raise DataError(
-            f"readout: got the quantiles {shown(list(row))}, wanted levels between 0 and 1, "
-            "with 0.5, which is the reward"
+            f"readout: got the quantile levels {shown(list(row))}, wanted levels above 0 and "
+            "below 1, one of them 0.5: the median is the reward"
         )
 
 
-# One reward per sample for a model with several attributes.
+# The combination of several attributes into one reward per sample.
 
 
 def reward_weights(contract: ScoringContract, attribute: str | None) -> tuple[float, ...]:
-    """Return the weights of the A attributes in a sample's one reward.
+    """Return the A weights by which ``one_reward`` combines the attributes.
 
     Args:
         attribute: the only attribute to use; None takes the contract's ``attribute_weights``.
@@ -218,7 +226,7 @@ def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """
     if len(weights) == 1:
         return rewards[:, 0]
-    # In float64 the order of BLAS's additions does not change the float32 result.
+    # Summed in float64, so that the order of BLAS's additions does not change the float32 result.
     combined = np.full(len(rewards), np.nan, dtype=np.float32)
     is_scored = ~np.isnan(rewards).all(axis=1)
     if is_scored.any():

@@ -3,7 +3,7 @@
 RL trainers that send raw texts (OpenRLHF, slime, verl) render them with the policy's chat template.
 If the reward model has another template, the text still gets a reward, but for tokens the model was
 never trained on. The frame is what the model's template writes around contents: at the beginning of
-a sample, before a reply, and at the end. Texts without that frame are reported by ``find_fault``.
+a sample, before a reply, and at the end. ``find_fault`` reports what a text lacks of the frame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from nemo_aligner.utils.errors import DataError, short
 
 Beginning = TypeVar("Beginning", str, tuple[int, ...])
 _FIRST_ROLES = ("user", "system", "developer", "assistant")
-# Contents of two trial dialogues, which differ from their first character on.
+# Contents of two trial dialogues. Their first characters differ, so the texts that the two
+# dialogues share are written by the template.
 _CONTENTS = ("0 first", "1 second")
 _QUESTION, _THOUGHTS = "a question", "some thoughts"
 _MAX_SHOWN = 40
@@ -34,10 +35,10 @@ class SampleFrame:
     """The strings that a chat template writes around the contents of a sample.
 
     Attributes:
-        begins: possible beginnings of a sample, by the role and tools of the first message; empty
-            if the template begins with a content.
-        begin_ids: possible beginnings in token ids, without the last token, which may depend on the
-            first content; empty if none is left.
+        begins: strings that a sample may begin with, for first messages of different roles, with
+            and without tools; empty if the template writes nothing before the first content.
+        begin_ids: these strings as token ids, without their last token, which may depend on the
+            first content; empty if one of the strings has a single token.
         before_reply: string between a question and its reply, stripped.
         end: string after the last reply.
         bos: BOS if the template writes it first and the contract adds none to raw texts; else
@@ -67,7 +68,7 @@ class SampleFrame:
 
         end = after_reply(template, bos, eos, kwargs)
         begins = _shortest(_find_beginnings(write))
-        # The last token may merge with the content behind it.
+        # Without the last token, which may merge with the content behind it.
         ids = _shortest(tuple(tokenizer.encode(begin)[:-1]) for begin in begins)
         writes_bos = bool(bos) and any(begin.startswith(bos) for begin in begins)
         if writes_bos and contract.add_bos:
@@ -120,20 +121,20 @@ class SampleFrame:
         return None
 
     def _has_foreign_end(self, reply: str) -> bool:
-        """Tell if a reply is followed by something that the template does not write."""
+        """Tell if the text ends with something that the template does not write after a reply."""
         if self.eos and not self.adds_eos and reply.endswith(self.eos):
             return True
         end = self.end.strip()
-        if not end or end not in reply:  # it was cut off
+        if not end or end not in reply:  # the reply was cut off before its end of turn
             return False
         content, _, suffix = reply.rpartition(end)
         expected_suffix = self.end.rpartition(end)[2] + (self.eos if self.adds_eos else "")
         return not expected_suffix.startswith(suffix) or content.rstrip().endswith(end)
 
     def find_fault_of_ids(self, token_ids: Sequence[int]) -> str | None:
-        """Describe how token ids differ from a sample of the template; only their beginning counts.
+        """Describe how token ids differ from the beginning of the template's samples.
 
-        None if they do not differ.
+        Return None if they do not differ. What follows the beginning is not checked.
         """
         if not self.begin_ids or any(
             tuple(token_ids[: len(begin)]) == begin for begin in self.begin_ids
@@ -162,7 +163,10 @@ def _show_start(text: str) -> str:
 
 
 def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
-    """Drop duplicates, and beginnings that begin with another one; () if one is empty."""
+    """Drop each beginning that starts with another one, which matches the same samples and more.
+
+    Return () if a beginning is empty: it would match every sample.
+    """
     unique: list[Any] = [*dict.fromkeys(beginnings)]
     if not all(unique):
         return ()
@@ -174,7 +178,10 @@ def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
 
 
 def _find_beginnings(write: Write) -> Iterator[str]:
-    """Yield what the template writes before the first content, for dialogues of several shapes."""
+    """Yield what the template writes before the first content.
+
+    Trial dialogues begin with different roles, with and without tools.
+    """
     for role in _FIRST_ROLES:
         roles = (role, "assistant") if role == "user" else (role, "user", "assistant")
         for tools in (None, TRIAL_TOOLS):
@@ -190,12 +197,15 @@ def _find_beginnings(write: Write) -> Iterator[str]:
             except DataError:  # the template rejects this shape
                 continue
             begin = _shared_prefix(written)
-            # Only up to the first tool, because a trainer may render tools with other keys.
+            # Cut before the first tool, because a trainer may render tools with other keys.
             yield begin if tools is None else begin.partition("{")[0]
 
 
 def _find_before_reply(write: Write) -> str:
-    """Return what the template writes between a question and any reply, also with reasoning."""
+    """Return what the template writes between a question and every reply.
+
+    Trial replies are with and without reasoning, at the end and inside of a dialogue.
+    """
     question = {"role": "user", "content": _QUESTION}
     replies = [{"role": "assistant", "content": content} for content in _CONTENTS]
     thoughtful = [{**reply, "reasoning_content": _THOUGHTS} for reply in replies]

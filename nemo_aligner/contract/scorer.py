@@ -26,7 +26,7 @@ OnError = Literal["raise", "nan"]
 
 
 class Scorer(Protocol):
-    """Anything that scores samples."""
+    """Protocol of everything that scores samples: a model in this process, or a client."""
 
     @property
     def contract(self) -> ScoringContract | None:
@@ -50,7 +50,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class SampleEncoder(Protocol):
-    """A scorer with a tokenizer in this process."""
+    """Protocol of a scorer that can also tokenize samples in this process."""
 
     def encode(self, text: Text, /) -> EncodedText:
         """Tokenize one sample; DataError if the contract rejects it."""
@@ -61,9 +61,9 @@ class SampleEncoder(Protocol):
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Rewards ``[S, A]`` float32 of a sample's S turns or steps, and the S spans they are for.
+    """Rewards ``[S, A]`` float32 of a sample's S turns or steps, and the S spans of these steps.
 
-    ``spans`` is empty for a sample of token ids, where only the last token is read.
+    ``spans`` is empty for a sample of token ids: only the reward of its last token is known.
     """
 
     rewards: np.ndarray
@@ -82,10 +82,10 @@ class StepRewards:
         return cls(np.array(content["rewards"], dtype=np.float32), spans)
 
     def after(self, prompt_size: int) -> np.ndarray:
-        """Return the rewards of the steps behind the prompt, at least the last one.
+        """Return the rewards of the steps behind the prompt, or of the last step if there is none.
 
         Args:
-            prompt_size: number of messages of the prompt; for raw text, of characters.
+            prompt_size: length of the prompt in messages; for raw text, in characters.
         """
         positions = [span.end - 1 if span.message is None else span.message for span in self.spans]
         first = next(
@@ -101,21 +101,22 @@ class ScoredRows:
     Attributes:
         rewards: ``[N, A]`` float32; NaN for each row in ``errors``.
         errors: why a row was rejected, by row number.
-        exceeded: ``[N]`` bool, which samples were truncated to the model's ``seq_length``.
+        exceeded: ``[N]`` bool, true for samples that were truncated to the model's ``seq_length``.
         contract_hash: hash of the scoring contract; None if it is unknown or no row was scored.
         model_fingerprint: fingerprint of the weights; None also if rows are of different models.
         raw_rewards: ``[N, M * A]``, rewards of the M models before shaping; from a server that
             shapes rewards, else None.
         deviation: ``[N, A]``, standard deviation between the models of an ensemble, or None.
-        passed: ``[N]`` 1, 0 or NaN, whether the reward reaches the server's threshold, or None.
+        passed: ``[N]``, 1 if the reward reaches the server's threshold, 0 if not, NaN for each row
+            in ``errors``; None without a threshold.
         spread: ``[N, A]``, uncertainty of the rewards, from a head with K outputs for each
             attribute (``ordinal_bins``, ``quantiles``); else None.
         outputs: ``[N, M * A * K]``, outputs of that head; else None.
         steps: ``[N]`` of ``StepRewards`` or None, from a model with a reward for each turn or step.
-            The reward of a row is that of its last step, or what the contract's ``aggregate``
-            makes of all.
-        foreign_template: ``[N]`` bool, from the gateway: rows that were not rendered by the model's
-            chat template.
+            The reward of a row is that of its last step or, if the contract has ``aggregate``, all
+            of them combined.
+        foreign_template: ``[N]`` bool, from the gateway: true for rows that were not rendered by
+            the model's chat template.
     """
 
     rewards: np.ndarray
@@ -167,8 +168,8 @@ class ScoredRows:
         Args:
             rule: how to combine the rewards of a sample's turns or steps.
             scale: the contract's ``reward_scale``.
-            prompt_sizes: N lengths of the prompts, in messages (in characters for raw text), whose
-                turns and steps are left out; None includes all.
+            prompt_sizes: N lengths of the prompts, in messages (for raw text, in characters). Turns
+                and steps in the prompts are ignored; None counts them, too.
 
         Returns:
             ``[N, A]`` float32.
@@ -206,7 +207,7 @@ def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarra
     return placed
 
 
-# Building blocks of scorers.
+# Functions that scorers are built from.
 
 
 class RowValues(NamedTuple):
@@ -274,7 +275,10 @@ def score_all(scorer: Scorer, samples: Sequence[Text]) -> np.ndarray:
 
 
 def response_lengths(scorer: Scorer, samples: Sequence[Text]) -> list[int]:
-    """Return the lengths of the replies: in tokens, or in characters if there is no tokenizer."""
+    """Return the lengths of the replies, in tokens if the scorer has a tokenizer.
+
+    Without a tokenizer the lengths are in characters.
+    """
     if isinstance(scorer, SampleEncoder):
         return scorer.count_reply_tokens(samples)
     return [len(reply_of(sample)) for sample in samples]

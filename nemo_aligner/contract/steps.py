@@ -7,17 +7,18 @@ The rule is part of the scoring contract (``scored_position``, setting ``model.h
                   conversation would have without the later turns.
 ``step_ends``     The reply is cut into steps at the separator. A reward is read at the last token
                   of each step; that of the last step at the last token of the sample.
-``step_marks``    The same steps. A reward is read at the last token of the separator behind each
-                  step. A missing last separator is added; everything behind it is dropped.
-``step_answers``  The same steps. Each becomes a user turn that the assistant answers with ``+``;
-                  the first one is appended to the question. A reward is read where the answer
-                  begins, as in RLHFlow's ``math-rm/prm_evaluate.py``.
+``step_marks``    Steps as for ``step_ends``. A reward is read at the last token of the separator
+                  behind each step. If the last step has no separator behind it, one is added.
+                  Everything behind the last separator is dropped.
+``step_answers``  Steps as for ``step_ends``. Each step becomes a user turn that the assistant
+                  answers with ``+``; the first step is appended to the question. A reward is read
+                  where the answer begins, as in RLHFlow's ``math-rm/prm_evaluate.py``.
 ================  ==================================================================================
 
 The pieces of a sample are tokenized one by one, so the token ids of a step do not depend on later
-steps: its reward equals that of the sample cut behind it. In raw text the whole text is the reply.
-If the content of the last message is a list of text parts, each part is a step. White space between
-two separators is no step.
+steps. The reward of a step equals that of the sample cut behind the step. In raw text the whole
+text is the reply. If the content of the last message is a list of text parts, each part is a step.
+White space between two separators is no step.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ TURNS = ScoredPosition.turns.value
 MARKS = ScoredPosition.step_marks.value
 ANSWERS = ScoredPosition.step_answers.value
 STEPPED = (TURNS, ScoredPosition.step_ends.value, MARKS, ANSWERS)
-# Rules that need a separator.
+# Values of ``scored_position`` that need a separator.
 SEPARATED = STEPPED[1:]
-# Rules by which the sequence ends at the token where the last reward is read.
+# Values of ``scored_position`` for which the sequence ends where the last reward is read.
 OPEN_ENDED = (MARKS, ANSWERS)
-# The answer to a correct step.
+# The assistant's answer to a correct step, for ``step_answers``.
 _ANSWER = "+"
-# A trial reply: a private-use character, which no template writes.
+# A trial reply whose position in the rendered text is unique: no template writes this private-use
+# character.
 _PLACEHOLDER = "\ue000"
 
 Write = Callable[[Messages | Conversation], str]
@@ -67,8 +69,8 @@ class StepSpan:
 
     Attributes:
         message: index of the message; None in raw text.
-        start, end: range of characters in the raw text, or in ``flatten_message`` of the message.
-            Content that is a list of parts counts as joined by the separator.
+        start, end: range of characters in the raw text, or in the output of ``flatten_message`` for
+            the message. A list of text parts counts as one string, joined by the separator.
     """
 
     message: int | None
@@ -81,7 +83,7 @@ class SteppedText:
     """A sample cut into pieces, which are tokenized one by one.
 
     Attributes:
-        pieces: the rendered sample is their concatenation.
+        pieces: strings whose concatenation is the rendered sample.
         read: indices of the S pieces at whose last token a reward is read.
         spans: the S turns or steps that these rewards are for.
     """
@@ -95,8 +97,8 @@ def aggregate_steps(rewards: np.ndarray, rule: Aggregate, scale: str = SCORE) ->
     """Combine the rewards ``[S, A]`` of a sample's steps into one reward ``[A]`` float32.
 
     Args:
-        rule: ``product`` is ``sum log sigmoid(r)``, as in training (``losses/pairwise.py``). For
-            probabilities it is ``sum log r``, the same function of the log-odds.
+        rule: how to combine. ``product`` is ``sum log sigmoid(r)``, as in training
+            (``losses/pairwise.py``); if the rewards are probabilities already, it is ``sum log r``.
         scale: the contract's ``reward_scale``.
     """
     if rule is Aggregate.last:
@@ -107,7 +109,7 @@ def aggregate_steps(rewards: np.ndarray, rule: Aggregate, scale: str = SCORE) ->
     if rule is Aggregate.mean:
         return rewards64.mean(axis=0).astype(np.float32)
     if scale == PROBABILITY:
-        # fp32 may have rounded a probability to 0, whose logarithm would be -inf.
+        # A probability that fp32 has rounded to 0 would have the logarithm -inf.
         logarithms = np.log(np.maximum(rewards64, np.finfo(np.float32).tiny))
     else:
         logarithms = -np.logaddexp(0, -rewards64)
@@ -118,7 +120,7 @@ def aggregate_texts(rewards: np.ndarray, bounds: Sequence[int], rule: Aggregate)
     """Combine the step rewards ``[S, A]`` of N samples into ``[N, A]`` float32.
 
     Args:
-        bounds: N + 1 bounds; sample n has the steps ``bounds[n]`` to ``bounds[n + 1]``.
+        bounds: N + 1 bounds; the rows of sample n are ``rewards[bounds[n] : bounds[n + 1]]``.
     """
     aggregated = [aggregate_steps(rewards[start:end], rule) for start, end in pairwise(bounds)]
     return np.array(aggregated, dtype=np.float32).reshape(-1, rewards.shape[1])
@@ -194,8 +196,8 @@ def _cut_at_answers(
     messages = messages_of(text)
     if isinstance(text, str) or len(messages) < 2 or messages[-2]["role"] != "user":
         raise DataError(
-            f"got a text without a question in front of its steps, wanted one: {ANSWERS} appends "
-            "the first step to it"
+            "the sample has no user message right before its last reply; add one, because "
+            f"model.head.reads={ANSWERS} appends the first step to it"
         )
     *history, question, _ = messages
     contents = [reply[step.start : step.end].strip() for step in steps]
@@ -208,7 +210,10 @@ def _cut_at_answers(
     prefixes = _render_prefixes(text, [*history, *turns], answer_numbers, write)
     end = _ANSWER + tail
     if not all(prefix.endswith(end) for prefix in prefixes):
-        raise DataError(f"the chat template does not end an answer {_ANSWER!r} with {end!r}")
+        raise DataError(
+            f"the chat template ends the answer {_ANSWER!r} to a step with other strings than "
+            f"{end!r}, so the answer is not found; wanted another template (model.data.template)"
+        )
     pieces = _cut(prefixes[-1], [len(prefix) - len(end) for prefix in prefixes])
     spans = tuple(StepSpan(len(messages) - 1, step.start, step.end) for step in steps)
     return SteppedText(pieces, tuple(range(len(pieces))), spans)
@@ -217,10 +222,10 @@ def _cut_at_answers(
 def _render_prefixes(
     text: Messages | Conversation, messages: Messages, turns: Sequence[int], write: Write
 ) -> list[str]:
-    """Render the conversation up to each of the turns with these numbers.
+    """Render the conversation once for each number in ``turns``, up to this message.
 
     Raises:
-        DataError: one of the results is no prefix of the next one, or of the last.
+        DataError: a rendered text is not a prefix of the next one and of the last one.
     """
     prefixes = [write(with_messages(text, messages[: number + 1])) for number in turns]
     full_text = prefixes[-1]
@@ -228,8 +233,8 @@ def _render_prefixes(
         if not longer.startswith(prefix) or not full_text.startswith(longer):
             raise DataError(
                 f"messages[{number}]: the chat template writes this turn differently when more "
-                "turns follow, so it cannot have a reward; wanted a template that does not, or "
-                "model.head.reads=last_token"
+                "turns follow, so it cannot have a reward of its own; wanted another template "
+                "(model.data.template), or model.head.reads=last_token"
             )
     return prefixes
 
@@ -237,7 +242,7 @@ def _render_prefixes(
 def _cut_at_marks(
     rendered: str, ends: Sequence[int], separator: str, spans: tuple[StepSpan, ...]
 ) -> SteppedText:
-    # Cut on both sides of each separator, so that it has the same tokens behind every step.
+    # Cut on both sides of each separator, so that the separator always has the same tokens.
     cuts = [position for end in ends for position in (end, end + len(separator))]
     pieces = _cut(rendered, cuts)
     if set(pieces[1::2]) != {separator}:
@@ -254,7 +259,7 @@ def _cut(rendered: str, ends: Sequence[int]) -> tuple[str, ...]:
 
 
 def _join_reply(text: Text, separator: str) -> str:
-    """Return the reply: all of a raw text, or the last content with its parts joined.
+    """Return the reply: the whole raw text, or the content of the last message, parts joined.
 
     Raises:
         StepTextError: a part is blank, or contains the separator.
@@ -283,7 +288,10 @@ def _replace_reply(text: Messages | Conversation, reply: str) -> Messages | Conv
 
 
 def _find_steps(reply: str, separator: str) -> list[StepSpan]:
-    """Find the steps of a reply, at least one; ``message`` of the spans is not set."""
+    """Find the steps of a reply; a reply without text is one step.
+
+    ``message`` of the spans is None; the caller sets it.
+    """
     steps, start = [], 0
     while start <= len(reply):
         end = reply.find(separator, start)
@@ -295,9 +303,10 @@ def _find_steps(reply: str, separator: str) -> list[StepSpan]:
 
 
 def _locate_reply(rendered: str, reply: str, tail: str) -> int:
-    """Return the position in ``rendered`` that corresponds to position 0 of the reply.
+    """Return the offset from positions in the reply to positions in ``rendered``.
 
-    If the template strips leading white space, that is before the reply's visible beginning.
+    If the template has stripped leading white space, the stripped characters count, so that the
+    offset is right for the rest of the reply.
     """
     end = len(rendered) - len(tail) if tail and rendered.endswith(tail) else len(rendered)
     for num_stripped, variant in _list_stripped_variants(reply):
@@ -310,9 +319,10 @@ def _locate_reply(rendered: str, reply: str, tail: str) -> int:
 def _locate_before_calls(
     rendered: str, text: Messages | Conversation, reply: str, write: Write
 ) -> int:
-    """Do the same as ``_locate_reply`` for a reply with tool calls behind it.
+    """Return the result of ``_locate_reply`` for a reply with tool calls behind it.
 
-    The calls may contain the reply's words again, so its position comes from a trial reply.
+    The calls may repeat words of the reply, so a search from the end could find these. The position
+    of a placeholder in place of the reply is used instead.
     """
     position = write(_replace_reply(text, _PLACEHOLDER)).find(_PLACEHOLDER)
     for num_stripped, variant in _list_stripped_variants(reply):
@@ -322,7 +332,7 @@ def _locate_before_calls(
 
 
 def _list_stripped_variants(reply: str) -> Iterator[tuple[int, str]]:
-    """Yield the forms in which templates write a reply, with the number of leading characters cut.
+    """Yield ``(number of leading characters cut, reply)`` for each form that templates write.
 
     Templates write a reply unchanged, or stripped at its beginning, its end, or both.
     """

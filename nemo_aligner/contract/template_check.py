@@ -7,7 +7,7 @@
 - ``TemplateReading`` finds by trials which message fields a template renders, and rejects or adapts
   conversations accordingly.
 
-Started as a program (``python -m``), the file is the subprocess of ``check_terminates``.
+``check_terminates`` starts this module as a subprocess (``python -m``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _DATE = "strftime_now"
 _DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30, 13, 47, 59))
 _CPU_SECONDS = 5
 _BYTES = 2**30
-# Wall time, for a busy machine; normally the limit of CPU time ends the trial.
+# Limit of wall time. Normally the limit of CPU time ends a trial first, except on a busy machine.
 _TIMEOUT_SECONDS = 120
 
 
@@ -91,39 +91,39 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
         check_terminates(template, bos, eos, kwargs)
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
-                f"{prefix}: its text depends on the date, so scores change from day to day; set "
-                f"it to one of {built_in}, or to a copy of the template with a fixed date"
+                f"{prefix}: the template writes today's date, so scores change from day to day; "
+                f"set one of {built_in}, or a copy of the template with a fixed date"
             )
         text = write_probe(template, bos, eos, kwargs)
     except DataError as error:
-        raise ConfigError(f"{prefix}: {error}; set it to one of {built_in}, or a file") from error
+        raise ConfigError(f"{prefix}: {error}; set one of {built_in}, or a file") from error
     for part in (message["content"] for message in PROBE):
         if part not in text:
             raise ConfigError(
-                f"{prefix}: it writes {shown(text)}, without the conversation's {part!r}; set it "
-                f"to one of {built_in}, or to the file of another chat template"
+                f"{prefix}: the template renders a trial conversation as {shown(text)}, without "
+                f"the message {part!r}; set one of {built_in}, or the file of another template"
             )
     if bos and tokenizer.encode(text)[:2] == [tokenizer.bos_id] * 2:
         raise ConfigError(
-            f"{prefix}: it writes BOS ({bos!r}) twice; set it to a copy of the template with one"
+            f"{prefix}: the template writes BOS ({bos!r}) twice; set a copy that writes it once"
         )
     end = "".join(end_of_turn(template, bos, eos, kwargs).split())
     if not end:
         raise ConfigError(
-            f"{prefix}: it writes nothing after the reply, so a complete reply looks like one that "
-            f"was cut off; set it to one of {built_in}, or to a copy of the template that ends "
-            "each turn"
+            f"{prefix}: the template writes nothing after the reply, so a complete reply looks "
+            f"like one that was cut off; set one of {built_in}, or a copy of the template that "
+            "ends each turn"
             + ("" if eos else " (plain and zephyr end with EOS, which this tokenizer lacks)")
         )
     if end[: len(end) // 2] * 2 == end:
         raise ConfigError(
-            f"{prefix}: it ends the reply twice ({short(end)}); set it to a copy of the template "
-            "that ends it once"
+            f"{prefix}: the template ends the reply twice ({short(end)}); set a copy of the "
+            "template that ends it once"
         )
 
 
 def _check_kwargs(template: str, kwargs: str) -> None:
-    """Raise ConfigError if the template does not use one of ``kwargs``, or it is reserved."""
+    """Raise ConfigError if one of ``kwargs`` is not used by the template, or is reserved."""
     usable = sorted(variables_of(template).difference(_RESERVED_VARIABLES))
     for name in json.loads(kwargs or "{}"):
         if name not in usable:
@@ -134,14 +134,14 @@ def _check_kwargs(template: str, kwargs: str) -> None:
 
 
 def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
-    """Tell if a template writes today's date, so that its text changes from day to day."""
-    # The two days differ in every field of strftime.
+    """Tell if a template writes today's date, which would change the tokens from day to day."""
+    # The two days in _DAYS differ in every field of strftime.
     texts = {write_probe(template, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
 
 
 # 26 July 2024, 00:00, for each letter of strftime, in English independent of the locale. Llama 3's
-# templates write this date if none is passed. Never change it: it is part of stored contracts.
+# templates write this date if no date is passed. Never change it: stored contracts contain it.
 _FROZEN_DAY = {
     **{"a": "Fri", "A": "Friday", "w": "5", "u": "5", "d": "26", "-d": "26", "e": "26", "j": "208"},
     **{"b": "Jul", "h": "Jul", "B": "July", "m": "07", "-m": "7", "y": "24", "Y": "2024"},
@@ -156,7 +156,7 @@ _FROZEN_DAY = {
 def _write_frozen_macro() -> str:
     """Return a Jinja macro that replaces the function ``strftime_now``.
 
-    Jinja drops the newline behind it, so the macro adds nothing to the rendered text.
+    Jinja drops the newline behind the macro, so it adds nothing to the rendered text.
     """
     replacements = "".join(
         f".replace('%{letter}','{value}')" for letter, value in _FROZEN_DAY.items()
@@ -173,8 +173,9 @@ def _write_frozen_macro() -> str:
 def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
     """Make a template that writes today's date write 26 July 2024 instead.
 
-    A macro at its beginning shadows ``strftime_now``, so any program that renders the template
-    writes the fixed date. A line reports the change. Other templates are returned unchanged.
+    A macro at the template's beginning shadows ``strftime_now``, so any program that renders the
+    template writes the fixed date. A log line reports the change. A template that does not write
+    today's date is returned unchanged.
     """
     from nemo_aligner.utils.console import say
 
@@ -184,7 +185,7 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
         check_terminates(template, bos_token, eos_token, kwargs)
         if not is_dated(template, bos_token, eos_token, kwargs):
             return template
-    except DataError:  # ``check_template`` reports it
+    except DataError:  # ``check_template`` will report this error
         return template
     say(
         "the chat template writes today's date: it is fixed to 26 July 2024, so that scores do not "
@@ -225,16 +226,16 @@ def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str 
 
 # Which message fields beyond role and content a template renders.
 #
-# A template that drops tool calls would score another conversation than the one it was given. Such
-# a conversation is rejected, and the error names the key that is not rendered. The reasoning of
-# earlier turns, names and call ids may be dropped.
+# If a template dropped tool calls, the reward would be that of another conversation. So a
+# conversation with a key that is not rendered is rejected, and the error names the key. Only the
+# reasoning of earlier turns, names and call ids may be dropped.
 
-# Words that no template writes itself, and that JSON and Jinja filters leave unchanged.
+# Contents of trials: words that no template contains, and that JSON and Jinja filters keep.
 _FIRST, _SECOND, _THIRD, _FOURTH = "Zqfirstv", "Zqsecondv", "Zqthirdv", "Zqfourthv"
 _KNOWN_KEYS = ("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id")
 # Roles that every template renders.
 _USUAL_ROLES = ("system", "user", "assistant")
-# Ways to write a message without content.
+# Three forms of a message without content.
 _NULLS: tuple[Message, ...] = ({"content": None}, {}, {"content": ""})
 
 
@@ -290,7 +291,7 @@ class TemplateReading:
         return with_messages(text, adapted)
 
     def try_all(self) -> None:
-        """Run every trial; for the subprocess of ``check_terminates``."""
+        """Run every trial, so that the subprocess of ``check_terminates`` can limit all of them."""
         _ = self.writes_tools, self.writes_documents
         _ = self.reasoning(calls=True), self.reasoning(calls=False)
         _ = self._null_content(calls=True), self._null_content(calls=False)
@@ -333,10 +334,13 @@ class TemplateReading:
         return is_written or self._arguments_are_text or is_written
 
     def _null_content(self, calls: bool) -> Message:
-        """Return the content for a message that has none, with tool calls or with reasoning only.
+        """Return the form in which the template accepts a message without content.
 
-        It is the first of null, a missing key and an empty string that the template accepts without
-        writing the word "None".
+        The forms null, missing key and empty string are tried in this order. The first one is taken
+        with which the template does not fail and does not write the word "None".
+
+        Args:
+            calls: whether the message has tool calls; if not, it has only reasoning.
         """
         if calls not in self._nulls:
             turn: Message = {
@@ -385,7 +389,7 @@ class TemplateReading:
             name = self.reasoning("tool_calls" in message)
             is_scored = is_last and message[REASONING[0]].strip()
             self._check(name is not None or not is_scored, f"{location}.{REASONING[0]}")
-            # The template may still render the reasoning of an earlier turn.
+            # A template may not render reasoning in a last turn, but in an earlier one.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
                 message[name] = message.pop(REASONING[0])
@@ -425,7 +429,10 @@ class TemplateReading:
         return self._written_roles[role]
 
     def _reads_parts(self, role: str) -> bool:
-        """Tell if content in parts is rendered like the same content as one string."""
+        """Tell if the template renders a content of text parts like the same text as one string.
+
+        If not, ``_adapt_content`` joins the parts.
+        """
         if role not in self._read_parts:
             one_part = [_make_part(_FIRST)]
             two_parts = [_make_part(_FIRST), _make_part(_SECOND)]
@@ -444,7 +451,12 @@ class TemplateReading:
         return self._read_parts[role]
 
     def _is_as_empty(self, trial: Messages, with_empty: Messages) -> bool:
-        """Tell if a trial writes the word "None" no more often than one with empty content."""
+        """Tell if the template accepts a message without content.
+
+        It does not if it rejects ``trial``, or writes the word "None" more often in it than in
+        ``with_empty``, the same trial with an empty string as content. If the template rejects
+        ``with_empty``, too, nothing can be told, and the result is True.
+        """
         expected, actual = self._try_render(with_empty), self._try_render(trial)
         if expected is None:
             return True
@@ -453,7 +465,10 @@ class TemplateReading:
     def _writes(
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
-        """Tell if one of the rendered trials contains all words; None if all are rejected."""
+        """Tell if one of the rendered trials contains all words.
+
+        Return None if the template rejects every trial.
+        """
         texts = [text for text in map(self._try_render, trials) if text is not None]
         return any(all(word in text for word in words) for text in texts) if texts else None
 
@@ -504,13 +519,13 @@ def _make_part(text: str) -> dict[str, str]:
 
 
 def _dialogues_with(turn: Message) -> list[Messages]:
-    """Return a dialogue that ends with the turn, and one where a tool result and reply follow."""
+    """Return two dialogues: one ends with ``turn``; in one a tool result and a reply follow it."""
     question = _make_turn("user", "a")
     return [[question, turn], [question, turn, tool_result(_FOURTH), _make_turn("assistant", "b")]]
 
 
 def _make_dialogue(role: str, content: Any) -> Messages:
-    """Return a dialogue that has a turn of this role and content."""
+    """Return a dialogue that contains a turn of this role and content."""
     turn = {"role": role, "content": content}
     question, answer = _make_turn("user", "a"), _make_turn("assistant", "b")
     if role == "user":
@@ -526,7 +541,7 @@ def _make_dialogue(role: str, content: Any) -> Messages:
 def template_reading(
     template: str, bos_token: str, eos_token: str, kwargs: str = "", origin: str = ""
 ) -> TemplateReading:
-    """Return the ``TemplateReading`` of a template, cached for the templates used last.
+    """Return the ``TemplateReading`` of a template; the last eight are cached.
 
     Raises:
         DataError: the template is invalid.
@@ -539,7 +554,7 @@ def template_reading(
 
 
 def _main() -> None:
-    """Run the trials of the template on stdin with limits, and print the problem if there is one.
+    """Set limits, render the trials of the template on stdin, and print the first error.
 
     stdin has a JSON list of the arguments of ``check_terminates``.
     """
@@ -550,7 +565,7 @@ def _main() -> None:
     ):
         _, hard_limit = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit, hard_limit))
-    # Read the template only now that the limits are set.
+    # The limits are set before the template is read, because the template is untrusted.
     arguments = json.load(sys.stdin)
     try:
         if not is_dated(*arguments):  # the caller rejects or freezes a dated template

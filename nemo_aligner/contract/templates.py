@@ -15,7 +15,8 @@ All four write reasoning before the reply between ``<think>`` and ``</think>``, 
 behind it as JSON between ``<tool_call>`` and ``</tool_call>``, a tool result as a turn of the tool,
 and tools and documents at the end of the system prompt as lines of JSON.
 
-``find_frames`` finds what a template writes around messages; ``turns.py`` derives marks from it.
+``find_frames`` finds what a template writes around messages; ``turns.py`` derives the turn markers
+that no message may contain.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short
 if TYPE_CHECKING:
     import jinja2
 
-# A function that renders a conversation by one template; it raises DataError.
+# A function that renders a conversation by one template; DataError if the template rejects it.
 Write = Callable[[Messages | Conversation], str]
 
 # The built-in templates of the first versions, which wrote only role and content. Contracts that
-# have one of them keep it.
+# contain such a template keep it.
 _EARLIER = {
     "chatml": (
         "{% for message in messages %}"
@@ -72,7 +73,8 @@ _EARLIER = {
         "{{ eos_token }}"
     ),
 }
-# Jinja code at the beginning of every built-in template, and code that builds the text of a turn.
+# Jinja code at the beginning of every built-in template. It adds tools and documents to the system
+# prompt. ``_BUILD_TURN`` builds the text of a turn from reasoning, content and tool calls.
 # The names in it are part of stored contracts: never change them.
 _BEFORE_TURNS = (
     "{% set beside = ["
@@ -103,20 +105,21 @@ _TURNS = "{% for message in messages %}"
 
 
 def _with_tools(earlier: str) -> str:
-    """Extend an earlier built-in template: reasoning, tool calls, tools and documents."""
+    """Extend an earlier built-in template by reasoning, tool calls, tools and documents."""
     turns = earlier.replace("message['content']", "turn.said").replace(_TURNS, _TURNS + _BUILD_TURN)
     return _BEFORE_TURNS + turns
 
 
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
-# For plain conversations an earlier template renders the same text faster.
+# From a built-in template to its earlier version, which renders plain conversations (role and
+# content only) to the same text faster.
 _QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
 KWARGS_KEY = "model.data.chat_template_kwargs"
 TEMPLATE_KEY = "model.data.template"
 _QUESTION, _REPLY = "a question", "the reply"
 _CALL_ID = "call00001"
 PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
-# Templates read every field of a tool, so none may be missing.
+# A tool for trials. It has every field, because templates may fail if one is missing.
 TRIAL_TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -131,9 +134,10 @@ TRIAL_TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-# The content of each turn of a trial: private-use characters, which no template writes.
+# Pattern of the contents of a trial: private-use characters, which no template writes.
 _CONTENT = re.compile("\ue000[0-9]\ue000")
-# Roles of the trial dialogues: some templates reject a system prompt or a second question.
+# Roles of the trial dialogues. There are several, because some templates reject a system prompt
+# or a second question.
 _TRIALS = (
     ("system", "user", "assistant", "user", "assistant"),
     ("user", "assistant", "user", "assistant"),
@@ -287,8 +291,8 @@ class CallFrames(NamedTuple):
     An argument with such a string would be read as several arguments or calls.
 
     Attributes:
-        values: strings between an argument and the name of the next argument or call.
-        names: strings behind the name of a function or of an argument.
+        values: strings between the value of an argument and the name of the next argument or call.
+        names: strings that follow the name of a function or of an argument.
     """
 
     values: tuple[str, ...] = ()
@@ -299,9 +303,9 @@ class Frames(NamedTuple):
     """Strings that a template writes around the contents of messages.
 
     Attributes:
-        around: all strings around the contents of a dialogue, in order.
-        between: strings between two messages, for every role of the second one.
-        end: what it writes after the last reply, stripped.
+        around: all strings around the contents of one trial dialogue, in order.
+        between: strings between two messages, from dialogues with every role.
+        end: string after the last reply, stripped.
         results: strings between two tool results, and between the last result and a reply.
         calls: strings inside tool calls, if arguments are not written as JSON.
     """
@@ -337,23 +341,25 @@ def _find_around_results(write: Write) -> tuple[str, ...]:
     """Return the ``results`` of ``Frames``; empty if tool results are not rendered verbatim."""
     question, answer, *second_round = _make_turns(("user", "assistant", "user", "assistant"))
     results = [{**tool_result(), "content": f"\ue000{number}\ue000"} for number in (4, 5)]
-    # With a second round the reply behind the results is not the last one; see ``find_frames``.
+    # First with a second question and answer: then the reply to the tool results is not the last
+    # one, in front of which some templates add tags (see ``find_frames``).
     for following in (second_round, []):
         try:
             text = write([question, tool_call_turn(), *results, answer, *following])
         except DataError:
             continue
-        # The first piece is dropped: it belongs to the call.
+        # Dropped: the string before the question, and that before the results (the tool call).
         _, *pieces = _CONTENT.split(text)
         return tuple(pieces[1:3]) if len(pieces) == len(results) + 2 + len(following) else ()
     return ()
 
 
 def _find_call_frames(write: Write) -> CallFrames:
-    """Return the ``calls`` of ``Frames``; empty if calls are not rendered, or as escaped JSON.
+    """Return the ``calls`` of ``Frames``; empty if calls are not rendered, or are escaped JSON.
 
-    Arguments are not escaped if one argument can contain the string between two arguments (or two
-    calls) such that the rendered text is the same as for two.
+    A trial shows if arguments are escaped: one argument contains the string that the template
+    writes between two arguments (or calls). If the text is that of two arguments (or calls), they
+    are not escaped.
     """
     function, key, value, second, last = ("zqnamev", "zqkeyv", "zqvaluev", "zqotherv", "zqlastv")
 
@@ -395,7 +401,7 @@ def _split_at(text: str, words: Sequence[str]) -> list[str]:
 
 
 def tool_call_turn(name: str = "look_up", argument: str = "a word", content: str = "") -> Message:
-    """Return a trial turn with a tool call; Mistral's templates accept its id."""
+    """Return a trial turn with a tool call, whose id has the form that Mistral's templates need."""
     function = {"name": name, "arguments": {"query": argument}}
     calls = [{"id": _CALL_ID, "type": "function", "function": function}]
     return {"role": "assistant", "content": content, "tool_calls": calls}
@@ -411,7 +417,9 @@ def _make_turns(roles: Sequence[str]) -> Messages:
 
 
 def _find_around(write: Write, roles: Sequence[str]) -> tuple[str, ...]:
-    """Return the strings around the contents of such a dialogue; empty if it is rejected.
+    """Return the strings around the contents of a dialogue with these roles.
+
+    The result is empty if the template rejects the dialogue.
 
     The string before the last reply is skipped; see ``find_frames``.
     """
@@ -483,7 +491,9 @@ def _parse_kwargs(kwargs: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def names_in(template: str) -> frozenset[str]:
-    """Return all attribute names and string constants in a template's code, keys among them.
+    """Return all attribute names and string constants in a template's code.
+
+    They include every key of a message that the template reads.
 
     Raises:
         DataError: the template is invalid.
@@ -534,7 +544,7 @@ def _compile(template: str) -> jinja2.Template:
 def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # The same options as in transformers: other white space would give other tokens.
+    # The options of transformers. With other options white space and thus tokens would differ.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -549,7 +559,10 @@ def _generation_tag() -> Any:
     from jinja2 import ext, nodes, parser
 
     class GenerationTag(ext.Extension):
-        """``{% generation %}`` marks replies for other trainers; its body is rendered unchanged."""
+        """Jinja extension that accepts the block ``{% generation %}``, and renders only its body.
+
+        Trainers that mask the loss by replies mark them with this block.
+        """
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -561,7 +574,7 @@ def _generation_tag() -> Any:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own filter escapes <, > and & for HTML.
+    # Replaces Jinja's own filter, which escapes <, > and & for HTML.
     return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
 
 

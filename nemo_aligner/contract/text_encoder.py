@@ -11,7 +11,7 @@ from nemo_aligner.utils.errors import DataError
 
 
 class TextEncoder:
-    """Encoder of samples for one model, and the check of token ids that come from outside."""
+    """Encodes samples for one model, and checks token ids that clients send."""
 
     def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
         self.contract = contract
@@ -24,7 +24,7 @@ class TextEncoder:
         return encoded
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Check a sequence of token ids from outside.
+        """Check a sequence of token ids that a client has sent.
 
         Raises:
             DataError: its length or an id is out of range, or the model aggregates over steps,

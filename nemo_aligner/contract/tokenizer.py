@@ -1,10 +1,10 @@
 """Tokenizer of the scoring contract: the files of a Hugging Face fast tokenizer, in memory.
 
-A tokenizer is a folder with ``tokenizer.json`` (what ``save_pretrained`` of a fast tokenizer
-writes) and optionally ``tokenizer_config.json``, ``special_tokens_map.json`` and
-``chat_template.jinja``. The ``tokenizers`` library runs ``tokenizer.json`` unchanged: a class name
-in the config cannot replace it. No special tokens are added here; those that a chat template
-writes into the text are recognised.
+A tokenizer is a folder with ``tokenizer.json`` (written by ``save_pretrained`` of a fast tokenizer)
+and optionally ``tokenizer_config.json``, ``special_tokens_map.json`` and ``chat_template.jinja``.
+The ``tokenizers`` library runs ``tokenizer.json`` unchanged: a class name in the config cannot
+replace it. This module adds no special tokens to a text; it recognises those that a chat template
+has written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tokenizer:
             self._backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(files[_JSON])
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{location}/{_JSON}: not a tokenizer: {short(error)}") from error
-        # tokenizer.json stores the truncation and padding that were set last; we want neither.
+        # tokenizer.json may have settings for truncation and padding. Both are turned off.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._check()
@@ -142,8 +142,8 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The tokenizer's chat template; None if it has none.
 
-        It is ``chat_template.jinja``, or else the config's ``chat_template`` (of several, the one
-        named ``default``).
+        It is ``chat_template.jinja``. Without this file it is ``chat_template`` of
+        ``tokenizer_config.json``; if that has several, the one named ``default``.
         """
         if _TEMPLATE in self._files:
             try:
@@ -167,7 +167,7 @@ class Tokenizer:
     @cached_property
     def adds_bos(self) -> bool:
         """True if ``add_special_tokens=True`` would put BOS before a raw text."""
-        # BOS is missing without special tokens and present with them.
+        # True if BOS is missing without special tokens, and present with them.
         return self.encode("a")[:1] != [self.bos_id] == self._backend.encode("a").ids[:1]
 
     @cached_property
@@ -202,7 +202,7 @@ class Tokenizer:
         """Return a copy whose ``tokenizer.json`` also has ``tokens``, with the next free ids."""
         import tokenizers
 
-        # Read the file again: ``self._backend`` has lost the file's truncation and padding.
+        # The file is read again, to keep its truncation and padding, which ``self._backend`` lacks.
         backend = tokenizers.Tokenizer.from_buffer(self._files[_JSON])
         backend.add_tokens(list(tokens))
         content = backend.to_str(pretty=True).encode("utf-8")
@@ -231,7 +231,7 @@ class Tokenizer:
 
     @cached_property
     def words(self) -> WordMemo:
-        """A cache of the token ids of words, for many texts with the same words."""
+        """A cache of the token ids of words, which speeds up many texts with the same words."""
         return WordMemo(self.encode_batch, self.bounds.cuts_at_words)
 
     def encode(self, text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Turn boundaries of a chat template: forged turns, the end of a turn, the start of the reply.
 
-Three parts, each found by rendering short trial conversations:
+The module has three parts, which render short trial conversations to find the boundaries:
 
 - ``TurnMarks`` rejects messages that contain the template's own turn markers;
 - ``TurnEnd`` completes raw texts that a policy generated up to its end-of-turn token;
@@ -55,9 +55,9 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short
 # - in a tool call, the string that the template writes between two arguments or two calls.
 #
 # All strings are checked: contents, reasoning, names and arguments of calls, tools and documents.
-# Raw texts are scored verbatim: their author has written the turns.
+# Raw texts are scored verbatim: the client that sends them has written the turn markers itself.
 
-# Keys whose text may not end with the template's end of turn.
+# Keys of a message whose text may not end with the template's end of turn.
 _SPOKEN_KEYS = ("content", *REASONING)
 _TOOL = "tool"
 # Tags around tool results, such as ``<tool_response>`` and ``</tool_response>``.
@@ -70,7 +70,7 @@ class TurnMarkError(DataError):
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """The turn marks of one chat template.
+    """The turn marks of one chat template: strings that conversations may not contain.
 
     Attributes:
         anywhere: marks that no string of a conversation may contain.
@@ -93,7 +93,7 @@ class TurnMarks:
     def of(cls, write: Write, tokenizer: Tokenizer | None) -> TurnMarks:
         """Find the marks of the template that ``write`` renders.
 
-        Without a tokenizer only marks made of words are found, not those that are added tokens.
+        Without a tokenizer marks that are added tokens are not found, only marks made of words.
 
         Raises:
             DataError: the template cannot render a question and its answer.
@@ -101,7 +101,7 @@ class TurnMarks:
         frames = find_frames(write)
         added = [] if tokenizer is None else tokenizer.added_tokens(frames.around)
         # A template that needs tools explains them in its system prompt, where it quotes tags such
-        # as <tool_call>. Those are no turn marks.
+        # as <tool_call>. These quoted tags are no turn marks.
         quoted = frames.around[:1] if needs_tools(write) else ()
         tokens = [
             token
@@ -142,7 +142,7 @@ class TurnMarks:
         messages = messages_of(conversation)
         has_results = any(message["role"] == _TOOL for message in messages)
         uses_no_tools = not isinstance(conversation, Conversation) and not has_results
-        if uses_no_tools and is_plain(messages):  # the fast path
+        if uses_no_tools and is_plain(messages):  # a fast path for most conversations
             for number, message in enumerate(messages):
                 self._check_string(message["content"], f"messages[{number}].content")
             return
@@ -161,7 +161,7 @@ class TurnMarks:
             is_spoken = key in _SPOKEN_KEYS
             self._check_string(text, string_location, is_spoken=is_spoken, uses_tools=True)
         if key == "content" and isinstance(value, list):
-            # A mark may be split over parts: templates join parts by nothing or by a newline.
+            # A mark may be split over parts, because templates join parts, by nothing or a newline.
             for text in ("".join(part["text"] for part in value), joined_content(value)):
                 self._check_string(text, f"{location}, its parts together", uses_tools=True)
 
@@ -196,8 +196,8 @@ class TurnMarks:
         """Raise TurnMarkError if the string contains a mark.
 
         Args:
-            is_spoken: True for contents and reasoning, which may not end with ``end``.
-            uses_tools: True if ``around_results`` are forbidden, too.
+            is_spoken: True for contents and reasoning, which must not end with the mark ``end``.
+            uses_tools: True if the marks in ``around_results`` are forbidden, too.
         """
         first_mark = self._find_mark(text, is_spoken, uses_tools)
         if first_mark is not None:
@@ -209,7 +209,7 @@ class TurnMarks:
             )
 
     def _find_mark(self, content: str, is_spoken: bool, uses_tools: bool) -> tuple[int, str] | None:
-        """Return position and string of the first mark; None if there is none."""
+        """Return the position and the string of the first mark in ``content``, or None."""
         marks = (*self.anywhere, *self.around_results) if uses_tools else self.anywhere
         matches = [(content.index(mark), mark) for mark in marks if mark in content]
         stripped = content.rstrip()
@@ -224,10 +224,13 @@ class TurnMarks:
 def _marks_of_results(
     pieces: Sequence[str], anywhere: Sequence[str], tokenizer: Tokenizer | None
 ) -> tuple[str, ...]:
-    """Find the marks in the strings around tool results: added tokens, tags, or whole strings."""
+    """Find the marks in the strings around tool results.
+
+    A mark is an added token, a tag or, if the string contains neither, the whole string.
+    """
     added = [] if tokenizer is None else tokenizer.added_tokens(pieces)
     tokens = [token.content for token in added if _is_mark(token.content, token.special)]
-    # Some templates (Qwen2.5) write tags between results that are no added tokens.
+    # Some templates (Qwen2.5) write tags between results, and the tags are no added tokens.
     tags = [tag for piece in pieces[:1] for tag in _TAG.findall(piece)]
     marks = [*dict.fromkeys([*tokens, *tags])]
     words = [
@@ -239,9 +242,9 @@ def _marks_of_results(
 
 
 def _is_mark(text: str, is_special: bool) -> bool:
-    """Tell if a string can mark a turn: it is not only white space, punctuation, or one word.
+    """Tell if a string can mark a turn: it is more than white space, punctuation, or one word.
 
-    An added token that is special may be one ordinary word.
+    One word is enough if it is a special token (``is_special``).
     """
     return any(map(str.isalnum, text)) and (is_special or not text.strip().isalnum())
 
@@ -287,15 +290,15 @@ def write_conversation(
 #
 # A text that a policy generated ends with its end-of-turn token (``<|im_end|>``). A rendered
 # conversation ends with everything the template writes (``<|im_end|>\n``), and the reward model was
-# trained to read its last token. So the missing rest is appended to generated texts.
+# trained to read the last token of that. So the missing rest is appended to generated texts.
 
 
 @dataclass(frozen=True)
 class TurnEnd:
     """The end-of-turn string ``end``, and the ``rest`` that the template writes behind it.
 
-    ``end_ids`` and ``rest_ids`` are their token ids, both empty if the tokenizer merges the two
-    strings into common tokens.
+    ``end_ids`` and ``rest_ids`` are the token ids of these strings. Both are empty if a token spans
+    the boundary between the two strings.
     """
 
     end: str
@@ -305,9 +308,9 @@ class TurnEnd:
 
     @classmethod
     def of(cls, template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnEnd | None:
-        """Find it by rendering a trial conversation.
+        """Find the end of a turn by rendering a trial conversation.
 
-        None if the template writes nothing behind the end of a turn, or there is no template.
+        Return None if there is no template, or it writes nothing behind the end-of-turn string.
         """
         if not template:
             return None
@@ -355,7 +358,7 @@ class TurnEnd:
 def _find_missing(sequence: Any, end: Any, trailing: Any) -> Any:
     """Return the part of ``trailing`` that is missing at the end of a string or tuple.
 
-    None if the sequence does not end with ``end``, or ends with ``end`` and all of ``trailing``.
+    Return None if the sequence does not end with ``end``, or ends with all of ``trailing``.
     """
     for present_length in range(len(trailing)):
         partial_end = end + trailing[:present_length]
@@ -366,14 +369,14 @@ def _find_missing(sequence: Any, end: Any, trailing: Any) -> Any:
 
 # The start of the reply in a sequence of token ids.
 #
-# A head that averages over the reply needs it even if a client sends only token ids. The marker is
-# what a chat template writes between a question and its answer: the reply begins after its last
-# occurrence. Without a marker (raw texts, or a sequence truncated behind it) the whole sequence
-# counts as the reply.
+# A head that averages over the reply needs the start even if a client sends only token ids. The
+# marker is what a chat template writes between a question and its answer: the reply begins after
+# the last occurrence of the marker. Without a marker (raw texts, or a sequence truncated behind the
+# marker) the whole sequence counts as the reply.
 
 _KEY = "model.head.reads"
 _QUESTION, _REPLY = "a question", "the reply"
-# Several trials: the text around the marker may change the marker's tokens.
+# Questions and replies of several trials, because they may change the tokens of the marker.
 _TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{", "}"))
 
 
@@ -388,7 +391,7 @@ def find_marker(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) ->
 
 
 def reply_start(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) -> int:
-    """Return the index of the reply's first token; the last index of the ids if it is empty."""
+    """Return the index of the reply's first token; the last index if the reply is empty."""
     marker_start = find_marker(token_ids, marker)
     return 0 if marker_start < 0 else min(marker_start + len(marker), len(token_ids) - 1)
 

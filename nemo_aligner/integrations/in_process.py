@@ -1,4 +1,4 @@
-"""Score with a reward model in this process, which may leave the device while it is idle."""
+"""Score with a reward model in the trainer's process; its weights may leave the idle GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from nemo_aligner.utils.errors import ConfigError
 
 
 class InProcessScorer:
-    """Scores with a ``RewardScorer`` in this process; all ranks must make the same calls.
+    """Scorer that runs a ``RewardScorer`` in this process.
 
-    Call ``close`` if ``load`` has loaded the model.
+    If the model runs on several ranks, all of them must make the same calls. An instance made by
+    ``load`` must be closed.
     """
 
     def __init__(
@@ -30,8 +31,9 @@ class InProcessScorer:
 
         Args:
             scorer: computes the rewards.
-            cpu_offload: keep the weights in host memory except while it scores.
-            resources: what ``close`` closes.
+            cpu_offload: keep the weights in host memory except during ``score_rows``.
+            resources: contexts that ``close`` exits, such as the process group; None if there are
+                none.
         """
         self._scorer = scorer
         self._weights: OffloadGroup | None = None
@@ -58,7 +60,7 @@ class InProcessScorer:
                 f"model: got the parallel sizes {ranks}, wanted 1 for each in a single process. "
                 "Start nemo-aligner serve with torchrun instead, and set url to its address"
             )
-        # If loading fails, the process group is destroyed again.
+        # Leaving this block after an error destroys the process group.
         with ExitStack() as resources:
             resources.enter_context(launch())
             layout = initialize_layout()
@@ -106,7 +108,10 @@ class InProcessScorer:
             self._weights.offload()
 
     def close(self) -> None:
-        """Destroy the process group if ``load`` has created it; a passed scorer stays usable."""
+        """Destroy the process group if ``load`` has created it.
+
+        The scorer that was passed to the constructor stays usable.
+        """
         if self._weights is not None:
             self._weights.reload()
         self._resources.close()

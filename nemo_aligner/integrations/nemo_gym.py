@@ -1,6 +1,6 @@
 """Copy the reward model environment into a checkout of NeMo Gym.
 
-Usage: ``python -m nemo_aligner.integrations.nemo_gym GYM``.
+Usage: ``python -m nemo_aligner.integrations.nemo_gym GYM``; GYM is the folder of the checkout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import ConfigError
 
-# Not a package: Gym imports the copy in its checkout as ``resources_servers.reward_model``.
+# The files to copy. The folder is no package here: Gym imports the copy in its checkout as
+# ``resources_servers.reward_model``.
 _FILES = Path(__file__).parent / "resources_servers" / "reward_model"
 
 
@@ -44,4 +45,4 @@ if __name__ == "__main__":
         folder = drop_in(parser.parse_args().gym)
     except ConfigError as error:
         sys.exit(str(error))
-    print(f"copied to {folder}; its README.md says what to configure")
+    print(f"copied to {folder}; see README.md there for the configuration")

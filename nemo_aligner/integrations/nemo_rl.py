@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT_NAME = "nemo_aligner_reward_model"
 PROCESSOR_NAME = "nemo_aligner_messages"
-# Key of a sample's extra_env_info: its conversation before the reply, without a chat template.
+# Key in a sample's extra_env_info. Its value is the messages before the reply, not rendered.
 MESSAGES_KEY = "messages"
-# Key of extra_env_info with the tools of the conversation.
+# Key in extra_env_info whose value is the tools of the conversation.
 TOOLS_KEY = "tools"
 # Keys of a message that are scored; NeMo RL adds others.
 _TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING)
@@ -49,11 +49,11 @@ _TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONIN
 _ACTOR = f"{__name__}.RewardModelActor"
 _METRICS = "reward_model_env"
 _FEWEST_TOKENS = 4
-_OTHER_REPLY = {"role": "assistant", "content": "."}  # a reply that every contract accepts
+_OTHER_REPLY = {"role": "assistant", "content": "."}  # no scoring contract rejects this reply
 
 
 class EnvironmentReturn(NamedTuple):
-    """The result of a step for N samples, with the fields of NeMo RL's class in the same order.
+    """The result of ``step`` for N samples: a copy of NeMo RL's class, with the same field order.
 
     Attributes:
         observations: N messages with role ``environment``.
@@ -73,7 +73,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class Rewarder(Scorer, Protocol):
-    """A scorer with a scoring contract, which the environment closes at its end."""
+    """Protocol of a scorer with a known scoring contract; ``shutdown`` closes it."""
 
     @property
     def contract(self) -> ScoringContract: ...
@@ -84,16 +84,16 @@ class Rewarder(Scorer, Protocol):
 class RewardModelEnvironment:
     """Scores the last reply of every conversation.
 
-    By default the message log is scored as the conversation. NeMo RL's own processors write the
-    prompt of a log in the policy's chat template, though. ``messages_processor`` therefore stores
-    the conversation before the reply as ``messages`` of ``extra_env_info``, and its ``tools``; if
-    they are there, they replace the prompt of the log.
+    By default the message log of a sample is scored as its conversation. But NeMo RL's own data
+    processors render the prompt in the log with the policy's chat template, which the reward model
+    was not trained on. Use ``messages_processor`` instead: it stores the original messages and
+    tools in ``extra_env_info``, and they then replace the prompt of the log.
 
     ``config`` has the keys of ``RewardEnvironmentConfig``.
     """
 
     def __init__(self, config: Mapping[str, Any], rewarder: Rewarder | None = None) -> None:
-        """Load the model or connect to servers; with ``rewarder``, use that one instead.
+        """Load the model or connect to the servers that ``config`` names, or use ``rewarder``.
 
         Raises:
             AlignerError: the settings, the servers or the model cannot be used.
@@ -112,9 +112,9 @@ class RewardModelEnvironment:
     ) -> EnvironmentReturn:
         """Score N samples.
 
-        If the model rejects a reply, its reward is ``refused_reward``. If it rejects the prompt
-        with any reply, the policy is not at fault, and the reward is 0, the same for all samples of
-        a group.
+        If the model rejects a reply, the reward is ``refused_reward``. If it would reject the
+        prompt with any reply, the policy is not at fault: then the reward is 0 for all samples of a
+        group, so that none has an advantage.
 
         Args:
             message_logs: the messages of each sample, the reply last; keys that chat messages do
@@ -128,7 +128,7 @@ class RewardModelEnvironment:
         import torch
 
         if self._rewarder is None:
-            raise ConfigError("the environment was shut down")
+            raise ConfigError("the environment was shut down and cannot score; create another one")
         samples = [
             _build_conversation(log, info)
             for log, info in zip(message_logs, env_infos, strict=True)
@@ -181,7 +181,7 @@ class RewardModelEnvironment:
         return batch, metrics
 
     def shutdown(self) -> None:
-        """Release the model or close the connections; calling it again does nothing."""
+        """Release the model or close the connections; further calls have no effect."""
         rewarder, self._rewarder = self._rewarder, None
         if rewarder is not None:
             rewarder.close()
@@ -190,7 +190,10 @@ class RewardModelEnvironment:
     def _find_bad_prompts(
         rewarder: Rewarder, samples: Sequence[Text], errors: Mapping[int, str]
     ) -> dict[int, str]:
-        """Find rejected rows whose prompt is rejected with any reply: row -> reason."""
+        """Find the rejected rows in which the prompt is at fault: row -> reason.
+
+        They are scored once more with a reply that cannot be at fault.
+        """
         if not errors:
             return {}
         probes = [_replace_reply(samples[row]) for row in errors]
@@ -201,13 +204,21 @@ class RewardModelEnvironment:
     def _fill_in(
         self, errors: Mapping[int, str], rewards: np.ndarray, kind: str, reward: float | None
     ) -> None:
-        """Set the rewards of the rows of ``errors``; raise DataError without a refused_reward."""
+        """Set the rewards of rejected rows to ``reward``.
+
+        Args:
+            errors: row -> reason.
+            kind: "replies" or "prompts", for messages.
+
+        Raises:
+            DataError: the setting ``refused_reward`` is null.
+        """
         if not errors:
             return
         row, reason = next(iter(errors.items()))
         message = f"{len(errors)} of {len(rewards)} {kind} cannot be scored; sample {row}: {reason}"
         if self._config.refused_reward is None or reward is None:
-            raise DataError(f"{message}. Set refused_reward=0 to give them that reward")
+            raise DataError(f"{message}. Set refused_reward=0 to give such {kind} the reward 0")
         logger.warning("%s; their reward is %g", message, reward)
         rewards[list(errors)] = reward
 
@@ -221,9 +232,9 @@ def messages_processor(
 ) -> dict[str, Any]:
     """Prepare a datum for NeMo RL, and keep its conversation for the reward model.
 
-    ``messages`` of the datum are the conversation; a reply at its end is dropped. Its ``tools`` are
-    a list, or a list as a JSON string. The policy gets the prompt in its own chat template; the
-    environment gets the conversation unchanged in ``extra_env_info``. A prompt of more than
+    The datum has the conversation as ``messages``; a reply at the end is dropped. It may have
+    ``tools``: a list, or a list as a JSON string. The policy gets the prompt in the policy's chat
+    template; the environment gets the messages in ``extra_env_info``. A prompt of more than
     ``max_seq_length`` tokens is cut to a few tokens, and excluded from the loss.
     """
     messages = [_select_keys(turn) for turn in datum_dict["messages"]]
@@ -255,9 +266,10 @@ def messages_processor(
 
 
 def register(name: str = ENVIRONMENT_NAME, python: str = sys.executable) -> None:
-    """Register the environment and the processor, before NeMo RL's ``setup`` reads the settings.
+    """Register the environment and the processor with NeMo RL.
 
-    The settings are then under ``env.NAME``, and ``data`` names the environment and the processor.
+    Call it before NeMo RL's ``setup`` reads the settings. The environment's settings are under
+    ``env.NAME``; the section ``data`` must name the environment and the processor.
 
     Args:
         name: name of the environment.
@@ -277,7 +289,7 @@ def register(name: str = ENVIRONMENT_NAME, python: str = sys.executable) -> None
 
 
 def __getattr__(name: str) -> Any:
-    """Create ``RewardModelActor``, which NeMo RL looks up by name; it needs ray."""
+    """Create ``RewardModelActor`` when NeMo RL looks it up, because creating it needs ray."""
     if name != "RewardModelActor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import ray
@@ -299,7 +311,10 @@ def _create_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
 
 
 def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
-    """Join the conversation in ``extra_env_info``, if there is one, and the reply of the log."""
+    """Join the messages in ``extra_env_info`` and the reply of the log.
+
+    Without such messages the whole log is the conversation.
+    """
     turns = [_select_keys(turn) for turn in log]
     if not turns:
         raise DataError("message_logs: got a log without messages, wanted a prompt and its reply")

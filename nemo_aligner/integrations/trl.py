@@ -1,6 +1,6 @@
 """A reward function for TRL's GRPOTrainer: ``reward_funcs=reward_function(url)``.
 
-This file does not import TRL.
+Importing this module does not import TRL.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from nemo_aligner.contract.readout import SCORE, one_reward, reward_weights
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError
 
-_PATIENCE_S = 300.0  # a restarted server takes this long to load a large model
+_PATIENCE_S = 300.0  # default of ``retry_s``: time for a restarted server to load a large model
 
 
 class RewardFunction:
     """Scores TRL's completions on reward model servers; created by ``reward_function``.
 
-    TRL logs its rewards under its ``__name__``; it logs ``rewards/NAME/refused``, the fraction of
-    completions that the server rejects.
+    TRL logs the rewards under ``__name__``. This class adds ``rewards/NAME/refused`` to TRL's logs:
+    the fraction of completions that the server rejects.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RewardFunction:
         tools: list[dict[str, Any]] | None = None,
         aggregate: Aggregate | None = None,
     ) -> None:
-        """Score with ``attribute`` of the client's model; see ``reward_function``."""
+        """Store the options, which ``reward_function`` has checked and explains."""
         self._aggregate = aggregate
         self._tools = tools
         self.__name__ = name
@@ -52,21 +52,21 @@ class RewardFunction:
             prompts: raw texts, scored unchanged, or lists of messages, which are written in the
                 chat template of the reward model.
             completions: the policy's completions, of the same kind.
-            columns: further arguments of TRL. Used are ``tools``, one entry per row, which is a
-                list or a JSON string, and the function ``log_metric``.
+            columns: further arguments from TRL. Two of them are used: ``tools``, with a list or a
+                JSON string per row, and the function ``log_metric``.
 
         Raises:
             ServingError: no server answers, or it has another scoring contract.
-            ConfigError: the model has no such attribute, or ``aggregate`` is set, and it has no
-                rewards of turns or steps.
+            ConfigError: the model has no such attribute, or it has no rewards of turns or steps,
+                but ``aggregate`` is set.
         """
         if self._weights is None:
             contract = self._client.contract()
             if self._aggregate is Aggregate.last is contract.aggregation:
-                self._aggregate = None  # the contract's own rule, also without steps
+                self._aggregate = None  # the model's rewards follow this rule already
             self._weights = reward_weights(contract, self._attribute)
             self._scale = contract.reward_scale
-        # Data sets in Arrow fill missing keys of prompts and tools with nulls.
+        # Arrow fills missing keys of prompts and tools with nulls, which are removed here.
         rows = columns.get("tools") or [None] * len(prompts)
         tools = without_struct_nulls(rows, is_inside=True)
         samples = [
@@ -78,7 +78,7 @@ class RewardFunction:
             refused = len(scored.errors) / len(samples)
             columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
         rewards = scored.rewards
-        if self._aggregate is not None:  # only over steps of the completions, not of the prompts
+        if self._aggregate is not None:  # combines steps of completions, ignores those of prompts
             sizes = [
                 len(prompt if isinstance(prompt, str) else messages_of(prompt))
                 for prompt in prompts
@@ -138,7 +138,7 @@ def _join(prompt: Text, completion: Text, tools: Any) -> Text:
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = prompt + completion
-        # The server checks the messages, and names the row that has a fault.
+        # Not checked here: the server checks the messages, and its error names the row.
         return Conversation(messages, tools) if tools else messages
     kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
     raise TypeError(f"prompts and completions: got {kinds}, wanted strings, or lists of messages")

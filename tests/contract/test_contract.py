@@ -119,7 +119,7 @@ def test_contract_that_was_changed_is_refused() -> None:
         ({**content, "label_means": [1.0]}, "2 attributes, 2 weights and 1 label means"),
         ({**content, "readout": one_attribute}, "readout: got 1 attributes, wanted 2"),
         ({**content, "readout": "[1]"}, "readout: got"),
-        ({**content, "aggregate": "min"}, "aggregate: got 'min' where last_token is scored"),
+        ({**content, "aggregate": "min"}, "aggregate: got 'min' with scored_position last_token"),
     ]
     assert_refused(ScoringContract.from_dict, cases, CheckpointError)
 
@@ -278,7 +278,9 @@ def test_bos_twice_is_refused(contracts: Contracts, tokenizer: Tokenizer, tmp_pa
         contracts().encode(tokenizer, "<|im_start|><|im_start|>a")
     path = tmp_path / "double.jinja"
     path.write_text("{{ bos_token }}<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ConfigError, match=r"model.data.template: .*it writes BOS .* twice"):
+    with pytest.raises(
+        ConfigError, match=r"model.data.template: .*the template writes BOS .* twice"
+    ):
         contracts(template=str(path))
 
 

@@ -177,7 +177,10 @@ def test_messages_that_are_no_text_are_refused() -> None:
             [{**USER, "tool_calls": [CALL]}, REPLY],
             "messages[0].tool_calls: got tool calls in a message of role 'user'",
         ),
-        ([{**USER, "thinking": "hm"}, REPLY], "messages[0].thinking: got it in a message of role"),
+        (
+            [{**USER, "thinking": "hm"}, REPLY],
+            "messages[0].thinking: got this key in a message of role",
+        ),
         (
             [{**REPLY, "thinking": "a", "reasoning": "b"}],
             "messages[0]: got two different reasonin",
@@ -267,5 +270,5 @@ def test_reply_marker_is_in_contracts_of_the_mean_alone(contracts: Contracts) ->
     assert ScoringContract.from_dict(mean.to_dict()) == mean
     assert set(plain.differences(mean)) == {"scored_position", "reply_marker"}
     for contract, marker in ((plain, (1,)), (mean, None)):
-        with pytest.raises(DataError, match=r"reply_marker: got .* for reply_mean"):
+        with pytest.raises(DataError, match=r"reply_marker: got .* with reply_mean"):
             dataclasses.replace(contract, reply_marker=marker)

@@ -95,9 +95,9 @@ def test_readout_of_other_numbers_is_refused() -> None:
         (("bins", ((1,),)), r"got \[1\], wanted 2 to 1000 ascending numbers"),
         (("bins", ((1, 1),)), "ascending numbers"),
         (("bins", ((0, math.inf),)), "ascending numbers"),
-        (("quantiles", ((0.1, 0.9),)), "with 0.5, which is the reward"),
-        (("quantiles", ((0.0, 0.5),)), "wanted levels between 0 and 1"),
-        (("sigmoid", ((0.0, 1.0),)), r"got \[0.0, 1.0\], wanted \[1\] of a sigmoid"),
+        (("quantiles", ((0.1, 0.9),)), "one of them 0.5: the median is the reward"),
+        (("quantiles", ((0.0, 0.5),)), "wanted levels above 0 and below 1"),
+        (("sigmoid", ((0.0, 1.0),)), r"sigmoid: got the numbers \[0.0, 1.0\], wanted \[1\]"),
     ]
     assert_refused(lambda case: Readout(*case), cases, DataError)
 

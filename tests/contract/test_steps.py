@@ -106,7 +106,9 @@ def test_steps_are_read_where_their_answers_begin(
     assert read_texts(contract, tokenizer, text) == [first, second]
     assert contract.encode(tokenizer, text).spans == (StepSpan(2, 0, 8), StepSpan(2, 10, 16))
     for wrong in ("why\n\nno", [system, said("no")]):
-        with pytest.raises(DataError, match="got a text without a question in front of its steps"):
+        with pytest.raises(
+            DataError, match="the sample has no user message right before its last reply"
+        ):
             contract.encode(tokenizer, wrong)
 
 
@@ -220,7 +222,7 @@ def test_separator_belongs_to_a_rule_that_has_steps(contracts: Contracts) -> Non
             make(contracts, reads, step_separator="\n")
     with pytest.raises(ConfigError, match="got an empty text"):
         make(contracts, "step_ends", step_separator="")
-    with pytest.raises(DataError, match="step_separator: got None where step_marks is scored"):
+    with pytest.raises(DataError, match="step_separator: got None with scored_position step_marks"):
         dataclasses.replace(make(contracts, "step_marks"), step_separator=None)
     # A null setting takes the value of the model that training starts from.
     config = contracts.config(["right"])

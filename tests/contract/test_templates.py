@@ -116,7 +116,7 @@ def test_template_that_does_not_end_is_stopped(tokenizer: Tokenizer) -> None:
         ("{{ 'a' * 10 ** 11 }}", "the chat template cannot write this.*MemoryError"),
     ]
     where = r"^model\.data\.template: x\.jinja: "
-    cases = [(template, rf"{where}{wanted}.*; set it to") for template, wanted in cases]
+    cases = [(template, rf"{where}{wanted}.*; set one of") for template, wanted in cases]
     assert_refused(partial(check_x, tokenizer), cases, ConfigError)
 
 
@@ -124,19 +124,19 @@ def test_template_that_does_not_end_is_stopped(tokenizer: Tokenizer) -> None:
 def test_template_that_would_spoil_scores_is_refused(tokenizer: Tokenizer) -> None:
     end = "{% endfor %}"
     cases = [
-        (LLAMA_3_2, "its text depends on the date"),
-        ("{{ strftime_now('%Y') }}" + TURNS + "</s>" + end, "its text depends on the date"),
-        (TURNS + end, "it writes nothing after the reply"),
-        (TURNS + "\n" + end, "it writes nothing after the reply"),
-        (TURNS + "<|im_end|>\n" + end + "<|im_end|>", "it ends the reply twice"),
-        (TURNS + "{{ eos_token }}" + end + "{{ eos_token }}", "it ends the reply twice"),
-        (TURNS + "ab" + end + "ab", r"it ends the reply twice \(abab\); set it to "),
-        (TURNS + "a" + end + " \n a", r"it ends the reply twice \(aa\)"),
-        ("{{ bos_token }}{{ bos_token }}" + TURNS + "!" + end, "it writes BOS .* twice"),
-        ("{{ raise_exception('no') }}", "the chat template cannot write this.*; set it to"),
-        ("{% for %}", "the chat template cannot write this conversation.*; set it to"),
-        ("{{ messages[-1].content }}<e>", "it writes 'the reply<e>', without the.*'a question'"),
-        ("{{ messages[0].content }}<e>", "it writes 'a question<e>', without the.*'the reply'"),
+        (LLAMA_3_2, "the template writes today's date"),
+        ("{{ strftime_now('%Y') }}" + TURNS + "</s>" + end, "the template writes today's date"),
+        (TURNS + end, "the template writes nothing after the reply"),
+        (TURNS + "\n" + end, "the template writes nothing after the reply"),
+        (TURNS + "<|im_end|>\n" + end + "<|im_end|>", "the template ends the reply twice"),
+        (TURNS + "{{ eos_token }}" + end + "{{ eos_token }}", "the template ends the reply twice"),
+        (TURNS + "ab" + end + "ab", r"the template ends the reply twice \(abab\); set a copy of "),
+        (TURNS + "a" + end + " \n a", r"the template ends the reply twice \(aa\)"),
+        ("{{ bos_token }}{{ bos_token }}" + TURNS + "!" + end, "the template writes BOS .* twice"),
+        ("{{ raise_exception('no') }}", "the chat template cannot write this.*; set one of"),
+        ("{% for %}", "the chat template cannot write this conversation.*; set one of"),
+        ("{{ messages[-1].content }}<e>", "as 'the reply<e>', without the.*'a question'"),
+        ("{{ messages[0].content }}<e>", "as 'a question<e>', without the.*'the reply'"),
     ]
     where = r"^model\.data\.template: x\.jinja: "
     cases = [(template, rf"{where}{wanted}") for template, wanted in cases]

@@ -1,8 +1,8 @@
-"""A reward model as NeMo Gym's verifier: the model's reward of a response is its reward.
+"""A verifier for NeMo Gym that takes the rewards of a reward model.
 
-A running server or gateway of nemo_aligner scores it (``server_url``), or a server that is started
-for this environment (``model_path``). A sample without a reward is masked, because it does not
-measure the policy.
+A running server or gateway of nemo_aligner scores the responses (``server_url``), or a server that
+this environment starts (``model_path``). A sample that gets no reward is masked: without a reward
+it says nothing about the policy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nemo_gym.base_resources_server import (
 from pydantic import Field, PrivateAttr, model_validator
 from resources_servers.reward_model.servers import NoRewardError, RewardServers, StartedServer
 
-# The server's failure kind for a rejected reply; kinds that are not Gym's own have a prefix.
+# The server's failure kind for a rejected reply. The prefix marks kinds that Gym does not define.
 REFUSED = "reward_model:refused_text"
-# Options of a server that is started here; a running server has its own settings for them.
+# Options that need ``model_path``. A running server (``server_url``) has settings for them.
 _WITH_MODEL_PATH = (
     "device",
     "batch_size",
@@ -41,7 +41,10 @@ _WITH_MODEL_PATH = (
 
 
 class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
-    """Options of the environment: ``server_url``, or ``model_path`` with the options after it."""
+    """Options of the environment.
+
+    Set ``server_url``, or set ``model_path`` and, if needed, the options declared after it.
+    """
 
     REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.STATELESS
 
@@ -88,14 +91,16 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
                 "server has its own settings: shaping.*, ensemble.*, model.*"
             )
         if self.model_path is not None and (self.num_workers or 1) > 1:
-            raise ValueError("num_workers: each would load the model; set 1, or use server_url")
+            raise ValueError(
+                "num_workers: each worker would load the model; set it to 1, or use server_url"
+            )
         if (self.reward_mean is None) != (self.reward_std is None):
-            raise ValueError("reward_mean, reward_std: set both or none")
+            raise ValueError("reward_mean, reward_std: only one is set; set both or none")
         if self.reward_mean is not None and not self.normalize_rewards:
             raise ValueError("reward_mean, reward_std: they need normalize_rewards: true")
         if self.batch_size is not None and self.max_length is None:
             raise ValueError(
-                "batch_size: it needs max_length; their product is the tokens of a pass"
+                "batch_size: set max_length, too; a pass takes batch_size * max_length tokens"
             )
         return self
 
@@ -121,7 +126,10 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
 
 
 class RewardModelRunRequest(BaseRunRequest):
-    """A row of data with the prompt; with a threshold, the reward becomes 1 or 0."""
+    """A row of data with the prompt.
+
+    If it has ``reward_threshold``, the reward is 1 from this threshold on, else 0.
+    """
 
     reward_threshold: float | None = None
 
@@ -131,7 +139,7 @@ class RewardModelVerifyRequest(RewardModelRunRequest, BaseVerifyRequest):
 
 
 class RewardModelVerifyResponse(BaseVerifyResponse):
-    """The reward, the rewards of all attributes, and the reward before the threshold."""
+    """The reward, the reward before the threshold, and the rewards of all attributes."""
 
     reward_threshold: float | None = None
     raw_reward: float | None = None
@@ -142,7 +150,7 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
 
 
 class RewardModelResourcesServer(SimpleResourcesServer):
-    """Answers ``/verify``; it has no tools, and keeps no state between requests."""
+    """Server that answers ``/verify``. It offers the policy no tools, and keeps no state."""
 
     ray_enabled = False
     config: RewardModelResourcesServerConfig
@@ -150,14 +158,14 @@ class RewardModelResourcesServer(SimpleResourcesServer):
     _servers: RewardServers | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        """Start to load the model, if no running server is configured."""
+        """Start a server for ``model_path``, if it is set, so that the model is loaded early."""
         super().model_post_init(context)
         config = self.config
         if config.model_path is not None:
             self._started = StartedServer(config.command, config.settings(), config.device)
 
     async def verify(self, body: RewardModelVerifyRequest) -> RewardModelVerifyResponse:
-        """Score a response; the answer also tells why a sample has no reward.
+        """Score a response; if it gets no reward, the answer has the reason.
 
         Raises:
             FailedServerError: the model failed; Gym gets status 500, and the run stops.
@@ -174,7 +182,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         except NoRewardError as error:
             kind, reason = error.kind, str(error)
         reward = None
-        if kind == REFUSED:  # the reply is at fault, so with a threshold it has failed the test
+        if kind == REFUSED:  # the reply is at fault, so it does not reach a threshold
             reward = self.config.refused_reward if body.reward_threshold is None else 0.0
         return RewardModelVerifyResponse(
             **body.model_dump(),
@@ -201,7 +209,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             urls = [urls] if isinstance(urls, str) else urls
             token = _read_token(config.server_token_variable)
             servers = RewardServers(urls, config.timeout_s, config.retry_s, token)
-            # Several requests may have waited together; the first one's object is used.
+            # Several requests may have waited above; all use the servers of the first one.
             self._servers = self._servers or servers
         return self._servers
 
@@ -212,7 +220,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         if attribute not in (None, *components):
             reason = f"attribute: got {attribute!r}, wanted one of {', '.join(components)}"
             raise NoRewardError("verifier_error", reason)
-        # Not ``reward``: a server with its own threshold has already compared that one.
+        # ``reward`` is not used: a server with a threshold has replaced it by 1 or 0.
         reward = answer["raw_reward"] if attribute is None else components[attribute]
         threshold = body.reward_threshold
         return RewardModelVerifyResponse(
@@ -227,7 +235,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
 
 
 def _read_token(variable: str | None) -> str | None:
-    """Read the token; raise NoRewardError if the environment variable is not set."""
+    """Read the bearer token; NoRewardError if the environment variable is not set."""
     if variable is not None and variable not in os.environ:
         reason = f"server_token_variable: {variable}: it is not set in the environment"
         raise NoRewardError("verifier_error", reason)

@@ -20,10 +20,10 @@ from yarl import URL
 
 _PAUSE_S = 0.5
 _STOP_S = 30.0
-# Statuses of a proxy whose server is gone or full.
+# HTTP statuses by which a proxy reports that its server is gone or overloaded.
 _UNAVAILABLE = (429, 502, 503, 504)
 _TEMPORARY = ("transport_unreachable", "provider_unavailable")
-_SHOWN_CHARACTERS = 2000  # of an answer, in an error
+_SHOWN_CHARACTERS = 2000  # limit for an answer that an error message quotes
 
 
 class NoRewardError(Exception):
@@ -37,12 +37,15 @@ class NoRewardError(Exception):
 class FailedServerError(Exception):
     """The model or the server failed, and would fail for other rollouts, too.
 
-    It is not a ``NoRewardError``: the run must not continue with masked rewards of 0.
+    It is not a ``NoRewardError``, which would let the run continue with masked samples.
     """
 
 
 class RewardServers:
-    """Servers of one model; requests go to them in turn, and on to the next if one is gone."""
+    """Client of several servers of one model.
+
+    Requests go to the servers in turn; if a server is gone, the next one gets the request.
+    """
 
     def __init__(
         self, urls: Sequence[str], timeout_s: float, retry_s: float, token: str | None
@@ -52,14 +55,15 @@ class RewardServers:
         Args:
             urls: URLs of servers of the same model.
             timeout_s: deadline of one request, in seconds.
-            retry_s: how long a rollout is tried again while no server answers, in seconds.
+            retry_s: for how many seconds a request is repeated while no server answers.
             token: the servers' bearer token, if they require one.
 
         Raises:
             ValueError: a URL has no scheme or no host.
         """
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # Errors are stored in rollouts, which many may read, so they name URLs without passwords.
+        # Errors are stored in rollouts, which many people may read, so they name URLs without
+        # passwords.
         named_urls = [(url.rstrip("/"), _hide_password(url.rstrip("/"))) for url in urls]
         self._named_urls = itertools.cycle(named_urls)
         self._timeout_s, self._retry_s = timeout_s, retry_s
@@ -74,7 +78,7 @@ class RewardServers:
         """
         end = time.monotonic() + self._retry_s
         while True:
-            # Scoring has no side effects, so a rollout without an answer is sent again.
+            # Scoring has no side effects, so it is safe to send a rollout again.
             try:
                 answer = await self._post(*next(self._named_urls), rollout)
                 if answer["failure_kind"] not in _TEMPORARY or time.monotonic() > end:
@@ -90,7 +94,7 @@ class RewardServers:
             await self._session.close()
 
     async def _post(self, url: str, name: str, rollout: Mapping[str, Any]) -> dict[str, Any]:
-        if self._session is None:  # created here, in the event loop that serves requests
+        if self._session is None:  # not in __init__: aiohttp needs the running event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 headers=self._headers,
@@ -110,7 +114,7 @@ def _hide_password(url: str) -> str:
     try:
         parsed = URL(url)
         is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except ValueError:  # its message may show the password
+    except ValueError:  # replaced below, because its message may show the password
         is_valid = False
     if not is_valid:
         shown = url.rpartition("@")[2]
@@ -122,11 +126,11 @@ def _hide_password(url: str) -> str:
 
 
 def _read_answer(name: str, status: int, text: str) -> dict[str, Any]:
-    """Parse an answer; its status is 200 also for a rollout without a reward.
+    """Parse the answer of ``/verify``; the status is 200 even if a rollout has no reward.
 
     Raises:
-        NoRewardError: the answer has another form.
-        FailedServerError: the status tells that the server failed.
+        NoRewardError: the answer is not one of ``/verify``, or the server is overloaded.
+        FailedServerError: the HTTP status reports that the server failed.
     """
     try:
         body = json.loads(text)
@@ -143,8 +147,8 @@ def _read_answer(name: str, status: int, text: str) -> dict[str, Any]:
     raise NoRewardError(kind, f"{name}: HTTP {status}: {message}{hint}")
 
 
-# Makes Linux end a process with its parent. atexit does not suffice, because uvicorn ends by
-# re-raising the signal that it got.
+# Program that makes Linux end a process when its parent ends, and then becomes the command.
+# atexit does not suffice, because uvicorn ends by re-raising the signal that it got.
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 library = ctypes.CDLL(None)
@@ -155,12 +159,15 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 class StartedServer:
-    """A ``nemo-aligner serve`` process, which ends with this process."""
+    """A ``nemo-aligner serve`` process, which ends when this process ends."""
 
     def __init__(self, command: Sequence[str], settings: Sequence[str], device: str | None) -> None:
         """Start the server at once, because a model takes long to load.
 
-        ``command`` runs ``nemo-aligner``; it may be installed in another environment.
+        Args:
+            command: command line that runs ``nemo-aligner``, which may be in another environment.
+            settings: settings of ``nemo-aligner serve``.
+            device: ``cpu`` hides all GPUs from the server.
         """
         self._folder = tempfile.TemporaryDirectory()
         self._ready_file = Path(self._folder.name, "ready")
@@ -175,7 +182,7 @@ class StartedServer:
         """Wait until the server is ready, and return its URL.
 
         Raises:
-            NoRewardError: it has ended, or is not ready within ``within_s`` seconds.
+            NoRewardError: the server has ended, or is not ready within ``within_s`` seconds.
         """
         end = time.monotonic() + within_s
         while not self._ready_file.exists():
@@ -190,7 +197,7 @@ class StartedServer:
         return self._ready_file.read_text().strip()
 
     def stop(self) -> None:
-        """End the server; calling it again does nothing."""
+        """End the server; further calls have no effect."""
         atexit.unregister(self.stop)
         self._process.terminate()
         try:
