@@ -1,4 +1,4 @@
-"""The two protocols that ``server.py`` serves: a backend on every rank, a service on rank 0."""
+"""The interfaces that ``server.py`` runs: a ``Backend`` on every rank, a ``Service`` on rank 0."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ class Backend(Protocol):
         """Drop all caches; called on every rank after an operation has failed on one of them."""
 
     def start(self, ranks: ModelRanks) -> Service:
-        """On rank 0: run a first operation, which shows whether the model works, and start."""
+        """On rank 0: run a first operation, to see if the model works, and start the service."""

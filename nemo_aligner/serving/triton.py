@@ -89,7 +89,9 @@ def check_triton(config: ServerConfig) -> None:
 
 
 def _free_ports(config: ServerConfig) -> int:
-    """Return the first of Triton's ports, checked here: Triton waits two minutes for a taken one.
+    """Return the first of Triton's ports, after checking that all of them are free.
+
+    Without the check, Triton would wait two minutes for a port that is taken.
 
     Raises:
         ServingError: a port is taken, or ``triton_host`` is not an address of this machine.
@@ -100,8 +102,8 @@ def _free_ports(config: ServerConfig) -> int:
             problem = _try_to_listen(host, port)
             if problem is not None:
                 raise ServingError(
-                    f"server.triton_port: {host}:{port} is not free: {problem}. Set it to the "
-                    f"first of {_NUM_PORTS} free ports, or to 0 for any."
+                    f"server.triton_port: {host}:{port} is not free: {problem}. Set the first of "
+                    f"{_NUM_PORTS} free ports, or 0 for any."
                 )
         return first
     for first in random.SystemRandom().sample(_ANY_PORT, 100):
@@ -116,7 +118,7 @@ def _free_ports(config: ServerConfig) -> int:
 def _try_to_listen(host: str, port: int) -> Exception | None:
     """Try to listen on a port; return the error, or None if the port is free."""
     with socket.socket() as probe:
-        # Like servers: closing connections of an earlier server do not block the port.
+        # Set as servers do, so that closing connections of an earlier server do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -176,8 +178,8 @@ class TritonDoor:
         """Lines for the server's log after Triton has started."""
         host = self._config.triton_host
         lines = [
-            f"Triton serves the same at {self.url}, and over gRPC at {host}:{self._port + 1}; its "
-            f"metrics are at http://{host}:{self._port + 2}/metrics"
+            f"Triton serves the same models at {self.url}, and over gRPC at "
+            f"{host}:{self._port + 1}; its metrics are at http://{host}:{self._port + 2}/metrics"
         ]
         if not is_loopback(host):
             lines.append(
@@ -206,7 +208,7 @@ class TritonDoor:
 
     def close(self) -> None:
         """Release the guard and the log, after ``stop``."""
-        # Not earlier: while Triton drains, this process may still be killed.
+        # The guard must work until here: while Triton drains, this process may still be killed.
         self._guard.dismiss()
         self._log.close()
 
@@ -245,7 +247,8 @@ def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
             exit_timeout_secs=config.exit_timeout_secs,
         ),
         # PyTriton passes its access token to Triton on a command line, which every user of the
-        # machine can read. So that token is random, and ``_answer_request`` checks the server's.
+        # machine can read. So PyTriton's token is random, and ``_answer_request`` checks the token
+        # of the server.
         security_config=TritonSecurityConfig(restricted_endpoints=list(_CLOSED_FUNCTIONS)),
     )
 
@@ -364,9 +367,9 @@ _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
-# The guard blocks until its input ends. If it has read a word, Triton was stopped properly. If not,
-# this process has died; then it kills Triton, and waits a second, because PyTriton's helpers may
-# still create shared memory until they notice the death.
+# The script of the guard process. It blocks until its input ends. If it has read a word, Triton was
+# stopped properly. Otherwise this process has died, so the script kills Triton, and waits a second,
+# because PyTriton's helpers may still create shared memory until they notice the death.
 _GUARD = """
 trap "" INT TERM HUP QUIT
 read -r word

@@ -20,8 +20,9 @@ from nemo_aligner.utils.errors import ConfigError, ServingError
 T = TypeVar("T")
 Client = TypeVar("Client", bound="ServerClient[Any]")
 
-# Background threads that a fork has inherited. The child has their sockets, but neither the thread
-# nor the right to close the sockets, so their objects must never be freed.
+# Background threads of the parent process, after a fork. The child inherits the objects and their
+# sockets, but not the running threads. Freeing an object would close sockets that the parent still
+# uses, so the child keeps the objects here forever.
 _NEVER_FREED: list[Background[Any]] = []
 
 
@@ -59,7 +60,7 @@ class ServerClient(Generic[C]):
             timeout_s: deadline of one call, in seconds.
             connect: opens the connections, in the thread or the caller's event loop. It is called
                 at the first request, so that a client can be created before a fork.
-            in_callers_loop: asyncio methods run in the event loop that calls them.
+            in_callers_loop: run asyncio methods in the caller's event loop, without a thread.
         """
         self._name = name
         self._timeout_s = timeout_s
@@ -123,7 +124,7 @@ class ServerClient(Generic[C]):
                 _NEVER_FREED.append(inherited)
                 self._background = None
             if self._background is None:
-                # It must not refer to this client, which could never be freed otherwise.
+                # The thread must not refer to this client, which could otherwise never be freed.
                 self._background = Background(self._connect)
                 weakref.finalize(self, self._background.leave).atexit = False
             return self._background

@@ -3,7 +3,7 @@
 A row passes these files in this order:
 
 ``rows.py``           ``Row``: token ids of one sample, and the positions to read
-``batcher.py``        merges rows of waiting requests to calls, oldest first
+``batcher.py``        merges rows of waiting requests into calls of the model, oldest first
 ``pace.py``           limits the tokens of a call, so that it ends within ``max_call_secs``
 ``executor.py``       runs a call on all ranks, and notices ranks that die
 ``scorer.py``         ``RewardScorer``: packs the rows, computes them, and gathers the outputs

@@ -8,11 +8,12 @@ from itertools import accumulate
 
 # Latest calls in the estimate: enough that one hiccup of the machine does not show.
 _CALLS = 16
-# Tokens of a call until one was measured.
+# Most tokens of a call before a first call was measured.
 _FIRST_TOKENS = 1024
 # A call may always have this many tokens: in smaller ones the fixed costs of a call dominate.
 _LEAST_TOKENS = 512
-# If calls are not limited, only those are measured that take this fraction of the time limit.
+# While the estimate does not limit calls, only calls that take at least this fraction of the time
+# limit are measured.
 _LONG = 1 / 16
 
 
@@ -27,7 +28,7 @@ class ModelPace:
     """
 
     def __init__(self, max_secs: float, most_tokens: int) -> None:
-        """Set the limits; with ``max_secs`` 0, ``most_tokens`` is the only one."""
+        """Set the limits; with ``max_secs`` 0, ``most_tokens`` is the only limit."""
         self._max_secs, self._most_tokens = max_secs, most_tokens
         self._calls: deque[tuple[float, int]] = deque(maxlen=_CALLS)  # tokens/s, tokens
         self.limit = min(most_tokens, _FIRST_TOKENS) if max_secs else most_tokens

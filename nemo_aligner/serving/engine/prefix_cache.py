@@ -41,11 +41,11 @@ class BlockTable:
     """The blocks of one sequence in one call.
 
     Attributes:
-        cached: blocks at its beginning that need not be computed.
-        first_new: number in the sequence of the first block that it computes and caches.
-        new: blocks that it computes and caches, from ``first_new`` on.
-        path: all of its blocks. Those between ``cached`` and ``new`` are computed by another
-            sequence of the same call.
+        cached: cached blocks at the beginning of the sequence, which need not be computed.
+        first_new: index in the sequence of the first block that it computes and caches.
+        new: blocks that the sequence computes and caches, from ``first_new`` on.
+        path: all blocks of the sequence. Blocks between ``cached`` and ``new`` are computed by
+            another sequence of the same call.
     """
 
     cached: tuple[int, ...]
@@ -55,7 +55,10 @@ class BlockTable:
 
 
 def _root_of(rotation: int) -> int:
-    """Return the id that precedes a first block; sequences with different RoPE share no blocks."""
+    """Return the id that a first block has as its preceding block.
+
+    The id differs by ``rotation``, so that sequences with different RoPE share no blocks.
+    """
     return _NONE - rotation
 
 
@@ -86,9 +89,9 @@ class BlockManager:
     def find(self, key: bytes, reads: Sequence[int] = (), rotation: int = 0) -> tuple[int, ...]:
         """Find the cached blocks at the beginning of a sequence.
 
-        The last token is never included, because it is always computed; and so is everything from
-        the first of the positions ``reads`` on whose outputs are not cached. Sequences with another
-        ``rotation`` (see ``ModelShape``) have other blocks.
+        The block with the last token is not included, because the last token is always computed.
+        The blocks end before the first position of ``reads`` whose outputs are not cached.
+        Sequences with another ``rotation`` (see ``ModelShape``) have other blocks.
         """
         cached: list[int] = []
         block = _root_of(rotation)
@@ -160,7 +163,8 @@ class BlockManager:
         """Extend the paths as far as the pool allows, one block of each path at a time.
 
         Returns:
-            For each path, number in the sequence -> block, for blocks that it is the first to have.
+            For each path, a dict from a block's index in the sequence to the block, with the blocks
+            that were placed for this path.
         """
         new: list[dict[int, int]] = [{} for _ in keys]
         # Breadth first: if the pool is too small, it holds the beginning of every sequence, which

@@ -34,8 +34,8 @@ _MERGED = "reward"
 class RewardShaper:
     """Shapes the raw rewards of M models with A attributes each; not thread-safe.
 
-    ``contract`` describes the shaped rewards: it is that of the first model, with the rules, and
-    with the attributes that are left.
+    ``contract`` describes the shaped rewards: it is the first model's contract, with the shaping
+    rules and the attributes that remain after merging.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RewardShaper:
             contracts: contracts of M models that score the same token ids.
 
         Raises:
-            ConfigError: a rule does not fit the models, or a file of statistics belongs to others.
+            ConfigError: a rule does not fit the models, or the statistics file is for other models.
         """
         self._shaping = shaping
         self._ensemble = ensemble
@@ -82,8 +82,8 @@ class RewardShaper:
     def keeps_steps(self) -> bool:
         """Tell whether rewards of turns or steps can be shaped one by one.
 
-        They cannot with a length penalty, which concerns a whole reply, or with running statistics,
-        which are of one reward per sample.
+        They cannot with a length penalty, which is for a whole reply, or with running statistics,
+        which are computed from one reward per sample.
         """
         return not self.needs_lengths and self._running is None
 
@@ -132,7 +132,8 @@ class RewardShaper:
         if spread is not None and self._shaping.spread_penalty:
             values = values - self._shaping.spread_penalty * spread
         deviation = values.std(axis=1)
-        # Before the length penalty, which is equal for all models and adds no uncertainty.
+        # The models are combined before the length penalty, which is equal for all of them and adds
+        # no uncertainty.
         rewards = self._combine(values, deviation)
         shaping = self._shaping
         if self.needs_lengths:
@@ -158,7 +159,8 @@ class RewardShaper:
         """Standardize rewards ``[N, M, A]``; return them and the deviations that divided them."""
         std: np.ndarray | float = 1.0
         if self._running is not None:
-            # They are added first: before the first reward there is no deviation to divide by.
+            # Rewards are added before they are standardized: the first ones would otherwise have no
+            # deviation to be divided by.
             if counts:
                 self._running.add(values)
             values, std = self._running.standardize(values), self._running.std
@@ -224,7 +226,8 @@ class RewardShaper:
                 attributes=(_MERGED,),
                 attribute_weights=(1.0,),
                 label_means=(0.0,),
-                # A readout has a row of numbers for each attribute, and only one is left.
+                # A readout has a row of numbers for each attribute of the model, but the merged
+                # reward is a single attribute.
                 readout=contract.readout if len(contract.attributes) == 1 else None,
             )
         return replace(
@@ -402,7 +405,7 @@ def _contract_statistics(contracts: Sequence[ScoringContract]) -> tuple[np.ndarr
 def _list_rules(
     shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]
 ) -> dict[str, Any]:
-    """List rules that differ from their defaults; a file's path is no rule."""
+    """List rules that differ from their defaults; the path of the statistics file is not a rule."""
     rules: dict[str, Any] = {
         item.name: getattr(shaping, item.name)
         for item in fields(shaping)

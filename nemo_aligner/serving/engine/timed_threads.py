@@ -1,8 +1,8 @@
 """Threads for jobs of many steps, each of which has a time limit.
 
-The chat template of an archive may loop forever for one conversation. In the thread of a step that
-is too slow, an exception is raised, which Python code cannot suppress. Until the step ends, another
-thread replaces the blocked one, so that other jobs do not wait.
+The chat template of an archive may loop forever for one conversation. If a step is too slow, an
+exception that a template cannot catch is raised in its thread. Until the step ends, another thread
+replaces the blocked one, so that other jobs do not wait.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class _Job(Generic[T]):
         self._step = -1
         self._interrupted = -math.inf
 
-    # Called in a thread of the pool.
+    # Methods that are called in a thread of the pool.
 
     @property
     def is_replaced(self) -> bool:
-        """Tell whether another thread has replaced the job's, which must end after the job."""
+        """Tell whether another thread has replaced the job's, which must then end with the job."""
         with self._lock:
             return self._is_replaced
 
@@ -121,15 +121,16 @@ class _Job(Generic[T]):
             # Take back an exception that has not arrived yet; it would hit the code that follows.
             _raise_in(self._thread, None)
 
-    # Called in the event loop.
+    # Methods that are called in the event loop.
 
     def watch(self) -> bool:
         """Interrupt a step that is too slow; tell whether its thread needs a replacement."""
-        # Not blocking: the lock may be held by a thread that waits for the GIL. Check next time.
+        # Do not block: a thread that waits for the GIL may hold the lock. The next watch tries
+        # again.
         if not self._lock.acquire(blocking=False):
             return False
-        # Everything happens under the lock, so that it concerns the running step. Otherwise a
-        # finished job could get a replacement thread, or the next step the exception.
+        # The lock is held throughout, so that the step cannot end meanwhile. Otherwise a finished
+        # job could get a replacement thread, or the exception could hit the next step.
         try:
             if self._begun is None:
                 return False

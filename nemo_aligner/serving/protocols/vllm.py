@@ -1,10 +1,10 @@
 """vLLM's ``POST /classify``, ``/pooling`` and ``/score``, and ``GET /v1/models``, as in vLLM 0.32.
 
 Shapes follow ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, a list of token ids,
-or a list of either. Inputs are scored unchanged, except that what the chat template writes after an
-end of turn is completed. ``messages`` is one conversation, with ``tools`` and ``documents``, and is
-written in the model's chat template. ``/score`` takes pairs of a user's message and a reply: 1 with
-1, 1 with N, or N with N. A pair is scored as a conversation.
+or a list of either. An input is scored unchanged, unless it ends with an end of turn: then it is
+completed with what the chat template writes after it. ``messages`` is one conversation, with
+``tools`` and ``documents``, and is written in the model's chat template. ``/score`` takes pairs of
+a user's message and a reply: 1 with 1, 1 with N, or N with N. A pair is scored as a conversation.
 
 ``/pooling`` with ``"task": "token_classify"`` answers one row of rewards per turn or step of a
 sample, as vLLM's step pooling does. The scoring contract decides where the rewards are read.
@@ -142,7 +142,7 @@ class PoolingResponse(Body):
 
 
 def read_input(body: PoolingRequest) -> ScoreRequest:
-    """Read samples; raise ServingError if there are none, or another score is requested."""
+    """Read samples; raise ServingError if there are none, or fields ask for another score."""
     if (body.input is None) == (body.messages is None):
         state = "neither input nor" if body.input is None else "both input and"
         raise ServingError(f"got {state} messages, wanted one of them")
@@ -215,7 +215,7 @@ def _read_contents(value: Any, name: str) -> list[Any]:
 
 
 def read_texts(body: PoolingRequest) -> ScoreRequest:
-    """Call ``read_input`` for a route that answers one reward per sample."""
+    """Read samples for ``/classify``, which answers one reward per sample and not one per step."""
     if (body.model_extra or {}).get("task") == _STEPS:
         raise ServingError(f'task: got "{_STEPS}", wanted "classify", or POST /pooling')
     return read_input(body)
