@@ -70,7 +70,7 @@ class CriticService:
         self._lock = ReadWriteLock()
         # Held while a thread decodes a rollout, so that no later request runs before its training.
         self._arrivals = asyncio.Lock()
-        self._saved_step = run.learner.step  # the run is new, or was resumed from a saved step
+        self._saved_step = run.learner.step  # a new or resumed run has no unsaved steps
         self._contract = run.contract
         self._intake = Intake(TextEncoder(run.contract, run.tokenizer), config.server)
         self._limit = BackpressureLimit(config.server.max_queue_rows, "server.max_queue_rows")

@@ -68,7 +68,7 @@ def reward_endpoints(
     """
 
     async def score(inputs: Tensors, is_probe: bool = False) -> Tensors:
-        # Only for decoding: ``service.answer`` counts its own failures.
+        # Failures are counted here only while decoding: ``service.answer`` counts its own.
         with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
         scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)

@@ -28,8 +28,8 @@ class FailureKind(Enum):
         triton_code: error code of Triton, which turns INVALID_ARG, UNAVAILABLE and INTERNAL into
             HTTP 400, 503 and 500, and has no code for 401 and 413.
         openai_type: ``error.type`` in the form of OpenAI's errors, with vLLM's names.
-        tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``; it has
-            none for a wrong token.
+        tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``, which has
+            no type for a wrong token.
         gym_kind: ``failure_kind`` of a rollout, from NeMo Gym's ``failure_kinds.py``; None if the
             answer is an HTTP error instead of a rollout.
         reaction: what a client does: "skip" gives a bad row no reward, if the caller permits it;
@@ -106,8 +106,8 @@ class RequestError(ServingError):
     Attributes:
         message: the reason, in one line.
         kind: cause of the failure.
-        retry_after_s: when it may be sent again, in seconds from now; None if unknown.
-        row: the row that is at fault; None if the request as a whole is.
+        retry_after_s: when the request may be sent again, in seconds from now; None if unknown.
+        row: the row that is at fault; None if the whole request is at fault.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class UnavailableError(RequestError):
 
 
 def retry_after(message: str, header: str) -> float | None:
-    """Return after how many seconds a busy server may be tried again; None if it does not say."""
+    """Return after how many seconds a busy server may be tried again; None if it is unknown."""
     match = _RETRY_AFTER.search(message)
     seconds = match[1] if match else header
     return float(seconds) if seconds.replace(".", "", 1).isdigit() else None

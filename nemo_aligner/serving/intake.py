@@ -1,4 +1,4 @@
-"""Encode requests to rows for the queue, in the services of reward models and critics.
+"""Encode requests into rows for the queue, in the services of reward models and critics.
 
 A request is checked against the limits, and its samples are encoded by the scoring contract. Its
 rows then wait in the queue of the model. Each service itself interprets the model's outputs.
@@ -108,7 +108,7 @@ class _Failure(NamedTuple):
 
 
 class Intake:
-    """Checks, encodes and counts requests; for one event loop.
+    """Checks, encodes and counts requests; must be used in a single event loop.
 
     Attributes:
         meter: counts requests and calls.
@@ -176,8 +176,8 @@ class Intake:
                 work = partial(self._encode_samples, request, sets_rows_aside, outcomes)
                 await self._threads.run(work)
             except TooSlowError as error:
-                # The thread cannot be interrupted. Another one encodes the remaining samples, into
-                # a new list, because the first thread may continue with its own at any time.
+                # The thread cannot be interrupted. Another thread encodes the remaining samples,
+                # into a new list, because the first one may append to the old list at any time.
                 position = num_encoded + error.step
                 if not sets_rows_aside:
                     raise _row_error(request.row_numbers[position], error) from error

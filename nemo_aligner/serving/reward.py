@@ -158,7 +158,7 @@ class LocalService(ScoringService):
         return insert_refused(scored, encoded.errors)
 
     def _empty_rows(self) -> ScoredRows:
-        """Return no rows, for a request whose samples were all rejected."""
+        """Return a result without rows, for a request whose samples were all rejected."""
         rewards = np.zeros((0, len(self._contract.attributes)), dtype=np.float32)
         steps = np.zeros(0, dtype=np.object_) if self._returns_steps else None
         hashes = self._contract_hash, self.fingerprint

@@ -151,7 +151,7 @@ def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringCon
 
 START_S = 300
 STOP_S = 60
-_SHOWN_CHARACTERS = 3000  # of the log, in an error
+_SHOWN_CHARACTERS = 3000  # of the log that an error shows
 
 
 @contextmanager

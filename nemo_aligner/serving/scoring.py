@@ -47,7 +47,7 @@ class TemplateParts:
 
 
 class ScoringService(ABC):
-    """Scores requests for the routes of an HTTP front; for one event loop.
+    """Scores requests for the routes of an HTTP front; must be used in a single event loop.
 
     Attributes:
         contract: scoring contract of the newest rewards; None before the first rewards, and for
@@ -81,7 +81,7 @@ class ScoringService(ABC):
         """Score the rows of a request.
 
         Args:
-            request: the samples; rows that it rejects already get NaN and their reasons.
+            request: the samples; rows in ``request.refused`` get NaN and their reasons.
             sets_rows_aside: give NaN and a reason to a row that cannot be scored. Otherwise the
                 whole request fails.
             is_probe: whether the request only tests if it can be scored. It is then not counted,
@@ -101,14 +101,14 @@ class ScoringService(ABC):
     async def _score(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
     ) -> ScoredRows:
-        """Score the rows that the request does not reject already; see ``answer``."""
+        """Score the rows that are not in ``request.refused``; see ``answer``."""
 
     @abstractmethod
     async def template_parts(self) -> TemplateParts:
         """Return what the model's chat template writes around a sample.
 
         Raises:
-            RequestError: no server publishes it.
+            RequestError: no server publishes these texts.
         """
 
     @abstractmethod
@@ -165,7 +165,7 @@ class ScoringService(ABC):
                 flush=True,
             )
         if request.texts is not None:
-            # In conversations, the template writes whole turns.
+            # Conversations need no completion, because the template writes whole turns.
             texts = [
                 turn.complete(text) if isinstance(text, str) else text for text in request.texts
             ]
@@ -236,11 +236,11 @@ class AttributeDrift:
 
     Attributes:
         rows: number of rewards.
-        mean: their mean.
-        std: their standard deviation.
+        mean: mean of the rewards.
+        std: standard deviation of the rewards.
         mean_drift: (mean - the contract's mean) / the contract's standard deviation; None if the
             contract has no statistics.
-        std_ratio: standard deviation / the contract's; None likewise.
+        std_ratio: ``std`` / the contract's standard deviation; None if the contract has none.
     """
 
     rows: int

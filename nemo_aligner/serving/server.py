@@ -36,7 +36,7 @@ from nemo_aligner.utils.processes import is_main
 logger = logging.getLogger(__name__)
 
 _WATCH_SECS = 0.2  # interval in which a dead rank or Triton is noticed
-_LAST_WORDS_SECS = 1.0  # before the process dies, so that requests in flight get their error
+_LAST_WORDS_SECS = 1.0  # pause before the process exits, in which requests get their error
 
 
 class ServerSocket:

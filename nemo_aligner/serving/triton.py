@@ -45,7 +45,7 @@ from nemo_aligner.serving.triton_internals import (
 from nemo_aligner.utils.errors import ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-# HTTP, gRPC and metrics, in the order of Triton's own 8000, 8001 and 8002.
+# Triton's ports for HTTP, gRPC and metrics, in the order of its defaults 8000, 8001 and 8002.
 _NUM_PORTS = 3
 # Ports below those that the kernel uses for outgoing connections: such a connection could take the
 # port between the check and the start of Triton.
@@ -62,7 +62,7 @@ def check_triton(config: ServerConfig) -> None:
     """Check that Triton can start, before a model is loaded.
 
     Raises:
-        ServingError: the extra is not installed, numpy is too new, a port is taken, or the log
+        ServingError: PyTriton is not installed, numpy is too new, a port is taken, or the log
             cannot be written.
     """
     if config.triton_port is None:
@@ -222,7 +222,7 @@ _STACK_BYTES = 256 * 2**20
 
 
 def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
-    """Create PyTriton's server, without models and not yet running."""
+    """Create PyTriton's server, which does not run yet and has no models yet."""
     # The stub needs the libpython of this interpreter, and finds it only through this variable.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
@@ -296,7 +296,7 @@ def _run(triton: Any, log: TritonLog) -> None:
 
 @contextlib.contextmanager
 def _large_thread_stacks() -> Iterator[None]:
-    """Give threads of programs that are started in a block a stack of ``_STACK_BYTES``.
+    """Give the threads of programs that start in the block a stack of ``_STACK_BYTES``.
 
     The C library takes the size from the resource limit when a program starts. If the limit is
     "unlimited", it uses its default of 2 MiB instead.
@@ -387,7 +387,7 @@ def triton_processes(root: int) -> dict[int, str]:
         try:
             head, _, tail = status.read_text().rpartition(")")
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended meanwhile
         pid, _, name = head.partition(" (")
         parents[int(pid)], names[int(pid)] = int(tail.split()[1]), name
     return {

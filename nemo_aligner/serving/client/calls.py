@@ -42,8 +42,8 @@ C = TypeVar("C", bound=Connections)
 class ServerClient(Generic[C]):
     """Sends requests from a background thread; safe to use from several threads.
 
-    If a client is not closed, its connections are closed when it is garbage-collected. A program
-    that ends does not wait for requests in flight.
+    If a client is not closed, its connections are closed when the client is garbage-collected. A
+    program that ends does not wait for requests in flight.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ServerClient(Generic[C]):
         self._name = name
         self._timeout_s = timeout_s
         self._connect = connect
-        self._lock = Lock()  # several threads must not start a background thread each
+        self._lock = Lock()  # so that threads do not start several background threads
         self._background: Background[C] | None = None
         self._in_callers_loop = in_callers_loop
         self._local_connections: C | None = None
@@ -111,7 +111,7 @@ class ServerClient(Generic[C]):
         )
 
     def _ensure_background(self) -> Background[C]:
-        """Return the background thread of this process; start it at first, and after a fork.
+        """Return the background thread of this process; start it at first use and after a fork.
 
         Raises:
             ServingError: the client is closed.
@@ -192,7 +192,7 @@ class Background(Generic[C]):
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start ``work``, and return a future of its result; cancelling it cancels the work."""
+        """Start ``work``, and return the future of its result; cancel the future to stop it."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)
@@ -235,7 +235,7 @@ class Background(Generic[C]):
 
 
 def check_token(token: str | None) -> None:
-    """Raise ConfigError if a header cannot carry the token; the message does not show it."""
+    """Raise ConfigError if a header cannot carry the token; the message hides the token."""
     if token is not None and not is_token(token):
         raise ConfigError(
             "token: it has characters that a header cannot carry; use one word of ASCII letters, "

@@ -84,7 +84,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         max_connections: int = 16,
         token: str | None = None,
     ) -> None:
-        """Prepare the client; parameters are like those of ``RewardClient``.
+        """Prepare the client; the parameters mean the same as in ``RewardClient``.
 
         ``expect`` and ``token`` apply to the critic and to the reward model. Training and saving
         are requested only once: if an answer is lost, the server may have executed the request.
@@ -133,7 +133,7 @@ class RewardCriticClient(ServerClient[_Connections]):
     def train_future(
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
     ) -> Future[float]:
-        """Like ``train``, in the background; do not change the arrays before it is done."""
+        """Like ``train``, in the background; do not change the arrays before the future is done."""
         arrays = {"returns": returns, "prev_values": prev_values, "mask": mask}
         rollout = Rollout(
             _check_matrix("tokens", tokens, "[N, S]"),
@@ -219,7 +219,7 @@ async def _train_critic(connections: _Connections, rollout: Rollout) -> float:
 
 
 def _check_matrix(name: str, value: object, expected: str) -> np.ndarray:
-    """Convert to a matrix of numbers; the server checks whether the matrices fit each other."""
+    """Convert ``value`` to a matrix of numbers; the server compares the shapes of the matrices."""
     try:
         array = np.asarray(value)
     except ValueError:

@@ -280,7 +280,7 @@ class ServerPool:
             await self._wait_for_first_handshakes()
             now = time.monotonic()
             self._start_due_handshakes(now, search)
-            # Once its time to wait is over, a request tries only servers that have not failed it.
+            # Once a request's time to wait is over, it tries only servers that have not failed it.
             is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
             ready = [
                 server
@@ -391,7 +391,8 @@ class ServerPool:
         else:
             advice = "set wait_s=60 to wait for a server to start"
         trouble = self.trouble() or search.last_trouble
-        if all(server.is_foreign for server in self._servers):  # evaluate suggests other clients
+        # For this error, ``nemo-aligner evaluate`` suggests the clients of other protocols.
+        if all(server.is_foreign for server in self._servers):
             raise NoKServeError(trouble)
         raise NoServerError(trouble, advice)
 

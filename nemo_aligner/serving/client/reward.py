@@ -101,7 +101,7 @@ class RewardClient(ServerClient[ServerPool]):
         """Fetch the scoring contract of the servers.
 
         Raises:
-            ServingError: no server answers, or it publishes no contract.
+            ServingError: no server answers, or the server publishes no contract.
         """
         return self._wait(self._submit(ServerPool.fetch_contract))
 
@@ -422,7 +422,8 @@ class RowCollector:
     def _set_row_aside(
         self, part: PartialRequest, place: int, refusal: RefusedError
     ) -> PartialRequest:
-        row = part.rows[place]  # the server counts within the request, the caller within the call
+        # The server numbers the rows of the request, the caller those of the call.
+        row = part.rows[place]
         # A server also names a row whose reward is not finite, but then the model is at fault.
         if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
@@ -430,8 +431,8 @@ class RowCollector:
         return part.select([other for other in part.rows if other != row])
 
     async def _bisect(self, part: PartialRequest, refusal: RefusedError) -> None:
-        """Find the bad rows if a refusal does not name them, by sending halves."""
-        # A request that is too large can be split further; that is no reason to fail.
+        """Find the bad rows if a refusal does not name them, by sending the request in halves."""
+        # A request of several rows that is too large is split further, and does not fail.
         is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal

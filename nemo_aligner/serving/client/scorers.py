@@ -143,7 +143,7 @@ class QueryScorer:
     def _send_queries(
         self, queries: Mapping[int, str], rewards: np.ndarray, errors: dict[int, str], size: int
     ) -> None:
-        """Fill in ``rewards`` and ``errors`` of the rows of ``queries``, ``size`` per request.
+        """Send ``queries``, ``size`` per request; fill in ``rewards`` and ``errors`` of their rows.
 
         The queries of a rejected request are sent again one by one.
         """

@@ -136,7 +136,7 @@ class RemoteServer:
         self._back_off(UnavailableError(reason))
 
     def forget(self) -> None:
-        """Return to the state before the first handshake."""
+        """Return to the state before the first handshake, so that contracts are compared again."""
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
@@ -447,7 +447,8 @@ def _create_socket(address: Any) -> socket.socket:
     return connection
 
 
-# All rewards of a client have the same scoring contract: the expected one, or the first server's.
+# All rewards of a client have the same scoring contract: the expected one, or the one of the first
+# reward.
 
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -522,7 +523,7 @@ class ContractCheck:
         """Check the fingerprint of a server's model.
 
         Raises:
-            OtherModelError: it is not the expected one.
+            OtherModelError: the fingerprint is not the expected one.
         """
         fault = self.fingerprints.find_fault(server, fingerprint)
         if fault is not None:
@@ -531,7 +532,7 @@ class ContractCheck:
     def check_published(
         self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
     ) -> None:
-        """Check the contract and the model fingerprint that a server publishes, each if any.
+        """Check the contract and model fingerprint that a server publishes; None if it has none.
 
         Raises:
             OtherContractError: the contract or the model is not the expected one, or the contract
@@ -577,7 +578,7 @@ class ContractCheck:
         self.columns = columns
 
     def withdraw(self, server: str) -> None:
-        """Forget what this server published, as another one may have taken its place."""
+        """Forget what this server published, as another server may run at its URL by now."""
         self._published.pop(server, None)
 
 

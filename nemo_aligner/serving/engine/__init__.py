@@ -11,6 +11,6 @@ A row passes these files in this order:
 ``shaping.py``        ``RewardShaper``: standardizes, merges, penalizes and clips rewards
 
 Before the queue, ``serving/intake.py`` encodes samples in the threads of ``timed_threads.py``,
-which can stop a chat template that never ends. ``scorer.py`` is also what evaluation and the Python
-API use, without the rest.
+which can stop a chat template that never ends. Evaluation and the Python API use ``scorer.py``
+without the queue.
 """

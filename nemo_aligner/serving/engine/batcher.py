@@ -208,7 +208,7 @@ class Batcher:
         return False
 
     def _gather(self) -> None:
-        """Wait until the last call's senders are back, for at most a twentieth of its time."""
+        """Wait for requests of the last call's senders, for at most a twentieth of its duration."""
         if not self._calls and not self._retries:
             remaining = self._last_end + _GATHER * self._last_seconds - time.monotonic()
             self._wait_for(self._has_come_back, max(0.0, remaining))
@@ -240,7 +240,7 @@ class Batcher:
         return taken
 
     def _oldest_rows(self, most_tokens: int) -> Iterator[_QueuedRow]:
-        """Yield the oldest rows up to ``most_tokens``; the queue may have millions of tokens."""
+        """Yield the oldest rows up to ``most_tokens``, because the queue may have millions."""
         tokens = 0
         for request in self._waiting:
             for number in range(request.num_taken, len(request.rows)):
@@ -327,7 +327,10 @@ class Batcher:
             requests = list(dict.fromkeys(request for request, _ in call.rows))
             # A bad request must not fail the others of its call.
             if len(requests) > 1:
-                logger.error("a call of %d requests failed: %s", len(requests), error)
+                logger.error(
+                    "a call of %d requests failed, so each of them is tried by itself: %s",
+                    *(len(requests), error),
+                )
                 for request in requests:
                     self._retries.append([row for row in call.rows if row.request is request])
                 self._notify()
@@ -383,7 +386,7 @@ class Meter:
     def count_answer(self, seconds: float, rows: int, tokens: int) -> None:
         """Count a request that was answered after ``seconds`` with rewards for ``rows`` rows."""
         with self._lock:
-            # Without rows, the request has not waited for the model.
+            # A request without rows has not waited for the model, so its latency is not kept.
             if rows:
                 self._counts.seconds.append(seconds)
             self._counts.requests += 1
@@ -456,8 +459,9 @@ class ReadWriteLock:
     """Runs work in the order of its arrival: shared work concurrently, exclusive work by itself.
 
     So a request for values that is partly computed is finished before the model trains, and later
-    requests wait until training has ended. Cancelled work is not begun. If it has already begun,
-    shared work is cancelled, but exclusive work continues. May be called from any thread.
+    requests wait until training has ended. Work that is cancelled before it begins is dropped.
+    Later, shared work can still be cancelled, but exclusive work continues. May be called from any
+    thread.
     """
 
     def __init__(self) -> None:
@@ -473,7 +477,7 @@ class ReadWriteLock:
             return self._runs_exclusive or any(work.is_exclusive for work in self._waiting.values())
 
     def submit(self, begin: Callable[[], Future[T]], *, exclusive: bool) -> Future[T]:
-        """Call ``begin`` once it may run; return the future of its result."""
+        """Call ``begin`` once the work may run; return the future of the work's result."""
         answer: Future[T] = Future()
         with self._lock:
             self._waiting[answer] = _Work(begin, answer, exclusive)

@@ -174,7 +174,7 @@ class ModelRanks:
         return isinstance(self._operations[call[0]], Launch)
 
     def run_worker(self) -> None:
-        """On a worker: run rank 0's calls until it stops."""
+        """On a worker: run the calls that rank 0 sends, until rank 0 stops."""
         while True:
             header = self._broadcast(torch.zeros(1, dtype=torch.int64))
             size = int(header)
@@ -185,7 +185,7 @@ class ModelRanks:
             self._advance(pickle.loads(payload.numpy().data))
 
     def stop(self) -> None:
-        """Release the workers and end the heartbeat; every rank calls it between calls."""
+        """Release the workers and end the heartbeat; every rank does so while no operation runs."""
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
                 self._broadcast(torch.zeros(1, dtype=torch.int64))
@@ -203,7 +203,7 @@ class ModelRanks:
                 self.failure = reason
             unanswered, self._open = self._open, set()
         for answer in unanswered:
-            with suppress(InvalidStateError):  # it was cancelled
+            with suppress(InvalidStateError):  # the future was cancelled
                 answer.set_exception(RanksLostError(self.failure))
 
     def _compute(self, answer: Future[Any], call: _Call) -> None:

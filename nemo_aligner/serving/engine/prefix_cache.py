@@ -32,8 +32,8 @@ from nemo_aligner.data.packing import (
 )
 from nemo_aligner.distributed.layout import ParallelLayout
 
-_BLOCK_BYTES = BLOCK_TOKENS * 4  # of token ids as int32
-_NONE = -1  # id of no block
+_BLOCK_BYTES = BLOCK_TOKENS * 4  # bytes of a block's token ids as int32
+_NONE = -1  # the id that stands for no block
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,10 @@ class PrefixCache:
         return find_prefix_groups(sequences, budget, cached, self._length_dependent_rope)
 
     def _cacheable_part(self, sequence: np.ndarray) -> np.ndarray:
-        """Return the part of a sequence that may be cached, plus one token, which is computed."""
+        """Return the part of a sequence that may be cached, and one more token.
+
+        The extra token is needed because ``BlockManager`` never counts the last one as cached.
+        """
         if self._reply_marker is None:
             return sequence
         return sequence[: max(0, find_marker(sequence, self._reply_marker)) + 1]
@@ -376,7 +379,7 @@ def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
 
 
 def _cached_prefixes(tables: Sequence[BlockTable]) -> list[CachedPrefix | None]:
-    """Return the cached prefix of each sequence; equal prefixes are one object."""
+    """Return the cached prefix of each sequence; sequences with equal prefixes share an object."""
     distinct = dict.fromkeys(table.cached for table in tables if table.cached)
     prefixes = {blocks: CachedPrefix(_slots_of(blocks)) for blocks in distinct}
     return [prefixes.get(table.cached) for table in tables]

@@ -101,8 +101,8 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
     ) -> None:
-        """Raise ConfigError if a sample of the contract's ``seq_length`` exceeds the budget."""
-        # A sample is never split over packs: causal attention needs all of it in one.
+        """Raise ConfigError if ``micro_batch_tokens`` is below the contract's ``seq_length``."""
+        # A sample is never split over packs: causal attention needs all of its tokens in one pack.
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "

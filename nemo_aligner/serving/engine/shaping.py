@@ -116,7 +116,7 @@ class RewardShaper:
             is averaged over models.
         """
         raw, spreads = scored.rewards, scored.spread
-        # In float64, because differences of large means lose digits. Answers are float32 again.
+        # Computed in float64, because differences of large means lose digits. Answers are float32.
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
         spread = None
         if spreads is not None:
@@ -250,7 +250,7 @@ class RunningStatistics:
         """Load the statistics, if the file exists.
 
         Args:
-            file: where they are saved; None for nowhere.
+            file: path of the saved statistics; None to keep them only in memory.
             contracts: contract hashes of the models.
             shape: ``(M, A)``.
 
@@ -274,7 +274,7 @@ class RunningStatistics:
 
     def add(self, values: np.ndarray) -> None:
         """Add rewards ``[N, M, A]``."""
-        # Not by sums of squares, whose difference loses all digits if the mean is large.
+        # Sums of squares are not used: their difference loses all digits if the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
         difference, total = mean - self.mean, self.count + count

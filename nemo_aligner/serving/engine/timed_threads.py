@@ -50,7 +50,7 @@ class RunStep(Protocol):
         """Call ``function``, and return its result.
 
         Raises:
-            TooSlowError: it took longer than the limit.
+            TooSlowError: the function took longer than the limit.
         """
 
 
@@ -109,7 +109,7 @@ class _Job(Generic[T]):
                 return function(*arguments, **named)
             finally:
                 self._end_step()
-        # The interruption may also arrive while _end_step runs, so it is called again.
+        # The interruption may also arrive while _end_step runs, so _end_step is called again.
         except _InterruptedStep:
             self._end_step()
             raise TooSlowError(self._message, self._step) from None
@@ -155,7 +155,7 @@ class TimedThreads:
     """A few threads that run jobs for one event loop; each step of a job has a time limit."""
 
     def __init__(self, num_threads: int, name: str, limit_secs: float, message: str) -> None:
-        """Start the threads; ``message`` is for the TooSlowError after ``limit_secs``."""
+        """Start the threads; a step longer than ``limit_secs`` fails with ``message``."""
         self._name, self._limit_secs, self._message = name, limit_secs, message
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._num_threads = num_threads
@@ -163,7 +163,7 @@ class TimedThreads:
             self._start_thread()
 
     async def run(self, work: Callable[[RunStep], T]) -> T:
-        """Run ``work`` in a thread; it calls what may be slow through its ``RunStep`` argument.
+        """Run ``work`` in a thread; ``work`` makes slow calls through its ``RunStep`` argument.
 
         If the caller is cancelled, the work ends after the running step.
 

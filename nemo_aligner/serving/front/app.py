@@ -485,7 +485,7 @@ def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
 
 
 async def _respond_or_refuse(work: Awaitable[Response]) -> Response:
-    """Await the answer of a route without a protocol, or build its error."""
+    """Await the answer of a route that returns no rewards; if it fails, build an error answer."""
     try:
         return await work
     except Exception as error:
@@ -527,7 +527,7 @@ def _add_get_routes(
     app: FastAPI, routes: Sequence[tuple[str, Callable[[], Awaitable[Response]], str]]
 ) -> None:
     def with_errors(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
-        @wraps(work)  # the OpenAPI page uses its name
+        @wraps(work)  # the OpenAPI page uses the function's name
         async def handle() -> Response:
             return await _respond_or_refuse(work())
 

@@ -18,7 +18,7 @@ _RETRY_AFTER_S = 1
 
 
 class RequestBodies:
-    """Counts the bytes of all bodies in memory; for one event loop."""
+    """Counts the bytes of all bodies in memory; must be used in a single event loop."""
 
     def __init__(self, config: FrontConfig) -> None:
         self.max_body_bytes = config.max_request_bytes

@@ -79,7 +79,7 @@ class Sweep:
             self.timer = self.loop.call_later(self.interval, self._run, connections)
 
     def _run(self, connections: set[Any]) -> None:
-        # Deadlines were computed from a ``now`` up to one interval old: compare with the old one.
+        # Deadlines were set when ``now`` was up to one interval old: compare with the earlier one.
         earlier, self.now = self.now, self.loop.time()
         self.timer = None
         if connections:
@@ -89,7 +89,7 @@ class Sweep:
 
 
 class Connection(HttpToolsProtocol):
-    """The protocol of one connection; ``limited_protocol`` creates the class for a server."""
+    """The asyncio protocol of one connection; ``limited_protocol`` makes a subclass per server."""
 
     limits_of_server: ClassVar[ConnectionLimits]
     refused_connections: ClassVar[dict[int, int]]
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
         except Refusal as refusal:
             cause = refusal
         except httptools.HttpParserError as error:
-            # An exception of a callback below is the context of the parser's own exception.
+            # An exception that a callback raises is the context of the parser's own exception.
             cause = error.__context__ or malformed_request(str(error))
         if isinstance(cause, IgnoredUpgrade):
             self._use_parser_for_body()

@@ -61,4 +61,4 @@ class Exchange(RequestResponseCycle):
 
 
 def _ignore() -> None:
-    """Do nothing: replaces the callback of an ended exchange, so that it frees its connection."""
+    """Do nothing: replaces an ended exchange's callback, which refers to the connection."""

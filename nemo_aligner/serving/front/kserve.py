@@ -47,7 +47,7 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<suffix>/\w+)?")
-_MOST_DIGITS = 12  # in the header with the length of the JSON
+_MOST_DIGITS = 12  # of the header with the length of the JSON
 _COMPRESSION_LEVEL = 1  # the fastest: floats hardly shrink at any level
 _ALL_STATISTICS = "/v2/models/stats"
 _SERVER_PATHS = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", _ALL_STATISTICS)

@@ -166,7 +166,7 @@ class FrontServer:
             self._server.run(sockets=[listener])
 
     def start(self, listener: socket.socket) -> None:
-        """Answer requests in another thread until ``stop``; return once they are accepted.
+        """Answer requests in another thread until ``stop``; return once requests are accepted.
 
         Raises:
             ServingError: the socket cannot listen.

@@ -38,7 +38,7 @@ Statistics = Mapping[str, Mapping[str, float] | None]
 
 
 class FrontMetrics:
-    """Counts the requests of a front; for one event loop.
+    """Counts the requests of a front; must be used in a single event loop.
 
     Attributes:
         refused_connections: HTTP status -> number of requests that a connection limit rejected.
@@ -114,7 +114,7 @@ class FrontMetrics:
 
 
 class _Snapshot:
-    """A collector of values that were measured elsewhere."""
+    """A Prometheus collector that returns metrics that were computed elsewhere."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

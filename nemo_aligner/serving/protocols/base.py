@@ -29,7 +29,8 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-_SHOWN_PROBLEMS = 3  # in the error message of one body
+# Most problems that the error message of one body lists.
+_SHOWN_PROBLEMS = 3
 # pydantic reports a value that fits no branch of a union once for each branch, with nearly the same
 # words. Only this many reports are read; further ones are counted.
 _READ_PROBLEMS = 8
@@ -403,7 +404,7 @@ def _refuse_content(content: Any, location: str) -> NoReturn:
 
 def _describe_problems(error: ValidationError, request: type[BaseModel]) -> str:
     """Describe in one line what is wrong with a body."""
-    # Without the links to pydantic's own pages, which do not help the sender of a request.
+    # Links to pydantic's own pages are left out: they do not help the sender of a request.
     errors = error.errors(include_url=False)
     problems: dict[tuple[Any, ...], str] = {}
     for details in errors[:_READ_PROBLEMS]:

@@ -121,7 +121,7 @@ def read(body: VerifyRequest) -> ScoreRequest:
     try:
         return ScoreRequest(texts=[_build_conversation(body, reply)])
     except ServingError as error:
-        read_with_other_reply(body)  # raises if the prompt is what cannot be read
+        read_with_other_reply(body)  # raises if the prompt is at fault, too
         return ScoreRequest(texts=[], refused={0: str(error)})
 
 
@@ -159,7 +159,8 @@ def turns_of(items: list[Any], location: str) -> Messages:
     """Convert items of the Responses API to messages, including tool calls and their results.
 
     Raises:
-        ServingError: an item is not text; the message begins with ``location`` and its number.
+        ServingError: an item is not text; the message begins with ``location`` and the item's
+            number.
     """
     turns: Messages = []
     for number, item in enumerate(items):
@@ -271,7 +272,7 @@ def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
 
 # ``POST /compare``: replies to one conversation, and a reward for each.
 #
-# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) sends it to a
+# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) sends this request to a
 # generative judge, which compares pairs of replies. A reward model scores each reply by itself, so
 # ``comparison_results`` is empty, and ``rewards`` are the model's numbers (a judge's are from 1 to
 # 5). ``conversation_history`` has the messages before the replies; ``response_objs`` are read like
@@ -369,9 +370,9 @@ ROUTES: list[Route[Any]] = [
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
 _MOST_NAMES = 1000  # names of numbers in the rollouts of a run, which usually has dozens
-_MOST_IN_PYTHON = 64  # up to this length, plain Python computes statistics faster than numpy
+_MOST_IN_PYTHON = 64  # for up to this many numbers, plain Python is faster than numpy
 _LARGEST = sys.float_info.max
-_GYM_PREFIX = "_ng_"  # of Gym's internal fields, which are no measurements
+_GYM_PREFIX = "_ng_"  # prefix of Gym's internal fields, which are no measurements
 _SESSION = "resources_session_id"
 # Prefix of the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
 ROLLOUT_PREFIX = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
@@ -465,7 +466,7 @@ class _Group:
             self.columns[name].append(number)
 
     def statistics(self) -> dict[str, float]:
-        """Compute statistics of each name; values that no float can hold are dropped."""
+        """Compute statistics of each field; statistics that overflow a float are dropped."""
         return {
             f"{kind}/{name}": value
             for name, column in self.columns.items()
@@ -479,7 +480,7 @@ def _read_numbers(rollout: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in rollout.items()
-        # Not math.isfinite, which raises for an integer of more than 308 digits.
+        # math.isfinite is not used: it raises for an integer of more than 308 digits.
         if isinstance(value, (int, float))
         and -_LARGEST <= value <= _LARGEST
         and name[:4] != _GYM_PREFIX

@@ -49,7 +49,8 @@ _JSON_TYPES: dict[str, set[type]] = {
     **{name: {int, float, type(None)} for name in _TYPES if name.startswith("FP")},
 }
 _LENGTH = struct.Struct("<I")
-_MOST_DIMENSIONS = 32  # the limit of numpy 1
+# Most dimensions of a tensor, which is numpy 1's own limit.
+_MOST_DIMENSIONS = 32
 # Largest size of one dimension: far more than a body can hold, and small enough for numpy not to
 # overflow.
 _MOST_ITEMS = 2**31

@@ -41,13 +41,13 @@ class GetRewardResponse(Body):
 
 
 def read(body: GetRewardRequest) -> ScoreRequest:
-    """Read the queries as raw texts; raise ServingError for samples in another field, too."""
+    """Read the queries as raw texts; raise ServingError if another field also has samples."""
     refuse_other_samples(body, "query")
     return ScoreRequest(texts=[*body.query])
 
 
 def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Answer the rewards; ``extra_logs`` has truncation, and each attribute if there are more."""
+    """Answer the rewards; ``extra_logs`` has truncation, and the rewards of several attributes."""
     rewards = scored.rewards
     merged = served.one_reward(rewards)
     several = served.attributes if rewards.shape[1] > 1 else ()

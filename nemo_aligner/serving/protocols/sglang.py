@@ -68,7 +68,7 @@ class SglangResponse(RootModel[SglangRow | list[SglangRow]]):
 
 
 def read(body: SglangRequest) -> ScoreRequest:
-    """Read texts or token ids; raise ServingError for both, neither, or unsupported fields."""
+    """Read texts or token ids; raise ServingError for both, neither, or an unsupported field."""
     for name in _UNSUPPORTED:
         value = (body.model_extra or {}).get(name)
         if value not in (None, False, []):

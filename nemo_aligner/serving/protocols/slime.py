@@ -45,7 +45,7 @@ class RemoteRmResponse(RootModel[float]):
 
 
 def read(body: RemoteRmRequest) -> ScoreRequest:
-    """Read one sample; raise ServingError for an empty prompt, or a sample in another field."""
+    """Read one sample; raise ServingError if the prompt is empty, or another field has samples."""
     refuse_other_samples(body, "prompt")
     if isinstance(body.prompt, str):
         return ScoreRequest(texts=[body.prompt + body.response])

@@ -42,7 +42,7 @@ def read_json(text: str) -> Any:
 def check_keys(body: bytes) -> None:
     """Check the keys of a body that pydantic parses afterwards.
 
-    Invalid JSON passes: the parser that follows describes it.
+    Invalid JSON passes, because pydantic reports that error.
 
     Raises:
         ServingError: an object has a duplicate key or more than ``MOST_KEYS`` keys.

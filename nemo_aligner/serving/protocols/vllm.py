@@ -147,8 +147,8 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
         state = "neither input nor" if body.input is None else "both input and"
         raise ServingError(f"got {state} messages, wanted one of them")
     refuse_other_samples(body, "messages" if body.input is None else "input")
-    # vLLM's default of add_special_tokens: false for messages, whose template writes them, true for
-    # texts.
+    # Only vLLM's default of add_special_tokens is accepted: false for messages, whose template
+    # writes the special tokens, and true for texts.
     if body.messages is not None:
         check_fixed(body, special_tokens=False)
         conversation = {name: getattr(body, name) for name in ("messages", *_TEMPLATE_FIELDS)}
@@ -167,7 +167,7 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
 
 
 def _token_lists(value: Any) -> list[list[int]] | None:
-    """Return the token ids of ``input``, one list or several; None if it is texts."""
+    """Return the token ids of ``input``, one list or several; None if ``input`` has texts."""
     if isinstance(value, str) or not value or isinstance(value[0], str):
         return None
     return [value] if isinstance(value[0], int) else value
@@ -232,7 +232,7 @@ def check_fixed(body: Body, special_tokens: bool) -> None:
 
 
 def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """List the rewards of each sample; ``label`` is the attribute with the largest, as in vLLM."""
+    """List each sample's rewards; ``label`` is the attribute with the largest one, as in vLLM."""
     data = [
         {
             "index": index,
