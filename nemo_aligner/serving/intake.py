@@ -233,7 +233,7 @@ class Intake:
             try:
                 if num_slow == _MOST_SLOW:
                     raise ServingError(
-                        f"not tried, because {num_slow} earlier samples took too long"
+                        f"not tried, because {num_slow} earlier samples took too long to tokenize"
                     )
                 text, reply_tokens = run_step(encode, sample)
             except AlignerError as error:

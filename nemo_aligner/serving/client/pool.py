@@ -426,4 +426,4 @@ def _decode_scored(outputs: Tensors, rows: int, server: str) -> ScoredRows:
             return scored
     except (KeyError, ValueError, TypeError, IndexError):
         pass
-    raise ServingError(f"{server}: the answer does not have one row of rewards per sample")
+    raise ServingError(f"{server}: the answer does not have a row of rewards for each sample")

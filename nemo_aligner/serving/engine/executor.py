@@ -52,8 +52,8 @@ class RanksLostError(ServingError):
     """A rank has died or frozen, so this server cannot answer any more."""
 
 
-# Freed memory is returned to the system once in this many calls: calls differ in size, so fragments
-# of free memory would otherwise accumulate over days.
+# Freed memory is returned to the system at most once in this many calls: calls differ in size, so
+# fragments of free memory would otherwise accumulate over days.
 _CALLS_BETWEEN_TRIMS = 100
 # Interval in which rank 0 checks whether the device has finished, or another call has arrived.
 _LOOK_EVERY_SECS = 2e-4

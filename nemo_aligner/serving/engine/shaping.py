@@ -295,7 +295,9 @@ class RunningStatistics:
         try:
             self._write(self._file)
         except OSError as error:
-            raise ConfigError(f"shaping.statistics_file: {self._file}: {short(error)}") from error
+            raise ConfigError(
+                f"shaping.statistics_file: {self._file}: it cannot be written: {short(error)}"
+            ) from error
 
     def save(self) -> None:
         """Save the statistics, if there is a file; a failure is only logged."""
@@ -305,7 +307,10 @@ class RunningStatistics:
         try:
             self._write(self._file)
         except OSError as error:  # a full disk must not stop a server
-            logger.warning("shaping.statistics_file: %s: %s", self._file, short(error))
+            logger.warning(
+                "shaping.statistics_file: %s: the statistics were not saved: %s",
+                *(self._file, short(error)),
+            )
 
     def _write(self, file: Path) -> None:
         """Replace the file atomically."""
@@ -329,7 +334,9 @@ class RunningStatistics:
             contracts, count = content["contracts"], int(content["count"])
             mean, squares = (np.array(content[name], dtype=float) for name in ("mean", "squares"))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"shaping.statistics_file: {file}: {short(error)}") from error
+            raise ConfigError(
+                f"shaping.statistics_file: {file}: it cannot be read: {short(error)}"
+            ) from error
         if contracts != self._contracts or {mean.shape, squares.shape} != {self.mean.shape}:
             raise ConfigError(
                 f"shaping.statistics_file: {file} has the statistics of other models (scoring "

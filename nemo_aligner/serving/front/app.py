@@ -308,7 +308,7 @@ class _TemplateWarnings:
         if kind not in self._noted:
             self._noted.add(kind)
             print(
-                f"Warning: {path}, row {row}: {fault}. Further ones are only counted "
+                f"Warning: {path}, row {row}: {fault}. Further such samples are only counted "
                 "(foreign_template in /metrics)",
                 flush=True,
             )

@@ -61,4 +61,4 @@ class Exchange(RequestResponseCycle):
 
 
 def _ignore() -> None:
-    """Do nothing: replaces an ended exchange's callback, which refers to the connection."""
+    """Do nothing; as the callback of an ended exchange, it does not keep the connection alive."""

@@ -303,7 +303,7 @@ def _decode_request(
     except ServingError as error:
         raise ServingError(f"body: {error}") from error
     if not isinstance(request, dict):
-        raise ServingError("body: wanted a JSON object with inputs")
+        raise ServingError(f"body: got {shown(request)}, wanted a JSON object with inputs")
     _check_id(request)
     inputs = decode_tensors(request.get("inputs", []), body[length:])
     _check_inputs(endpoint, inputs)
@@ -369,7 +369,9 @@ def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[s
             for output in listed
         }
     except (TypeError, KeyError, AttributeError) as error:
-        raise ServingError("outputs: wanted a list of objects with a name") from error
+        raise ServingError(
+            f"outputs: got {shown(listed)}, wanted a list of objects with a name"
+        ) from error
     unknown = [name for name in requested if name not in names]
     if unknown:
         raise ServingError(f"unknown output {shown(unknown[0])}. Outputs: {', '.join(names)}")

@@ -189,7 +189,7 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
     first, second = ([*_read_contents(fields[name], name)] for name in names)
     if not first or not second or (len(first) > 1 and len(first) != len(second)):
         raise ServingError(
-            f"{' and '.join(names)}: got {len(first)} and {len(second)}, "
+            f"{' and '.join(names)}: got {len(first)} and {len(second)} texts, "
             "wanted 1 and 1, 1 and N, or N and N"
         )
     prompts = first * len(second) if len(first) == 1 else first

@@ -216,7 +216,7 @@ GIVEN_UP: list[tuple[Any, dict[str, float], float, str]] = [
         r"no answer within 0\.7 s \(timeout_s\); .*HTTP 503: full",
     ),
     (Die(), {"retry_s": 0.3}, 0.3, "connection was lost"),
-    *(((200, answer), {}, 0, "KServe v2|one row of rewards") for answer in NONSENSE),
+    *(((200, answer), {}, 0, "KServe v2|a row of rewards") for answer in NONSENSE),
 ]
 
 
