@@ -1,4 +1,4 @@
-"""Limit the rows in flight, on servers and the gateway, by rejecting requests when it is full."""
+"""Limit the rows in flight on a server or gateway: requests beyond the limit are rejected."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from contextlib import contextmanager
 
 from nemo_aligner.serving.failures import FailureKind, RequestError
 
-_FIRST_GUESS = 100.0  # rows/s, until a request has been answered
+_FIRST_GUESS = 100.0  # rows/s, assumed until a request has been answered
 
 
 class BackpressureLimit:
-    """Limits the rows in flight; ``key`` is the setting with the limit. For one event loop."""
+    """Rejects requests that would put more than ``max_rows`` rows in flight.
+
+    ``key`` names the setting with the limit, for messages. All calls come from one event loop.
+    """
 
     def __init__(self, max_rows: int, key: str) -> None:
         self.rows_in_flight = 0
@@ -21,17 +24,19 @@ class BackpressureLimit:
 
     @contextmanager
     def admit(self, rows: int) -> Iterator[None]:
-        """Count rows as in flight during a block; a request is always admitted if none are.
+        """Count ``rows`` as in flight during the ``with`` block.
+
+        A request is always admitted if no other rows are in flight.
 
         Raises:
-            RequestError: too many rows are in flight; it estimates when to try again.
+            RequestError: too many rows are in flight; the error estimates when to try again.
         """
         # Without the first condition, a request of more rows than the limit would never succeed.
         if self.rows_in_flight and self.rows_in_flight + rows > self._max_rows:
             seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
             raise RequestError(
-                f"the queue is full ({self.rows_in_flight} rows wait of {self._max_rows}, "
-                f"{self._key}); retry after {seconds} s",
+                f"the queue is full: {self.rows_in_flight} rows are in flight, this request has "
+                f"{rows} more, and {self._key} allows {self._max_rows}; retry after {seconds} s",
                 FailureKind.busy,
                 seconds,
             )
@@ -39,8 +44,8 @@ class BackpressureLimit:
         self.rows_in_flight += rows
         try:
             yield
-            # These rows and the ones before them have been scored, which gives the rate. It is
-            # skipped for requests that fail, and for one without rows, after which it would be 0.
+            # The new rows and those in flight before them have been scored, which gives a rate. A
+            # failed request does not get here; a request without rows could set the rate to 0.
             if rows:
                 self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
         finally:

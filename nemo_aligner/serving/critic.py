@@ -68,9 +68,9 @@ class CriticService:
         self._memory_lines = memory_lines
         self._has_rewards = has_rewards
         self._lock = ReadWriteLock()
-        # Held while a thread decodes a rollout, so that no later request overtakes it.
+        # Held while a thread decodes a rollout, so that no later request runs before its training.
         self._arrivals = asyncio.Lock()
-        self._saved_step = run.learner.step  # the run is new, or was resumed from a saved step
+        self._saved_step = run.learner.step  # a new or resumed run has no unsaved steps
         self._contract = run.contract
         self._intake = Intake(TextEncoder(run.contract, run.tokenizer), config.server)
         self._limit = BackpressureLimit(config.server.max_queue_rows, "server.max_queue_rows")
@@ -110,7 +110,7 @@ class CriticService:
         return None if line is None else f"critic: {line}"
 
     def stop(self) -> None:
-        # The sender of a request may have left; its training or saving still has to finish.
+        # Training or saving must finish, even if the client that requested it has left.
         self._lock.submit(_do_nothing, exclusive=True).result()
         self._intake.close()
         self._batcher.close()
@@ -143,7 +143,7 @@ class CriticService:
         return wire.encode_values(inputs, joined, truncated, self._has_rewards)
 
     async def _compute_values(self, request: ScoreRequest) -> tuple[np.ndarray, np.ndarray]:
-        """Compute padded values ``[N, S]`` of N samples, and ``[N]``: was the sample cut?"""
+        """Compute padded values ``[N, S]`` of N samples, and a mask ``[N]`` of truncated ones."""
         begun = time.monotonic()
         encoded = await self._intake.encode(request, sets_rows_aside=False)
         async with self._arrivals:
@@ -160,14 +160,15 @@ class CriticService:
         return self._lock.submit(partial(self._batcher.submit, rows), exclusive=False)
 
     async def _answer_train(self, inputs: Tensors) -> Tensors:
-        # The rollout is checked here and not on the ranks, because an error must not leave some of
-        # them trained; and in a thread, because it has millions of values.
+        # The rollout is checked here and not on the ranks, because an error must not leave only
+        # some ranks trained. A thread does it, because millions of values block the event loop.
         async with self._arrivals:
             rollout = await asyncio.to_thread(self._decode_rollout, inputs)
             begin = partial(self._begin_training, rollout)
             answer = self._lock.submit(begin, exclusive=True)
         steps = await answer_of(answer)
-        # The mean over values, not over updates, because updates learn from different numbers.
+        # The mean is over values and not over updates, because updates differ in their number of
+        # values.
         total = sum(step.loss * step.num_tokens for step in steps)
         loss = total / sum(step.num_tokens for step in steps)
         return {"loss_mean": np.array([loss], dtype=np.float32)}
@@ -214,7 +215,10 @@ class CriticService:
 
 
 def _do_nothing() -> Future[None]:
-    """Return a finished future, to wait for the exclusive lock."""
+    """Return a finished future.
+
+    ``stop`` submits it as exclusive work: its answer then means that all earlier work has ended.
+    """
     done: Future[None] = Future()
     done.set_result(None)
     return done
@@ -281,7 +285,7 @@ class CriticBackend:
 
     def start(self, ranks: ModelRanks) -> CriticService:
         lines = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
-        # The first forward pass is slow, and shows whether the model can run.
+        # Run a first forward pass before any request: it is slow, and shows whether the model runs.
         (values,) = ranks.execute(VALUES, [Row.of([0])])
         if not np.isfinite(values).all():
             raise ServingError(
@@ -306,10 +310,11 @@ class CriticBackend:
         self._offloading.move([_CRITIC, _OPTIMIZER], away=away)
 
     def _compute_values(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Compute the values of each row's tokens, after the row's reward if there is a scorer."""
+        """Return the values of each row's tokens; with a scorer, the row's reward comes first."""
         if self._scorer is None:
             return self._compute_only_values(rows)
-        # The model that is on the device goes first, which saves one of two moves.
+        # The model that is on the device now computes first, which saves one of two moves between
+        # host and device.
         if self._offloading.is_on_device(_CRITIC):
             values = self._compute_only_values(rows)
             rewards = self._compute_rewards(rows)
@@ -344,7 +349,7 @@ class CriticBackend:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """Measure memory for each kind of work, after moving the models as that work does."""
+        """Measure memory for each kind of work, after moving the models to where it needs them."""
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
         phases += [

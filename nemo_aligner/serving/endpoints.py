@@ -1,8 +1,8 @@
 """Endpoints of KServe v2: their names, tensors, and the coroutine that answers a request.
 
 The HTTP front (``front/kserve.py``) and NVIDIA Triton (``triton.py``) serve the same endpoints.
-``reward_endpoints`` builds those of any ``ScoringService``, so that a gateway has them, too. The
-critic builds its own in ``critic.py``.
+``reward_endpoints`` builds the endpoints of any ``ScoringService``, so a gateway has them, too. A
+critic's endpoints are built in ``critic.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHORT_BYTES = 64 * 2**10
 _FEW_ROWS = 256
 
 T = TypeVar("T")
-# Two threads, because JSON parsers hold the GIL: more would leave too little for the event loop.
+# Two threads, because JSON parsers hold the GIL: more threads would slow down the event loop.
 _large_bodies = ThreadPoolExecutor(2, "large bodies")
 
 
@@ -68,7 +68,7 @@ def reward_endpoints(
     """
 
     async def score(inputs: Tensors, is_probe: bool = False) -> Tensors:
-        # Only for decoding: ``service.answer`` counts its own failures.
+        # Failures are counted here only while decoding: ``service.answer`` counts its own.
         with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
         scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)
@@ -128,7 +128,7 @@ async def decode_request(inputs: Tensors, limits: FrontConfig) -> ScoreRequest:
     """Decode the tensors of a request (``kserve.decode_request``); large ones in another thread.
 
     Raises:
-        RequestError: there are more than ``max_request_bytes``.
+        RequestError: the tensors have more than ``max_request_bytes``.
         ServingError: the tensors are invalid.
     """
     num_bytes = check_num_bytes(inputs, limits)
@@ -136,10 +136,10 @@ async def decode_request(inputs: Tensors, limits: FrontConfig) -> ScoreRequest:
 
 
 def check_num_bytes(inputs: Tensors, limits: FrontConfig) -> int:
-    """Return the bytes of a request's tensors, of which Triton itself accepts any number.
+    """Count the bytes of a request's tensors; Triton itself does not limit them.
 
     Raises:
-        RequestError: there are more than ``max_request_bytes``.
+        RequestError: the tensors have more than ``max_request_bytes``.
     """
     _, num_bytes = kserve.size_of_request(inputs)
     if num_bytes > limits.max_request_bytes:

@@ -28,15 +28,16 @@ class FailureKind(Enum):
         triton_code: error code of Triton, which turns INVALID_ARG, UNAVAILABLE and INTERNAL into
             HTTP 400, 503 and 500, and has no code for 401 and 413.
         openai_type: ``error.type`` in the form of OpenAI's errors, with vLLM's names.
-        tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``; it has
-            none for a wrong token.
+        tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``, which has
+            no type for a wrong token.
         gym_kind: ``failure_kind`` of a rollout, from NeMo Gym's ``failure_kinds.py``; None if the
             answer is an HTTP error instead of a rollout.
         reaction: what a client does: "skip" gives a bad row no reward, if the caller permits it;
             "fail" raises; "retry" sends the request again.
     """
 
-    # The sender must fix the request; send the token; send a smaller request.
+    # The sender must fix the request (bad_request), send the right token (unauthorized), or send a
+    # smaller request (too_large).
     bad_request = (
         400,
         (422,),
@@ -105,8 +106,8 @@ class RequestError(ServingError):
     Attributes:
         message: the reason, in one line.
         kind: cause of the failure.
-        retry_after_s: when it may be sent again, in seconds from now; None if unknown.
-        row: the row that is at fault; None if the request as a whole is.
+        retry_after_s: when the request may be sent again, in seconds from now; None if unknown.
+        row: the row that is at fault; None if the whole request is at fault.
     """
 
     def __init__(
@@ -136,9 +137,9 @@ def failure_of(error: Exception) -> RequestError:
 
 
 def public_failure(error: Exception) -> RequestError:
-    """Convert an exception like ``failure_of``, but hide bugs: for the senders of HTTP requests.
+    """Convert an exception like ``failure_of``, for the answer to an HTTP request.
 
-    For an exception that is a bug, they get a number under which the log has the details.
+    The details of a bug are hidden: the sender gets a number, and the log has the details under it.
     """
     if isinstance(error, AlignerError):
         return failure_of(error)
@@ -151,8 +152,9 @@ def public_failure(error: Exception) -> RequestError:
     return RequestError(text, FailureKind.internal)
 
 
-# For clients. Triton's answers have neither a row, nor status 401 or 413, nor Retry-After, so a
-# client reads them from the message. Servers of all versions must keep to these patterns.
+# Texts from which a client recognizes the bad row, a wrong token, a request that is too large, and
+# when to try again. Triton's errors have no other place for them: it sends no status 401 or 413 and
+# no Retry-After. Changing a server's messages so that they do not match would break older clients.
 
 NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 _ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
@@ -167,8 +169,8 @@ class RefusedError(RequestError):
         server: name of the server.
         status: HTTP status: 400 if the request is at fault, 401 if the bearer token is missing or
             wrong, 500 if the model failed.
-        is_foreign: the answer has not the form of KServe, so it comes from another kind of server
-            or from a proxy.
+        is_foreign: whether the answer is not a KServe error, so that it comes from another kind of
+            server or from a proxy.
     """
 
     def __init__(self, server: str, status: int, message: str, is_foreign: bool = False) -> None:
@@ -221,7 +223,7 @@ class UnavailableError(RequestError):
 
 
 def retry_after(message: str, header: str) -> float | None:
-    """Return after how many seconds a busy server may be tried again; None if it does not say."""
+    """Return after how many seconds a busy server may be tried again; None if it is unknown."""
     match = _RETRY_AFTER.search(message)
     seconds = match[1] if match else header
     return float(seconds) if seconds.replace(".", "", 1).isdigit() else None

@@ -21,7 +21,7 @@ from nemo_aligner.serving.upstream import UpstreamService
 def run_gateway(config: GatewayRunConfig) -> int:
     """Serve every protocol in front of the backends, and return the exit code.
 
-    It starts even if no backend answers; ``/ready`` tells whether one is available.
+    The gateway starts even if no backend answers; ``/ready`` tells whether one is available.
 
     Raises:
         AlignerError: the settings are invalid, or the port is taken.

@@ -1,4 +1,4 @@
-"""From a request to rows in the queue: what the reward model's and the critic's services share.
+"""Encode requests into rows for the queue, in the services of reward models and critics.
 
 A request is checked against the limits, and its samples are encoded by the scoring contract. Its
 rows then wait in the queue of the model. Each service itself interprets the model's outputs.
@@ -38,7 +38,7 @@ _ENCODERS = 2
 _SHORT = 2000
 _COST_OF_ROW = 50
 _COST_OF_TURN = 30
-# Samples of a request that may exceed the time limit; the samples after them are not tried.
+# Most samples of a request that may exceed the time limit; the samples after them are not tried.
 _MOST_SLOW = 3
 
 P = ParamSpec("P")
@@ -78,7 +78,7 @@ class EncodedRequest:
             ends: for each row, the end of its values in ``values``.
 
         Raises:
-            RequestError: it names the first such row.
+            RequestError: a value is not finite; the message names the first row with one.
         """
         is_finite = np.isfinite(values)
         if is_finite.all():
@@ -108,7 +108,7 @@ class _Failure(NamedTuple):
 
 
 class Intake:
-    """Checks, encodes and counts requests; for one event loop.
+    """Checks, encodes and counts requests; must be used in a single event loop.
 
     Attributes:
         meter: counts requests and calls.
@@ -133,7 +133,8 @@ class Intake:
         self._encoder = encoder
         self._config = config
         self._has_steps, self._needs_lengths = has_steps, needs_lengths
-        # A template of the archive may run forever for some conversation.
+        # A template that comes from an archive, unlike a built-in one, may run forever for some
+        # conversation.
         self._has_known_template = bool(name_of(encoder.contract.template))
         seconds, key = config.encode_timeout_secs, f"{config.section}.encode_timeout_secs"
         self._threads = TimedThreads(
@@ -159,7 +160,8 @@ class Intake:
 
         Args:
             request: the samples.
-            sets_rows_aside: collect samples that cannot be encoded in ``errors``.
+            sets_rows_aside: collect samples that cannot be encoded in ``errors``. Otherwise the
+                first one fails the request.
 
         Raises:
             RequestError: a sample cannot be encoded, or the request has too many tokens.
@@ -174,8 +176,8 @@ class Intake:
                 work = partial(self._encode_samples, request, sets_rows_aside, outcomes)
                 await self._threads.run(work)
             except TooSlowError as error:
-                # The thread cannot be interrupted. Another one encodes the remaining samples, into
-                # a new list, because the first thread may continue with its own at any time.
+                # The thread cannot be interrupted. Another thread encodes the remaining samples,
+                # into a new list, because the first one may append to the old list at any time.
                 position = num_encoded + error.step
                 if not sets_rows_aside:
                     raise _row_error(request.row_numbers[position], error) from error
@@ -192,7 +194,7 @@ class Intake:
         samples: Sequence[Any] = request.texts or request.token_lists or ()
         cost_of = len if request.texts is None else self._cost_of_text
         cost = _COST_OF_ROW * len(samples)
-        # Stops at the first sample that is too much, because a request may have very many.
+        # Stop as soon as the cost is too high, because a request may have very many samples.
         for sample in samples:
             if cost > _SHORT:
                 break
@@ -202,7 +204,7 @@ class Intake:
     def _cost_of_text(self, sample: Text) -> int:
         if isinstance(sample, str):
             return len(sample)
-        # Content parts, tools and documents take longer than their characters tell.
+        # Content parts, tools and documents take longer than their number of characters suggests.
         if not (self._has_known_template and isinstance(sample, list)):
             return _SHORT + 1
         if _COST_OF_TURN * len(sample) > _SHORT or not is_plain(sample):
@@ -216,7 +218,7 @@ class Intake:
         outcomes: list[_Sample | _Failure],
         run_step: RunStep,
     ) -> None:
-        """Encode the samples that have no outcome yet; each appends its outcome."""
+        """Encode the samples that have no outcome yet, and append their outcomes."""
         self._check_add_eos(request)
         samples: Sequence[Any] = request.texts or request.token_lists or ()
         encode: Callable[[Any], tuple[EncodedText, int]] = (
@@ -231,7 +233,7 @@ class Intake:
             try:
                 if num_slow == _MOST_SLOW:
                     raise ServingError(
-                        f"not tried, because {num_slow} earlier samples took too long"
+                        f"not tried, because {num_slow} earlier samples took too long to tokenize"
                     )
                 text, reply_tokens = run_step(encode, sample)
             except AlignerError as error:
@@ -265,7 +267,7 @@ class Intake:
 
     def _encode_tokens(self, token_ids: list[int]) -> tuple[EncodedText, int]:
         self._encoder.check_tokens(token_ids)
-        # Where the reply begins is unknown in token ids, so all of them count.
+        # It is unknown where the reply begins in token ids, so all of them count as the reply.
         return EncodedText(token_ids, False), len(token_ids)
 
     def _encode_text(self, sample: Text) -> tuple[EncodedText, int]:
@@ -284,9 +286,10 @@ class Intake:
     def _check_add_eos(self, request: ScoreRequest) -> None:
         """Reject a request of NeMo-Aligner's client that expects another EOS rule.
 
-        The contract's rule would be used anyway, so the rewards would not be what it expects.
+        The contract's rule would be used anyway, so the rewards would not be those that the client
+        expects.
         """
-        # A template writes its own end, and token ids are scored unchanged.
+        # Only raw texts may get an EOS: a template writes its own end, and token ids are unchanged.
         is_raw = any(isinstance(sample, str) for sample in request.texts or ())
         expected = self._encoder.contract.add_eos and is_raw
         for number, flag in zip(request.row_numbers, request.add_eos or (), strict=False):
@@ -313,7 +316,7 @@ def _row_error(number: int, error: Exception) -> RequestError:
 async def answer_of(ranks: Future[T]) -> T:
     """Wait for a result of the ranks, and convert an error to a ``RequestError``.
 
-    If the task is cancelled, so is the work.
+    If the task that waits is cancelled, the work is cancelled, too.
 
     Raises:
         RequestError: the ranks are lost, so another server has to answer; or the model failed.

@@ -41,7 +41,7 @@ _LOCAL = "local"
 
 @dataclass(frozen=True)
 class RewardBackend:
-    """A scorer on every rank; ``prepare`` is called before each computation."""
+    """A scorer on every rank; ``prepare`` is called before each call, e.g. to move the weights."""
 
     scorer: TokenScorer
     config: ServerConfig
@@ -60,7 +60,7 @@ class RewardBackend:
     def start(self, ranks: ModelRanks) -> LocalService:
         if self.shaper is not None:
             self.shaper.check_file()
-        # Before the server reports that it is ready: the first forward pass is slow, and shows
+        # Run a first forward pass before the server reports that it is ready: it is slow, and shows
         # whether the model works.
         ranks.execute(_COMPUTE, [Row.of([0])])
         return LocalService(self, ranks)
@@ -88,7 +88,8 @@ class LocalService(ScoringService):
         keeps_steps = shaper is None or shaper.keeps_steps
         # Whether answers have the rewards of turns or steps.
         self._returns_steps = scorer.contract.has_steps and keeps_steps
-        # How rewards of turns or steps are merged to one; None takes the last one.
+        # How the rewards of a sample's turns or steps are merged into one reward. None: the last
+        # reward is that of the sample.
         self._aggregate = None if scorer.contract.aggregate is None else scorer.contract.aggregation
         self._intake = Intake(
             scorer,
@@ -104,7 +105,7 @@ class LocalService(ScoringService):
         )
         self._reported_cached = 0
 
-    # The interface of ScoringService.
+    # Methods of the ScoringService interface.
 
     def counting_failures(self) -> AbstractContextManager[None]:
         return self._intake.counting_failures()
@@ -157,7 +158,7 @@ class LocalService(ScoringService):
         return insert_refused(scored, encoded.errors)
 
     def _empty_rows(self) -> ScoredRows:
-        """Return no rows, for a request whose samples were all rejected."""
+        """Return a result without rows, for a request whose samples were all rejected."""
         rewards = np.zeros((0, len(self._contract.attributes)), dtype=np.float32)
         steps = np.zeros(0, dtype=np.object_) if self._returns_steps else None
         hashes = self._contract_hash, self.fingerprint
@@ -173,7 +174,7 @@ class LocalService(ScoringService):
         encoded.check_finite(rewards, ends)
         sample_rows = ends - 1  # rows with the reward of each whole sample
         if self._aggregate is not None:
-            # Raw rewards are merged, because shaping rules apply to the contract's reward.
+            # Raw rewards are merged before shaping, whose rules apply to a sample's one reward.
             merged = aggregate_texts(rewards, [0, *ends.tolist()], self._aggregate)
             num_steps = len(rewards) if self._returns_steps else 0
             rewards = np.concatenate([rewards[:num_steps], merged])
@@ -196,7 +197,7 @@ class LocalService(ScoringService):
             return scored
         return _split_by_sample(scored, encoded, ends, sample_rows)
 
-    # The interface of Service.
+    # Methods of the Service interface.
 
     @property
     def scoring(self) -> ScoringService:

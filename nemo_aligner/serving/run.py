@@ -147,21 +147,21 @@ def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringCon
             )
 
 
-# A server in another process, which runs during a block.
+# Running a server in another process during a ``with`` block.
 
 START_S = 300
 STOP_S = 60
-_SHOWN_CHARACTERS = 3000  # of the log, in an error
+_SHOWN_CHARACTERS = 3000  # of the log that an error shows
 
 
 @contextmanager
 def running_server(settings: Sequence[str], log: Path) -> Iterator[str]:
     """Run a server with these settings on a free port of this machine, and yield its URL.
 
-    What it prints goes to the file ``log``.
+    The output of the server goes to the file ``log``.
 
     Raises:
-        ServingError: it does not start; the message has the end of its log.
+        ServingError: the server does not start; the message has the end of its log.
     """
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready")

@@ -5,8 +5,9 @@ Every protocol's route calls a ``ScoringService``. There are two implementations
 * ``LocalService`` (``reward.py``): the batcher, executor and ranks of this server;
 * ``UpstreamService`` (``upstream.py``): a client of other servers, for the gateway.
 
-This file has what both share: the limit of rows in flight, completed turns, samples in a foreign
-chat template, rows that were rejected before scoring, and the drift of recent rewards.
+This module has what both share: the limit of rows in flight, completion of turns, detection of
+foreign rows (raw samples that are not written in the model's chat template), rows that are rejected
+before scoring, and the drift of recent rewards.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FOREIGN_ADVICE = (
 class TemplateParts:
     """The texts that the model's chat template writes at the end of a turn and around a sample.
 
-    Each is None if the template has no such part.
+    A part is None if the template does not have it.
     """
 
     turn_end: TurnEnd | None = None
@@ -46,12 +47,12 @@ class TemplateParts:
 
 
 class ScoringService(ABC):
-    """Scores requests for the routes of an HTTP front; for one event loop.
+    """Scores requests for the routes of an HTTP front; must be used in a single event loop.
 
     Attributes:
         contract: scoring contract of the newest rewards; None before the first rewards, and for
             upstream servers that publish none.
-        fingerprint: fingerprint of the model of the newest rewards, or None, likewise.
+        fingerprint: fingerprint of the model of the newest rewards; None in the same cases.
         recent: the latest rewards, to compute their drift.
         limits: settings of the front, including the limits of a request.
     """
@@ -80,12 +81,12 @@ class ScoringService(ABC):
         """Score the rows of a request.
 
         Args:
-            request: the samples; rows that it rejects already get NaN and their reasons.
+            request: the samples; rows in ``request.refused`` get NaN and their reasons.
             sets_rows_aside: give NaN and a reason to a row that cannot be scored. Otherwise the
                 whole request fails.
-            is_probe: nobody uses the rewards. The request is not counted, and its rewards enter
-                neither the recent rewards nor the statistics of shaping. Only the model's calls
-                and their duration are counted.
+            is_probe: whether the request only tests if it can be scored. It is then not counted,
+                and its rewards enter neither the recent rewards nor the statistics of shaping. Only
+                the model's calls and their duration are counted.
 
         Raises:
             RequestError: the request cannot be answered; ``row`` is the row that is at fault.
@@ -100,14 +101,14 @@ class ScoringService(ABC):
     async def _score(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
     ) -> ScoredRows:
-        """Score the rows that the request does not reject already; see ``answer``."""
+        """Score the rows that are not in ``request.refused``; see ``answer``."""
 
     @abstractmethod
     async def template_parts(self) -> TemplateParts:
         """Return what the model's chat template writes around a sample.
 
         Raises:
-            RequestError: no server publishes it.
+            RequestError: no server publishes these texts.
         """
 
     @abstractmethod
@@ -115,12 +116,12 @@ class ScoringService(ABC):
         """Return the scoring contract that is published now.
 
         Raises:
-            RequestError: no server answers, or it publishes none.
+            RequestError: no server answers, or the server publishes no contract.
         """
 
     @abstractmethod
     async def find_contract(self) -> ScoringContract | None:
-        """Like ``read_contract``, but None if the servers publish none, like NeMo-Aligner's.
+        """Like ``read_contract``, but None if the servers publish none, as NeMo-Aligner's do.
 
         Raises:
             RequestError: no server answers, or fetching the contract failed otherwise.
@@ -164,7 +165,7 @@ class ScoringService(ABC):
                 flush=True,
             )
         if request.texts is not None:
-            # In conversations, the template writes whole turns.
+            # Conversations need no completion, because the template writes whole turns.
             texts = [
                 turn.complete(text) if isinstance(text, str) else text for text in request.texts
             ]
@@ -235,11 +236,11 @@ class AttributeDrift:
 
     Attributes:
         rows: number of rewards.
-        mean: their mean.
-        std: their standard deviation.
+        mean: mean of the rewards.
+        std: standard deviation of the rewards.
         mean_drift: (mean - the contract's mean) / the contract's standard deviation; None if the
             contract has no statistics.
-        std_ratio: standard deviation / the contract's; None likewise.
+        std_ratio: ``std`` / the contract's standard deviation; None if the contract has none.
     """
 
     rows: int
@@ -259,7 +260,7 @@ class RecentRewards:
     def add(self, rewards: np.ndarray) -> None:
         """Add rewards ``[N, A]``; if A has changed, earlier rewards are dropped."""
         scored = rewards[np.isfinite(rewards).all(axis=1)]
-        # A differs if the backends' model was replaced.
+        # The number of attributes changes if the backends' model is replaced.
         if len(scored) and scored.shape[1] != self._rewards.shape[1]:
             self._rewards = np.zeros((0, scored.shape[1]), dtype=np.float32)
         if len(scored):

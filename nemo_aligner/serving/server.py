@@ -36,7 +36,7 @@ from nemo_aligner.utils.processes import is_main
 logger = logging.getLogger(__name__)
 
 _WATCH_SECS = 0.2  # interval in which a dead rank or Triton is noticed
-_LAST_WORDS_SECS = 1.0  # before the process dies, so that requests in flight get their error
+_LAST_WORDS_SECS = 1.0  # pause before the process exits, in which requests get their error
 
 
 class ServerSocket:
@@ -86,7 +86,7 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
         server answers the requests in flight with an error, and the process exits with 1.
 
     Raises:
-        ServingError: it cannot start. Only rank 0 raises; the others return.
+        ServingError: the server cannot start. Only rank 0 raises; the other ranks return.
     """
     ranks = ModelRanks(
         {name: call for backend in backends for name, call in backend.operations.items()},
@@ -95,7 +95,7 @@ def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket)
         config.worker_timeout_secs,
     )
     if ranks.rank != 0:
-        # The launcher signals every rank. The others keep computing while rank 0 drains.
+        # The launcher signals every rank, but workers must keep computing while rank 0 drains.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         ranks.run_worker()
@@ -130,7 +130,7 @@ class _Leader:
         config: ServerConfig,
         listener: socket.socket,
     ) -> None:
-        """Call it in the main thread, which handles signals."""
+        """Install the signal handlers, which Python allows only in the main thread."""
         self._backends, self._ranks, self._config = backends, ranks, config
         self._listener = listener
         self._signals: list[int] = []
@@ -154,7 +154,8 @@ class _Leader:
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
         server.start(self._listener)
         door = self._open_triton(endpoints, token, server)
-        # The garbage collector need not scan what is loaded with each large request.
+        # Exclude what is loaded now from garbage collection, so that large requests do not cause
+        # scans of it.
         gc.collect()
         gc.freeze()
         ready.write(url)
@@ -202,7 +203,7 @@ class _Leader:
     def _drain(
         self, server: FrontServer, door: TritonDoor | None, services: Sequence[Service]
     ) -> None:
-        # Triton first, because the event loop of the front answers its requests.
+        # Triton is stopped first, because the event loop of the front answers its requests.
         stops = [*([door.stop] if door is not None else []), server.stop]
         drain = Thread(target=_call_all, args=[stops], name="drain", daemon=True)
         drain.start()

@@ -1,4 +1,4 @@
-"""The two protocols that ``server.py`` serves: a backend on every rank, a service on rank 0."""
+"""The interfaces that ``server.py`` runs: a ``Backend`` on every rank, a ``Service`` on rank 0."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Backend(Protocol):
         """Functions that run on all ranks, by names that no other backend uses."""
 
     def reset_cache(self) -> None:
-        """Drop all caches; called on every rank after an operation has failed on one of them."""
+        """Drop all caches; called on every rank after an operation has failed on any rank."""
 
     def start(self, ranks: ModelRanks) -> Service:
-        """On rank 0: run a first operation, which shows whether the model works, and start."""
+        """On rank 0: run a first operation, to see if the model works, and start the service."""

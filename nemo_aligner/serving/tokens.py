@@ -28,7 +28,7 @@ def find_token(file: str | None, variable: str | None, key: str) -> str | None:
         location = f"{key}{joint}file: {file}"
         try:
             token = Path(file).read_text(encoding="utf-8").strip()
-        except OSError as error:  # only its reason, because the location has the path already
+        except OSError as error:  # only the reason, because the location has the path already
             raise ConfigError(f"{location}: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"{location}: {error}") from error

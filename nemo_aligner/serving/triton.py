@@ -45,7 +45,7 @@ from nemo_aligner.serving.triton_internals import (
 from nemo_aligner.utils.errors import ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-# HTTP, gRPC and metrics, in the order of Triton's own 8000, 8001 and 8002.
+# Triton's ports for HTTP, gRPC and metrics, in the order of its defaults 8000, 8001 and 8002.
 _NUM_PORTS = 3
 # Ports below those that the kernel uses for outgoing connections: such a connection could take the
 # port between the check and the start of Triton.
@@ -62,7 +62,7 @@ def check_triton(config: ServerConfig) -> None:
     """Check that Triton can start, before a model is loaded.
 
     Raises:
-        ServingError: the extra is not installed, numpy is too new, a port is taken, or the log
+        ServingError: PyTriton is not installed, numpy is too new, a port is taken, or the log
             cannot be written.
     """
     if config.triton_port is None:
@@ -89,7 +89,9 @@ def check_triton(config: ServerConfig) -> None:
 
 
 def _free_ports(config: ServerConfig) -> int:
-    """Return the first of Triton's ports, checked here: Triton waits two minutes for a taken one.
+    """Return the first of Triton's ports, after checking that all of them are free.
+
+    Without the check, Triton would wait two minutes for a port that is taken.
 
     Raises:
         ServingError: a port is taken, or ``triton_host`` is not an address of this machine.
@@ -100,8 +102,8 @@ def _free_ports(config: ServerConfig) -> int:
             problem = _try_to_listen(host, port)
             if problem is not None:
                 raise ServingError(
-                    f"server.triton_port: {host}:{port} is not free: {problem}. Set it to the "
-                    f"first of {_NUM_PORTS} free ports, or to 0 for any."
+                    f"server.triton_port: {host}:{port} is not free: {problem}. Set the first of "
+                    f"{_NUM_PORTS} free ports, or 0 for any."
                 )
         return first
     for first in random.SystemRandom().sample(_ANY_PORT, 100):
@@ -116,7 +118,7 @@ def _free_ports(config: ServerConfig) -> int:
 def _try_to_listen(host: str, port: int) -> Exception | None:
     """Try to listen on a port; return the error, or None if the port is free."""
     with socket.socket() as probe:
-        # Like servers: closing connections of an earlier server do not block the port.
+        # Set as servers do, so that closing connections of an earlier server do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -176,8 +178,8 @@ class TritonDoor:
         """Lines for the server's log after Triton has started."""
         host = self._config.triton_host
         lines = [
-            f"Triton serves the same at {self.url}, and over gRPC at {host}:{self._port + 1}; its "
-            f"metrics are at http://{host}:{self._port + 2}/metrics"
+            f"Triton serves the same models at {self.url}, and over gRPC at "
+            f"{host}:{self._port + 1}; its metrics are at http://{host}:{self._port + 2}/metrics"
         ]
         if not is_loopback(host):
             lines.append(
@@ -206,7 +208,7 @@ class TritonDoor:
 
     def close(self) -> None:
         """Release the guard and the log, after ``stop``."""
-        # Not earlier: while Triton drains, this process may still be killed.
+        # The guard must work until here: while Triton drains, this process may still be killed.
         self._guard.dismiss()
         self._log.close()
 
@@ -220,7 +222,7 @@ _STACK_BYTES = 256 * 2**20
 
 
 def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
-    """Create PyTriton's server, without models and not yet running."""
+    """Create PyTriton's server, which does not run yet and has no models yet."""
     # The stub needs the libpython of this interpreter, and finds it only through this variable.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
@@ -245,7 +247,8 @@ def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
             exit_timeout_secs=config.exit_timeout_secs,
         ),
         # PyTriton passes its access token to Triton on a command line, which every user of the
-        # machine can read. So that token is random, and ``_answer_request`` checks the server's.
+        # machine can read. So PyTriton's token is random, and ``_answer_request`` checks the token
+        # of the server.
         security_config=TritonSecurityConfig(restricted_endpoints=list(_CLOSED_FUNCTIONS)),
     )
 
@@ -293,7 +296,7 @@ def _run(triton: Any, log: TritonLog) -> None:
 
 @contextlib.contextmanager
 def _large_thread_stacks() -> Iterator[None]:
-    """Give threads of programs that are started in a block a stack of ``_STACK_BYTES``.
+    """Give the threads of programs that start in the block a stack of ``_STACK_BYTES``.
 
     The C library takes the size from the resource limit when a program starts. If the limit is
     "unlimited", it uses its default of 2 MiB instead.
@@ -364,9 +367,9 @@ _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
-# The guard blocks until its input ends. If it has read a word, Triton was stopped properly. If not,
-# this process has died; then it kills Triton, and waits a second, because PyTriton's helpers may
-# still create shared memory until they notice the death.
+# The script of the guard process. It blocks until its input ends. If it has read a word, Triton was
+# stopped properly. Otherwise this process has died, so the script kills Triton, and waits a second,
+# because PyTriton's helpers may still create shared memory until they notice the death.
 _GUARD = """
 trap "" INT TERM HUP QUIT
 read -r word
@@ -384,7 +387,7 @@ def triton_processes(root: int) -> dict[int, str]:
         try:
             head, _, tail = status.read_text().rpartition(")")
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended meanwhile
         pid, _, name = head.partition(" (")
         parents[int(pid)], names[int(pid)] = int(tail.split()[1]), name
     return {

@@ -1,4 +1,4 @@
-"""Features of Triton that PyTriton 0.7 does not offer; only this file uses its private names."""
+"""Features of Triton that PyTriton 0.7 lacks; only this module uses PyTriton's private names."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def _wrap_response(response, requested_names, outputs):
 
 
 def bind_with_errors(triton: Any, **binding: Any) -> None:
-    """Bind a model like ``triton.bind``; its answer may be one tensor ``error``: ``CODE message``.
+    """Bind a model like ``triton.bind``, and let it answer with an error of Triton.
 
-    PyTriton does not return the object that it creates for a binding, so it is found by comparison.
+    Such an answer has one tensor ``error``: ``CODE message``. PyTriton does not return the object
+    that it creates for a binding, so the lists of models before and after it are compared.
 
     Raises:
         ServingError: the installed PyTriton is not version 0.7.
@@ -75,7 +76,8 @@ def start_in_own_session() -> None:
 def hand_output_to(triton: Any, write: Callable[[str], None]) -> None:
     """Call ``write`` with what Triton and its Python stubs print, instead of printing it.
 
-    PyTriton creates the object that starts Triton's process only immediately before the start.
+    PyTriton creates the object with the output callback only when it starts Triton, so this wraps
+    the method that creates it.
     """
     original = triton._initialize_server
 
@@ -99,7 +101,7 @@ def server_pid(triton: Any) -> int:
 def call_at_exit(triton: Any, cleans_up: Callable[[], bool]) -> None:
     """Call ``cleans_up`` when Triton's process ends by itself.
 
-    It returns whether PyTriton shall clean up then.
+    ``cleans_up`` returns whether PyTriton is to clean up afterwards.
     """
     original = triton._on_tritonserver_exit
 

@@ -26,7 +26,8 @@ class UpstreamService(ScoringService):
         super().__init__(config)
         self._publishes_none = False
         self._client = client
-        # Cached: both depend only on the chat template, which the contract's hash covers.
+        # Fetched only once, because the parts depend only on the chat template. A backend with
+        # another template has another contract hash, so the client does not use its rewards.
         self._parts: TemplateParts | None = None
         self._startup_check: asyncio.Task[None] | None = None
 
@@ -104,7 +105,8 @@ class UpstreamService(ScoringService):
     async def _note_contract(self, contract_hash: str | None) -> None:
         """Fetch the contract of new rewards, which has the names and weights of attributes.
 
-        Only if the hash is new: a second request for each answer would double the load.
+        The contract is fetched only if the hash is new, because a second request for each answer
+        would double the load.
         """
         if self.contract is not None and contract_hash in (None, self.contract.hash):
             return
@@ -140,7 +142,7 @@ class UpstreamService(ScoringService):
             if reason is not None:
                 print(
                     f"Warning: {url}: {one_line(reason)}; requests get status 503 while no "
-                    "backend answers (GET /ready tells which do)",
+                    "backend answers (GET /ready lists which backends answer)",
                     flush=True,
                 )
 

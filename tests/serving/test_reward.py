@@ -272,7 +272,10 @@ def test_service_whose_queue_is_full_says_when_to_come_again() -> None:
     answers = service.ask(GOOD, kserve.encode_tokens([[1]]), GOOD)
     assert rewards(answers[0]) == [195, 99]
     assert rewards(answers[1]) == [1]
-    wanted = "the queue is full (3 rows wait of 3, server.max_queue_rows); retry after 1 s"
+    wanted = (
+        "the queue is full: 3 rows are in flight, this request has 2 more, and "
+        "server.max_queue_rows allows 3; retry after 1 s"
+    )
     assert isinstance(answers[2], Failure)
     assert (answers[2].kind, answers[2].message) == (FailureKind.busy, wanted)
     assert rewards(service.ask(GOOD)[0]) == [195, 99]

@@ -108,7 +108,7 @@ def test_text_in_another_template_is_counted_logged_and_marked(
         assert call(app, "/v1/rewards", {"texts": [unended]}).status == 200
     begins, lacks = capsys.readouterr().out.splitlines()
     assert begins.startswith("Warning: /v1/rewards, row 1: it begins with '[INST] a [/INST] b'")
-    assert begins.endswith(". Further ones are only counted (foreign_template in /metrics)")
+    assert begins.endswith(". Further such samples are only counted (foreign_template in /metrics)")
     assert lacks.startswith("Warning: /v1/rewards, row 0: it has no ")
     assert len(begins) < 240
     assert call(app, "/classify", {"text": [OTHER]}).headers["x-foreign-template-rows"] == "0"

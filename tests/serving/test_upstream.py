@@ -112,7 +112,8 @@ def test_upstream_tells_more_rows_than_may_wait_when_to_come_again() -> None:
     assert first.rewards.shape == (2, 2)
     assert second.kind is FailureKind.busy
     assert second.retry_after_s == 1
-    assert "2 rows wait of 3, gateway.max_queue_rows" in second.message
+    assert "2 rows are in flight" in second.message
+    assert "gateway.max_queue_rows allows 3" in second.message
 
 
 def test_upstream_asks_a_server_without_a_contract_for_it_once() -> None:

@@ -4,14 +4,14 @@ A call passes these files in this order; none of them needs torch:
 
 ``reward.py``       ``RewardClient``: splits a call into requests and collects their rewards
 ``critic.py``       ``RewardCriticClient``: values, training and saving of a PPO critic
-``calls.py``        what both share: one deadline per call, and the thread with the event loop
+``calls.py``        base of both clients: one deadline per call, the thread with the event loop
 ``pool.py``         chooses the least busy available server, and waits for one that comes back
 ``server.py``       one server: handshake, requests over HTTP, pauses after errors
 ``fingerprint.py``  compares the model fingerprints of all answers
 ``causes.py``       explains why a connection failed
 
-``scorers.py`` evaluates on servers through the ``Scorer`` protocol: ours, vLLM's and OpenRLHF's.
-``posting.py`` posts JSON for it.
+``scorers.py`` has the ``Scorer`` classes with which an evaluation queries servers of this package,
+of vLLM and of OpenRLHF. ``posting.py`` sends their JSON requests.
 """
 
 from nemo_aligner.serving.client.critic import RewardCriticClient

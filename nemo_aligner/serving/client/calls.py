@@ -20,8 +20,9 @@ from nemo_aligner.utils.errors import ConfigError, ServingError
 T = TypeVar("T")
 Client = TypeVar("Client", bound="ServerClient[Any]")
 
-# Background threads that a fork has inherited. The child has their sockets, but neither the thread
-# nor the right to close the sockets, so their objects must never be freed.
+# Background threads of the parent process, after a fork. The child inherits the objects and their
+# sockets, but not the running threads. Freeing an object would close sockets that the parent still
+# uses, so the child keeps the objects here forever.
 _NEVER_FREED: list[Background[Any]] = []
 
 
@@ -41,8 +42,8 @@ C = TypeVar("C", bound=Connections)
 class ServerClient(Generic[C]):
     """Sends requests from a background thread; safe to use from several threads.
 
-    If a client is not closed, its connections are closed when it is garbage-collected. A program
-    that ends does not wait for requests in flight.
+    If a client is not closed, its connections are closed when the client is garbage-collected. A
+    program that ends does not wait for requests in flight.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class ServerClient(Generic[C]):
             timeout_s: deadline of one call, in seconds.
             connect: opens the connections, in the thread or the caller's event loop. It is called
                 at the first request, so that a client can be created before a fork.
-            in_callers_loop: asyncio methods run in the event loop that calls them.
+            in_callers_loop: run asyncio methods in the caller's event loop, without a thread.
         """
         self._name = name
         self._timeout_s = timeout_s
         self._connect = connect
-        self._lock = Lock()  # several threads must not start a background thread each
+        self._lock = Lock()  # so that threads do not start several background threads
         self._background: Background[C] | None = None
         self._in_callers_loop = in_callers_loop
         self._local_connections: C | None = None
@@ -110,7 +111,7 @@ class ServerClient(Generic[C]):
         )
 
     def _ensure_background(self) -> Background[C]:
-        """Return the background thread of this process; start it at first, and after a fork.
+        """Return the background thread of this process; start it at first use and after a fork.
 
         Raises:
             ServingError: the client is closed.
@@ -123,7 +124,7 @@ class ServerClient(Generic[C]):
                 _NEVER_FREED.append(inherited)
                 self._background = None
             if self._background is None:
-                # It must not refer to this client, which could never be freed otherwise.
+                # The thread must not refer to this client, which could otherwise never be freed.
                 self._background = Background(self._connect)
                 weakref.finalize(self, self._background.leave).atexit = False
             return self._background
@@ -191,7 +192,7 @@ class Background(Generic[C]):
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start ``work``, and return a future of its result; cancelling it cancels the work."""
+        """Start ``work``, and return the future of its result; cancel the future to stop it."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)
@@ -234,7 +235,7 @@ class Background(Generic[C]):
 
 
 def check_token(token: str | None) -> None:
-    """Raise ConfigError if a header cannot carry the token; the message does not show it."""
+    """Raise ConfigError if a header cannot carry the token; the message hides the token."""
     if token is not None and not is_token(token):
         raise ConfigError(
             "token: it has characters that a header cannot carry; use one word of ASCII letters, "

@@ -84,7 +84,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         max_connections: int = 16,
         token: str | None = None,
     ) -> None:
-        """Prepare the client; parameters are like those of ``RewardClient``.
+        """Prepare the client; the parameters mean the same as in ``RewardClient``.
 
         ``expect`` and ``token`` apply to the critic and to the reward model. Training and saving
         are requested only once: if an answer is lost, the server may have executed the request.
@@ -97,7 +97,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         (critic,) = complete_urls([url])
         rewards = [reward_url] if isinstance(reward_url, str) else list(reward_url or ())
         reward_urls = complete_urls(rewards) if rewards else []
-        ContractCheck(expect)  # raises here already, and not later in the thread
+        ContractCheck(expect)  # a wrong value raises here, and not later in the thread
         connect = partial(
             _Connections, critic, reward_urls, expect, (wait_s, retry_s), max_connections, token
         )
@@ -107,8 +107,8 @@ class RewardCriticClient(ServerClient[_Connections]):
         """Compute values, and rewards if there is a reward model, of N token sequences.
 
         Raises:
-            ServingError: a sequence is empty, a server rejected it (with its reason), failed, or
-                does not answer.
+            ServingError: a sequence is empty; or a server rejected the request (the error has the
+                reason), failed, or does not answer.
             TypeError: ``token_lists`` is not a list of lists.
         """
         return self._wait(self.infer_future(token_lists))
@@ -133,7 +133,7 @@ class RewardCriticClient(ServerClient[_Connections]):
     def train_future(
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
     ) -> Future[float]:
-        """Like ``train``, in the background; do not change the arrays before it is done."""
+        """Like ``train``, in the background; do not change the arrays before the future is done."""
         arrays = {"returns": returns, "prev_values": prev_values, "mask": mask}
         rollout = Rollout(
             _check_matrix("tokens", tokens, "[N, S]"),
@@ -163,7 +163,7 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
     rewards = asyncio.ensure_future(_fetch_rewards(connections.rewards, token_lists))
     try:
         await asyncio.gather(values, rewards)
-    finally:  # if one has failed, the other is not needed
+    finally:  # if one request has failed, the other's answer is not needed
         values.cancel(), rewards.cancel()
     return CriticValues(values.result().values, rewards.result())
 
@@ -219,7 +219,7 @@ async def _train_critic(connections: _Connections, rollout: Rollout) -> float:
 
 
 def _check_matrix(name: str, value: object, expected: str) -> np.ndarray:
-    """Convert to a matrix of numbers; the server checks whether the matrices fit each other."""
+    """Convert ``value`` to a matrix of numbers; the server compares the shapes of the matrices."""
     try:
         array = np.asarray(value)
     except ValueError:

@@ -1,8 +1,9 @@
 """The servers of a client: each request goes to the least busy available server.
 
-If no server is available, a request keeps looking: for ``wait_s`` before any server has ever been
-ready, as a server may still be starting, and for ``retry_s`` afterwards, as one may be restarting.
-For a server that is full and sends ``Retry-After``, it waits until the deadline of the call.
+If no server is available, a request waits for one. Before the client has seen a ready server, a
+request waits up to ``wait_s``, because a server may still be starting. Afterwards, it waits up to
+``retry_s``, because a server may be restarting. If a server is full and sends ``Retry-After``, the
+request waits until the deadline of the call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 class NoServerError(ServingError):
-    """No server has answered; ``trouble`` is the reason for each of them, without advice."""
+    """No server has answered; ``trouble`` has the reason of each server, without ``advice``."""
 
     def __init__(self, trouble: str, advice: str) -> None:
         super().__init__(f"{trouble}; {advice}")
@@ -43,11 +44,11 @@ class NoServerError(ServingError):
 
 
 class NoKServeError(ServingError):
-    """All URLs are answered, but by servers of other protocols than KServe."""
+    """A server answers at every URL, but none of them speaks KServe v2."""
 
 
 class TooManyRowsError(Exception):
-    """No available server accepts this many rows at once; ``limit`` is the most that one does."""
+    """No available server accepts so many rows; ``limit`` is the most rows that one accepts."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"at most {limit} rows")
@@ -60,8 +61,9 @@ class _Search:
 
     Attributes:
         began: start of the request, in seconds of ``time.monotonic``.
-        trouble_since: when it first found no server available; its patience runs from there.
-        tried: servers that have failed this request.
+        trouble_since: when the request first found no available server; ``wait_s`` or ``retry_s``
+            is counted from then. None if it has found one so far.
+        tried: servers to which the request was sent without success.
         last_trouble: reason of the last failure.
     """
 
@@ -80,8 +82,8 @@ class ServerPool:
     """Sends requests to several servers of the same model.
 
     A server that is gone, or has another scoring contract, gets no requests until a new handshake
-    succeeds. If servers disagree before the first reward, it is unknown which one is right, so all
-    of them are rejected.
+    succeeds. If the contracts of servers differ before the first reward, it is unknown which
+    contract is right, so all servers are rejected.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class ServerPool:
         token: str | None = None,
     ) -> None:
         self._session = new_session(token)
-        # A single server without an expected contract is not asked for its contract: its first
-        # reward carries the hash, to which the client is bound then.
+        # With one server and no expected contract, the contract is not fetched: the first reward
+        # carries its hash, and all later rewards must have the same hash.
         reads_contract = (
             contract_check.is_bound
             or contract_check.fingerprints.expected is not None
@@ -108,8 +110,8 @@ class ServerPool:
         ]
         self._contract_check = contract_check
         self._wait_s, self._retry_s = wait_s, retry_s
-        # The limit is here and not in aiohttp's connector, so that a waiting request chooses its
-        # server only when it is sent, by how busy the servers are then.
+        # Concurrency is limited here and not by aiohttp's connector, so that a waiting request
+        # chooses the least busy server at the moment when it is sent.
         self._gate = asyncio.Semaphore(max_connections * len(urls))
         self._ever_ready = False
         self._has_logged_trouble = False
@@ -130,8 +132,9 @@ class ServerPool:
         """Score the rows of one request; servers do not count a probe in their statistics.
 
         Raises:
-            RefusedError: a server rejected it, for the reason in the error.
-            ServingError: no server answers, or all that do have another scoring contract.
+            RefusedError: a server rejected the request; the error has the reason.
+            ServingError: no server answers, or all servers that answer have another scoring
+                contract.
             TooManyRowsError: no available server accepts this many rows.
         """
 
@@ -172,7 +175,8 @@ class ServerPool:
         """Return the scoring contract that a server publishes; it is the same for all servers.
 
         Raises:
-            ServingError: no server answers, it publishes none, or rewards have used another one.
+            ServingError: no server answers; or the server publishes no contract, or another one
+                than earlier rewards had.
         """
 
         async def fetch(server: RemoteServer) -> ScoringContract:
@@ -203,8 +207,8 @@ class ServerPool:
 
     async def probe(self) -> dict[str, str | None]:
         """Map the URL of each server to the reason why it gives no rewards now, or to None."""
-        # Earlier answers are not compared with current ones: the probe must succeed as soon as the
-        # last of the servers has been replaced.
+        # Contracts that servers published earlier are forgotten: while all servers are being
+        # replaced, the probe must succeed as soon as the last one has the new contract.
         if not self._contract_check.is_bound:
             for server in self._servers:
                 self._contract_check.withdraw(server.name)
@@ -245,8 +249,8 @@ class ServerPool:
             try:
                 answer = await call(server)
             except UnavailableError as error:
-                # A lost training step may have been executed, even if a proxy's 502 or 504 has a
-                # Retry-After. A busy server, in contrast, rejects a step before it begins.
+                # If the answer to a training step is lost, the step may have been executed, even if
+                # a proxy's 502 or 504 has a Retry-After. A busy server rejects a step before that.
                 is_lost = error.kind is FailureKind.unreachable
                 if not may_repeat and (is_lost or error.retry_after_s is None):
                     raise ServingError(
@@ -258,10 +262,11 @@ class ServerPool:
                 else:
                     search.trouble_since = None
                 search.last_trouble = f"{server.name}: {error}"
-                if not is_lost:  # the server object has already logged a loss
+                if not is_lost:  # otherwise RemoteServer has logged that the server is gone
                     self._log_trouble(search.last_trouble)
             except OtherContractError as error:
-                # During a rolling update: the reward is dropped, and another server is called.
+                # E.g. during a rolling update of the servers: drop this answer, and call another
+                # server.
                 server.leave_out(error.text)
                 search.note_trouble(time.monotonic())
                 search.last_trouble = str(error)
@@ -275,7 +280,7 @@ class ServerPool:
             await self._wait_for_first_handshakes()
             now = time.monotonic()
             self._start_due_handshakes(now, search)
-            # Once its patience is over, a request tries only servers that have not failed it yet.
+            # Once a request's time to wait is over, it tries only servers that have not failed it.
             is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
             ready = [
                 server
@@ -287,7 +292,8 @@ class ServerPool:
                 if not fitting:
                     raise TooManyRowsError(max(server.limit or 1 for server in ready))
                 return min(fitting, key=lambda server: server.in_flight)
-            # A full server has told when it has room again, so waiting for it costs no patience.
+            # A full server has said when it has room again, so waiting for it does not count toward
+            # wait_s or retry_s.
             if not any(server.is_full(now) for server in self._servers):
                 self._give_up_if_hopeless(search)
                 search.note_trouble(now)
@@ -295,9 +301,10 @@ class ServerPool:
             await self._wait_for_change(now, search)
 
     async def _wait_for_first_handshakes(self) -> None:
-        """Wait for the first handshake with every server; after a failure the next call repeats it.
+        """Wait for the first handshake with every server; if it fails, the next call tries again.
 
-        All requests that come meanwhile wait for the same task; a cancelled one must not cancel it.
+        All requests that arrive meanwhile wait for the same task, so cancelling one of the requests
+        must not cancel the task.
         """
         if self._has_compared_servers:
             return
@@ -310,19 +317,20 @@ class ServerPool:
         """Shake hands with all servers, so that they are compared before any reward is used.
 
         Raises:
-            ServingError: their contracts differ; any of them may be replaced later.
+            ServingError: the contracts differ. The next request compares them again, because a
+                server may have been replaced.
         """
         await asyncio.wait([server.start_handshake() for server in self._servers])
         clash = self._find_clash()
         if clash is not None:
-            # It is unknown which one is right, so the next request compares them anew.
+            # It is unknown which contract is right, so the next request compares them again.
             for server in self._servers:
                 server.forget()
             raise clash
         self._has_compared_servers = True
 
     def _find_clash(self) -> ServingError | None:
-        """Return the error if servers disagree before a reward has decided which one is right."""
+        """Return an error if contracts differ, and no reward has decided yet which one is right."""
         if self._contract_check.is_bound:
             return None
         # A server with another model than the expected one does not count as a disagreement.
@@ -335,9 +343,10 @@ class ServerPool:
         return next(iter(faults), None)
 
     def _start_due_handshakes(self, now: float, search: _Search) -> None:
-        """Start handshakes with servers whose pause is over, or that a decision depends on.
+        """Start handshakes with unavailable servers whose pause is over.
 
-        If no server is ready, each must be tried again before a request may give up.
+        If no server is ready, also start those that ``search`` needs before it may give up, because
+        every server must have been tried again.
         """
         any_ready = any(server.is_ready(now) for server in self._servers)
         tried_since = 0.0 if any_ready else self._last_try(search, now)
@@ -360,13 +369,13 @@ class ServerPool:
         return (now if search.trouble_since is None else search.trouble_since) + patience
 
     def _last_try(self, search: _Search, now: float) -> float:
-        """Return the time since which every server must have been tried before giving up."""
+        """Return a time; a request may give up only if every server was tried after it."""
         ends = self._patience_ends(search, now)
         was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
         return ends if was_patient else search.began
 
     def _give_up_if_over(self, search: _Search, now: float) -> None:
-        # Every server is tried once more after the patience has ended, so that a request still
+        # Every server is tried once more after the time to wait has ended, so that a request still
         # succeeds if a server came back at the last moment.
         was_each_tried = all(
             server.limit is not None
@@ -376,18 +385,19 @@ class ServerPool:
         if not was_each_tried or now < self._patience_ends(search, now):
             return
         if self._ever_ready:
-            advice = f"none came back within {self._retry_s:g} s (retry_s)"
+            advice = f"no server came back within {self._retry_s:g} s (retry_s)"
         elif self._wait_s:
-            advice = f"none was ready within {self._wait_s:g} s (wait_s)"
+            advice = f"no server was ready within {self._wait_s:g} s (wait_s)"
         else:
-            advice = "set wait_s=60 to wait for one to start"
+            advice = "set wait_s=60 to wait for a server to start"
         trouble = self.trouble() or search.last_trouble
-        if all(server.is_foreign for server in self._servers):  # evaluate suggests other clients
+        # For this error, ``nemo-aligner evaluate`` suggests the clients of other protocols.
+        if all(server.is_foreign for server in self._servers):
             raise NoKServeError(trouble)
         raise NoServerError(trouble, advice)
 
     async def _wait_for_change(self, now: float, search: _Search) -> None:
-        """Wait until a handshake, a pause or the patience ends; at most one second."""
+        """Wait until a handshake, a server's pause or the time to wait ends; at most one second."""
         moments = [server.again_at for server in self._servers if server.again_at > now]
         ends = self._patience_ends(search, now)
         pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)
@@ -404,7 +414,7 @@ class ServerPool:
 
 
 def _retrieve_error(first: asyncio.Task[None]) -> None:
-    """Retrieve the error: asyncio would log it if every waiting request was cancelled."""
+    """Retrieve the error of the handshakes, because asyncio logs errors that nobody retrieves."""
     if not first.cancelled():
         first.exception()
 
@@ -416,4 +426,4 @@ def _decode_scored(outputs: Tensors, rows: int, server: str) -> ScoredRows:
             return scored
     except (KeyError, ValueError, TypeError, IndexError):
         pass
-    raise ServingError(f"{server}: the answer does not have one row of rewards per sample")
+    raise ServingError(f"{server}: the answer does not have a row of rewards for each sample")

@@ -1,7 +1,7 @@
 """RewardClient: score samples over HTTP with blocking calls, futures or asyncio.
 
 A call of any size is split into requests that the servers accept. A server rejects a whole request
-if one row is bad, and names the row; the client then sends the others again without it. Repeating a
+if one row is bad, and names the row; the client then sends the other rows again. Repeating a
 request is harmless, because scoring has no side effects.
 """
 
@@ -48,7 +48,7 @@ class RewardClient(ServerClient[ServerPool]):
 
     All rewards of a client have the same scoring contract: ``expect`` (a contract or its hash), or
     the contract of the first answer. A server with another contract is left out until it is
-    replaced. With ``expect_fingerprint``, so is a server whose model has other weights.
+    replaced. With ``expect_fingerprint``, a server whose model has other weights is also left out.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class RewardClient(ServerClient[ServerPool]):
             token: the servers' bearer token, if they require one
             in_callers_loop: run asyncio methods in the calling event loop, which must always be
                 the same one, instead of a thread. It saves two hand-overs between threads per
-                request. Close such a client with ``aclose``, and use none of the other methods
+                request. Call only the asyncio methods of such a client, and close it with
+                ``aclose``
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is not
@@ -100,15 +101,15 @@ class RewardClient(ServerClient[ServerPool]):
         """Fetch the scoring contract of the servers.
 
         Raises:
-            ServingError: no server answers, or it publishes no contract.
+            ServingError: no server answers, or the server publishes no contract.
         """
         return self._wait(self._submit(ServerPool.fetch_contract))
 
     @property
     def fingerprint(self) -> str | None:
-        """Model fingerprint of the latest answer; None before, and if the server sends none.
+        """Model fingerprint of the latest answer; None before the first, or if it has none.
 
-        ``contract()`` queries a server, too, and updates it.
+        ``contract()`` queries a server, too, so it updates the fingerprint.
         """
         return self._contract_check.fingerprints.latest
 
@@ -119,8 +120,8 @@ class RewardClient(ServerClient[ServerPool]):
         ``score_rows`` also returns the reasons.
 
         Raises:
-            ServingError: the server rejected a sample (with its reason), no server answers, it
-                failed, or it has another scoring contract.
+            ServingError: no server answers; or a server rejected a sample (the error has the
+                reason), failed, or has another scoring contract.
         """
         return self._wait(self.score_future(texts, on_error=on_error))
 
@@ -239,8 +240,8 @@ Encode = Callable[[Sequence[Any]], Tensors]
 class PartialRequest:
     """Some rows of a call that are sent together; ``rows`` are their indices in ``items``.
 
-    Rows are encoded only when the request is sent, so that a call of millions of samples holds few
-    encoded ones in memory.
+    Rows are encoded only when the request is sent, so that a call of millions of samples has few
+    encoded samples in memory.
     """
 
     rows: list[int]
@@ -253,11 +254,11 @@ class PartialRequest:
         return self.encode([self.items[row] for row in self.rows])
 
     def select(self, rows: list[int]) -> PartialRequest:
-        """Return a request for ``rows``, which are some of its rows."""
+        """Return a request with only ``rows``, which are some of this request's rows."""
         return replace(self, rows=rows)
 
     def split(self, size: int) -> list[PartialRequest]:
-        """Split it into requests of at most ``size`` rows."""
+        """Split the request into requests of at most ``size`` rows."""
         return [self.select(rows) for rows in _split_rows(self.rows, size)]
 
 
@@ -307,13 +308,14 @@ def _split_rows(rows: list[int], size: int) -> Iterable[list[int]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-# Collecting rewards in the caller's order, and rejected rows.
+# Collecting the rewards of a call in the caller's order, and the errors of rejected rows.
 
 # Most rows of a request. Larger requests gain nothing, because the server merges waiting requests;
 # and a rejected or lost request is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-# Errors while encoding a row: not JSON, half of a surrogate pair, or endlessly nested lists.
+# Errors while encoding a row: a value that JSON does not have, half of a surrogate pair, or lists
+# that are nested too deeply.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 
@@ -387,7 +389,7 @@ class RowCollector:
             )
 
     async def _score(self, part: PartialRequest) -> None:
-        """Send requests until each row has a reward or an error; each bad row costs one more."""
+        """Send requests until each row has a reward or an error; each bad row costs a request."""
         while part.rows:
             try:
                 scored = await self._pool.infer(
@@ -420,16 +422,17 @@ class RowCollector:
     def _set_row_aside(
         self, part: PartialRequest, place: int, refusal: RefusedError
     ) -> PartialRequest:
-        row = part.rows[place]  # the server counts within the request, the caller within the call
-        # A row with a reward that is not finite is named, too, but then the model is at fault.
+        # The server numbers the rows of the request, the caller those of the call.
+        row = part.rows[place]
+        # A server also names a row whose reward is not finite, but then the model is at fault.
         if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         return part.select([other for other in part.rows if other != row])
 
     async def _bisect(self, part: PartialRequest, refusal: RefusedError) -> None:
-        """Find the bad rows if a refusal does not name them, by sending halves."""
-        # A request that is too large can be split further; that is no reason to fail.
+        """Find the bad rows if a refusal does not name them, by sending the request in halves."""
+        # A request of several rows that is too large is split further, and does not fail.
         is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal
@@ -446,7 +449,7 @@ def encode_request(part: PartialRequest) -> Tensors:
     """Encode the tensors of a request.
 
     Raises:
-        RefusedError: a row cannot be sent; it names the index in the request.
+        RefusedError: a row cannot be encoded; the message has its index in the request.
     """
     try:
         return part.inputs
@@ -467,5 +470,5 @@ async def _run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:  # after a failure, the results of the others are not needed
+        for task in tasks:  # after a failure, the results of the other tasks are not needed
             task.cancel()

@@ -31,7 +31,7 @@ class ServedScorer:
     """Scores on reward model servers of this package, over KServe."""
 
     def __init__(self, client: RewardClient) -> None:
-        """Raise ServingError if no server answers, or it publishes no scoring contract."""
+        """Raise ServingError if no server answers, or the server has no scoring contract."""
         self._client = client
         self.contract = client.contract()
 
@@ -56,10 +56,10 @@ class ServedScorer:
 
 @dataclass(frozen=True)
 class VllmScorer:
-    """Scores on vLLM (tested with 0.32), or on our server, with ``/classify``.
+    """Scores with ``/classify`` of vLLM (tested with 0.32), or of a server of this package.
 
-    ``attributes`` are names of the numbers in an answer, in their order. Each sample is a request
-    of its own, because vLLM rejects a whole request for one bad sample.
+    ``attributes`` names the numbers in an answer, in their order. Each sample is a request of its
+    own, because vLLM rejects a whole request for one bad sample.
     """
 
     address: PostingAddress
@@ -67,7 +67,7 @@ class VllmScorer:
     contract: None = None
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``; ServingError also if the number of rewards is not that of attributes."""
+        """See ``Scorer``; also raise ServingError unless answers have one number per attribute."""
         bodies = [_vllm_body(sample) for sample in samples]
         answers = post_all(self.address, bodies, Counter("scoring", "samples").show)
         rewards = np.full((len(samples), len(self.attributes)), np.nan, dtype=np.float32)
@@ -102,7 +102,7 @@ def _vllm_body(sample: Text) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class QueryScorer:
-    """Scores on OpenRLHF's remote reward model (tested with 0.11), or on our server.
+    """Scores with ``/get_reward`` of OpenRLHF (tested with 0.11), or of a server of this package.
 
     ``/get_reward`` takes raw texts, so conversations are written in the chat template of the
     policy's ``tokenizer``.
@@ -126,7 +126,8 @@ class QueryScorer:
 
         Raises:
             ConfigError: a sample is a conversation, and there is no chat template to write it in.
-            ServingError: the server does not answer, or not with one number per query.
+            ServingError: the server does not answer, or not every query has one number in the
+                answer.
         """
         queries: dict[int, str] = {}
         errors: dict[int, str] = {}
@@ -142,7 +143,7 @@ class QueryScorer:
     def _send_queries(
         self, queries: Mapping[int, str], rewards: np.ndarray, errors: dict[int, str], size: int
     ) -> None:
-        """Fill in ``rewards`` and ``errors`` of the rows of ``queries``, ``size`` per request.
+        """Send ``queries``, ``size`` per request; fill in ``rewards`` and ``errors`` of their rows.
 
         The queries of a rejected request are sent again one by one.
         """
@@ -168,7 +169,7 @@ class QueryScorer:
         if tokenizer is None or not tokenizer.chat_template:
             raise ConfigError(
                 "source.tokenizer: got none with a chat template, wanted the folder of the "
-                "policy's tokenizer: /get_reward takes raw texts, and these are conversations"
+                "policy's tokenizer: /get_reward takes raw texts, and the samples are conversations"
             )
         template = freeze_date(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
         return write_conversation(template, sample, tokenizer)

@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 _PROBE_S = 2.0  # short, because somebody waits for the gateway's ``/ready`` or ``/metrics``
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
-# HTTP statuses with which vLLM, our gateway or a proxy answers a KServe request, with a body in a
-# form of their own.
+# HTTP statuses with which vLLM, our gateway or a proxy may answer a KServe request, with a body
+# that is not a KServe error.
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is not a KServe server, or it requires a token "
@@ -69,7 +69,7 @@ def new_session(token: str | None) -> aiohttp.ClientSession:
 
 
 class RemoteServer:
-    """A server, identified by its URL and the name of its model; see the top of this file.
+    """A server, identified by its URL and the name of its model; see the module's docstring.
 
     Attributes:
         url: the URL for messages, without a password.
@@ -102,7 +102,7 @@ class RemoteServer:
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_retry_after = False
-        # It was logged that the server is left out, and not yet that it answers again.
+        # True from the log line that the server is left out to the one that it answers again.
         self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
@@ -123,7 +123,10 @@ class RemoteServer:
         return self.handshake
 
     def start_handshake_if_due(self, now: float, tried_since: float) -> None:
-        """Start a handshake if one is needed, and the pause is over or the last try is too old."""
+        """Start a handshake if the server is unavailable and its pause is over.
+
+        The pause is ignored if the last handshake was before ``tried_since``.
+        """
         due = now >= self.again_at or self.tried_at < tried_since
         if self.limit is None and due:
             self.start_handshake()
@@ -133,7 +136,7 @@ class RemoteServer:
         self._back_off(UnavailableError(reason))
 
     def forget(self) -> None:
-        """Return to the state before the first handshake."""
+        """Return to the state before the first handshake, so that contracts are compared again."""
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
@@ -205,7 +208,7 @@ class RemoteServer:
                 return None
 
     async def probe(self) -> str | None:
-        """Return the reason why the server gives no rewards now, and leave it out; or None."""
+        """Return why the server gives no rewards now, and leave it out; None if it gives them."""
         try:
             with self._tracking_request():
                 await self._send("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
@@ -308,7 +311,10 @@ class RemoteServer:
             self._back_off(UnavailableError(reason))
 
     async def _check_contract(self, timeout_s: float) -> None:
-        """Raise OtherContractError; a single server shows its contract with its first reward."""
+        """Raise OtherContractError if the server publishes another contract than expected.
+
+        Nothing is fetched from a single server before its first reward, which carries the hash.
+        """
         if not self._reads_contract and not self._contract_check.is_bound:
             return
         try:
@@ -328,7 +334,8 @@ class RemoteServer:
         except RefusedError as error:
             if _is_unauthorized(error):
                 raise
-            # A NeMo-Aligner server has no contract; one of ours may still be loading the endpoint.
+            # A NeMo-Aligner server has no contract. A server of this package has one, but may still
+            # be loading the endpoint.
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error
@@ -350,7 +357,7 @@ class RemoteServer:
         self._has_retry_after = error.retry_after_s is not None
         if error.retry_after_s is not None:
             pause = max(pause, error.retry_after_s)
-        # Jitter: clients that failed together shall not come back together.
+        # Jitter, so that clients that failed at the same time do not retry at the same time.
         self.again_at = time.monotonic() + pause * random.uniform(1.0, 1.5)
         self.trouble, self.fault = str(error), None
         if error.kind is FailureKind.unreachable:
@@ -380,7 +387,8 @@ class RemoteServer:
             async with self._session.request(
                 method,
                 f"{self._url}/v2/{path}",
-                # aiohttp warns about large bytes objects, which block the loop; a stream does not.
+                # aiohttp warns about large bytes objects, which block the loop. A stream does not
+                # block it.
                 data=None if body is None else BytesIO(body),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
@@ -439,7 +447,8 @@ def _create_socket(address: Any) -> socket.socket:
     return connection
 
 
-# All rewards of a client have the same scoring contract: the expected one, or the first server's.
+# All rewards of a client have the same scoring contract: the expected one, or the one of the first
+# reward.
 
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -482,7 +491,7 @@ class ContractCheck:
     def __init__(
         self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
     ) -> None:
-        """Raise ConfigError if ``expect`` is neither a contract nor a hash, or bad fingerprint."""
+        """Raise ConfigError if ``expect`` is no contract or hash, or the fingerprint is invalid."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted a ScoringContract or its full hash"
@@ -499,7 +508,7 @@ class ContractCheck:
 
     @property
     def is_bound(self) -> bool:
-        """Tell whether the expected contract is known (it may be that there is none)."""
+        """Tell whether it is decided which contract servers must have, or that they have none."""
         return self._expected is not None
 
     @property
@@ -514,7 +523,7 @@ class ContractCheck:
         """Check the fingerprint of a server's model.
 
         Raises:
-            OtherModelError: it is not the expected one.
+            OtherModelError: the fingerprint is not the expected one.
         """
         fault = self.fingerprints.find_fault(server, fingerprint)
         if fault is not None:
@@ -523,17 +532,18 @@ class ContractCheck:
     def check_published(
         self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
     ) -> None:
-        """Check the contract and the model fingerprint that a server publishes; None for none.
+        """Check the contract and model fingerprint that a server publishes; None if it has none.
 
         Raises:
-            OtherContractError: one of them is not the expected one, or the contract differs from
-                that of another server.
+            OtherContractError: the contract or the model is not the expected one, or the contract
+                differs from that of another server.
         """
         published = _ServerContract(
             contract.hash if contract is not None else None, contract, server
         )
         self.withdraw(server)
-        # The model comes first: the contract of a wrong model says nothing about other servers.
+        # The fingerprint is checked first: the contract of a wrong model must not be compared with
+        # those of other servers.
         self.check_fingerprint(server, fingerprint)
         # Before the first reward it is unknown which server is right: compare with all others.
         expected = self._published.values() if self._expected is None else [self._expected]
@@ -568,7 +578,7 @@ class ContractCheck:
         self.columns = columns
 
     def withdraw(self, server: str) -> None:
-        """Forget what this server published, as another one may have taken its place."""
+        """Forget what this server published, as another server may run at its URL by now."""
         self._published.pop(server, None)
 
 

@@ -3,7 +3,7 @@
 A row passes these files in this order:
 
 ``rows.py``           ``Row``: token ids of one sample, and the positions to read
-``batcher.py``        merges rows of waiting requests to calls, oldest first
+``batcher.py``        merges rows of waiting requests into calls of the model, oldest first
 ``pace.py``           limits the tokens of a call, so that it ends within ``max_call_secs``
 ``executor.py``       runs a call on all ranks, and notices ranks that die
 ``scorer.py``         ``RewardScorer``: packs the rows, computes them, and gathers the outputs
@@ -11,6 +11,6 @@ A row passes these files in this order:
 ``shaping.py``        ``RewardShaper``: standardizes, merges, penalizes and clips rewards
 
 Before the queue, ``serving/intake.py`` encodes samples in the threads of ``timed_threads.py``,
-which can stop a chat template that never ends. ``scorer.py`` is also what evaluation and the Python
-API use, without the rest.
+which can stop a chat template that never ends. Evaluation and the Python API use ``scorer.py``
+without the queue.
 """

@@ -25,11 +25,13 @@ T = TypeVar("T")
 Execute = Callable[[list[Row]], "Future[list[np.ndarray]]"]
 """Starts to compute N rows, and returns the future of N arrays; calls run one after another."""
 
-# Calls at a time: one that runs, and one that is ready to follow it.
+# Most calls at a time: one that runs, and one that is ready to follow it.
 _MOST_CALLS = 2
-# Shared prefixes count once, so more rows may fit into a call than their lengths tell.
+# The oldest rows with this many times the tokens of a call are considered for it: shared prefixes
+# count once, so more rows may fit than the sum of their lengths suggests.
 _LOOK_AHEAD = 8
-# Fraction of the last call's time for which the next one waits for its senders to come back.
+# The next call waits for this fraction of the last call's duration, so that the senders of the last
+# call's rows can send new ones.
 _GATHER = 0.05
 
 
@@ -41,7 +43,7 @@ class _Request:
         self.results: list[Any] = [None] * len(rows)
         self.num_missing = len(rows)
         self.num_taken = 0  # number of rows, from the first on, that calls have taken
-        self.is_over = False  # it has its answer or error, or was cancelled
+        self.is_over = False  # True once it has its answer or error, or was cancelled
         self.answer: Future[list[np.ndarray]] = Future()
         self.came = time.monotonic()
 
@@ -71,8 +73,8 @@ class _Call:
         """Return the array of each row, once the call has ended.
 
         Raises:
-            ServingError: the model returned a wrong number of arrays. What the call has raised is
-                also raised.
+            ServingError: the model returned a wrong number of arrays. An exception of the call
+                itself is also raised.
         """
         arrays = self.outputs.result()
         if len(arrays) != len(self.rows):
@@ -92,8 +94,8 @@ class Batcher:
 
     While a call runs, the next one is prepared if it is full. If it is not full, it waits for more
     rows until the model is free. It waits a moment longer if many rows were just answered: their
-    senders come back one by one, and otherwise the first one would get a call of its own, for which
-    all others would wait.
+    senders send new requests one by one, and without the wait, the first of these requests would
+    get a call of its own while all others wait.
 
     A request whose future is cancelled leaves the queue; a running call continues.
     """
@@ -109,7 +111,7 @@ class Batcher:
         self._execute = execute
         self._meter = meter or Meter()
         self._pace = ModelPace(max_call_secs, tokens_per_call)
-        # In the order of arrival, while they have rows that no call has taken.
+        # Requests with rows that no call has taken yet, in the order of arrival.
         self._waiting: dict[_Request, None] = {}
         self._waiting_rows = self._waiting_tokens = 0
         self._retries: deque[list[_QueuedRow]] = deque()
@@ -180,9 +182,9 @@ class Batcher:
         self._changed.wait_for(condition, timeout)
 
     def _notify(self) -> None:
-        """Wake the thread if its condition holds; the caller holds the lock.
+        """Wake the batcher's thread if its condition holds; the caller holds the lock.
 
-        If every request woke it, the thread would use a fifth of the interpreter's time only to go
+        If every request woke the thread, it would use a fifth of the interpreter's time only to go
         to sleep again.
         """
         if self._awaited():
@@ -206,7 +208,7 @@ class Batcher:
         return False
 
     def _gather(self) -> None:
-        """Wait until the last call's senders are back, for at most a twentieth of its time."""
+        """Wait for requests of the last call's senders, for at most a twentieth of its duration."""
         if not self._calls and not self._retries:
             remaining = self._last_end + _GATHER * self._last_seconds - time.monotonic()
             self._wait_for(self._has_come_back, max(0.0, remaining))
@@ -238,7 +240,7 @@ class Batcher:
         return taken
 
     def _oldest_rows(self, most_tokens: int) -> Iterator[_QueuedRow]:
-        """Yield the oldest rows up to ``most_tokens``; the queue may have millions of tokens."""
+        """Yield the oldest rows up to ``most_tokens``, because the queue may have millions."""
         tokens = 0
         for request in self._waiting:
             for number in range(request.num_taken, len(request.rows)):
@@ -269,7 +271,8 @@ class Batcher:
             self._notify()
             if call.outputs.cancelled():
                 return
-            # The batcher is not idle before the answers or retries exist.
+            # While this is above 0, the batcher is not idle, so close() waits for the answers or
+            # retries.
             self._num_finishing += 1
             seconds = self._measure(call)
         try:
@@ -314,7 +317,7 @@ class Batcher:
                     request.is_over = True
                     complete.append(request)
         for request in complete:
-            # False if the request was cancelled since; afterwards it cannot be.
+            # False if the request was cancelled meanwhile; from here on it cannot be cancelled.
             if request.answer.set_running_or_notify_cancel():
                 request.answer.set_result(request.results)
 
@@ -324,7 +327,10 @@ class Batcher:
             requests = list(dict.fromkeys(request for request, _ in call.rows))
             # A bad request must not fail the others of its call.
             if len(requests) > 1:
-                logger.error("a call of %d requests failed: %s", len(requests), error)
+                logger.error(
+                    "a call of %d requests failed, so each of them is tried by itself: %s",
+                    *(len(requests), error),
+                )
                 for request in requests:
                     self._retries.append([row for row in call.rows if row.request is request])
                 self._notify()
@@ -338,7 +344,8 @@ class Batcher:
 
 # Counts of requests and calls.
 
-# Latencies that are kept: a server that never logs its load must not keep one for every request.
+# Most latencies that are kept: each log line clears them, and a server that never logs its load
+# must not keep a latency for every request.
 _MOST_SECONDS = 10_000
 
 
@@ -377,9 +384,9 @@ class Meter:
         self._totals = _Totals()
 
     def count_answer(self, seconds: float, rows: int, tokens: int) -> None:
-        """Count a request that was answered after ``seconds``; ``rows`` of it have rewards."""
+        """Count a request that was answered after ``seconds`` with rewards for ``rows`` rows."""
         with self._lock:
-            # Without rows, the request has not waited for the model.
+            # A request without rows has not waited for the model, so its latency is not kept.
             if rows:
                 self._counts.seconds.append(seconds)
             self._counts.requests += 1
@@ -405,9 +412,9 @@ class Meter:
     def statistics(self) -> dict[str, float]:
         """Return sums since the start.
 
-        ``requests``, ``rows`` and ``tokens`` that were answered; ``refused_requests``; ``calls`` of
-        the model and their ``forward_seconds``; and ``queue_seconds``, summed over rows: how long
-        each has waited for its call.
+        ``requests``, ``rows`` and ``tokens`` count what was answered, and ``refused_requests`` what
+        got an error. ``calls`` of the model took ``forward_seconds``. ``queue_seconds`` is the sum
+        over all rows of the time that a row waited for its call.
         """
         with self._lock:
             return asdict(self._totals)
@@ -452,8 +459,9 @@ class ReadWriteLock:
     """Runs work in the order of its arrival: shared work concurrently, exclusive work by itself.
 
     So a request for values that is partly computed is finished before the model trains, and later
-    requests wait until it has. Cancelled work is not begun. If it has already begun, shared work is
-    cancelled, but exclusive work continues. May be called from any thread.
+    requests wait until training has ended. Work that is cancelled before it begins is dropped.
+    Later, shared work can still be cancelled, but exclusive work continues. May be called from any
+    thread.
     """
 
     def __init__(self) -> None:
@@ -469,7 +477,7 @@ class ReadWriteLock:
             return self._runs_exclusive or any(work.is_exclusive for work in self._waiting.values())
 
     def submit(self, begin: Callable[[], Future[T]], *, exclusive: bool) -> Future[T]:
-        """Call ``begin`` once it may run; return the future of its result."""
+        """Call ``begin`` once the work may run; return the future of the work's result."""
         answer: Future[T] = Future()
         with self._lock:
             self._waiting[answer] = _Work(begin, answer, exclusive)

@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Launch:
     """An operation on a device; the host may begin the next operation while it runs.
 
-    ``begin`` takes the operation's arguments. Like an operation, it is collective.
+    ``begin`` takes the operation's arguments, and is collective: every rank calls it.
     """
 
     begin: Callable[..., Arriving[Any]]
@@ -52,7 +52,8 @@ class RanksLostError(ServingError):
     """A rank has died or frozen, so this server cannot answer any more."""
 
 
-# Calls differ in size, so fragments of free memory would accumulate over days.
+# Freed memory is returned to the system at most once in this many calls: calls differ in size, so
+# fragments of free memory would otherwise accumulate over days.
 _CALLS_BETWEEN_TRIMS = 100
 # Interval in which rank 0 checks whether the device has finished, or another call has arrived.
 _LOOK_EVERY_SECS = 2e-4
@@ -62,7 +63,10 @@ _NO_LIMIT = timedelta(days=365)
 
 @dataclass(frozen=True)
 class _Begun:
-    """A call that has begun on this rank; only rank 0 has ``answer``. A failed one has arrived."""
+    """A call that has begun on this rank; only rank 0 has ``answer``.
+
+    If the call could not begin, waiting for ``arriving`` raises the error.
+    """
 
     call: _Call
     arriving: Arriving[Any]
@@ -74,9 +78,9 @@ class ModelRanks:
 
     Operations run one at a time in the order of their submission. While a ``Launch`` runs on the
     device, the next one may begin behind it. If the first one then fails, the next one is begun
-    again, because it may depend on what the first one should have left behind. A worker that
+    again, because it may depend on state that the first one should have left behind. A worker that
     cannot continue ends its process with exit code 1. On rank 0, ``failure`` is then the reason
-    (None while the ranks work), and everything that was submitted fails.
+    (None while the ranks work), and all submitted operations fail.
     """
 
     def __init__(
@@ -117,8 +121,8 @@ class ModelRanks:
 
         ``arguments`` are arrays, numbers, or lists of them, and must not change afterwards. The
         future can be cancelled until the operation begins. It fails with a ServingError if the
-        operation failed (the next one may succeed), or with a RanksLostError if a rank is lost; it
-        then does not wait for a model that may never return.
+        operation failed (the next one may succeed). If a rank is lost, the future fails at once
+        with a RanksLostError, because the model may never return.
         """
         answer: Future[Any] = Future()
         with self._lock:
@@ -170,7 +174,7 @@ class ModelRanks:
         return isinstance(self._operations[call[0]], Launch)
 
     def run_worker(self) -> None:
-        """On a worker: run rank 0's calls until it stops."""
+        """On a worker: run the calls that rank 0 sends, until rank 0 stops."""
         while True:
             header = self._broadcast(torch.zeros(1, dtype=torch.int64))
             size = int(header)
@@ -181,7 +185,7 @@ class ModelRanks:
             self._advance(pickle.loads(payload.numpy().data))
 
     def stop(self) -> None:
-        """Release the workers and end the heartbeat; every rank calls it between calls."""
+        """Release the workers and end the heartbeat; every rank does so while no operation runs."""
         if self.world_size > 1 and self.failure is None:
             if self.rank == 0:
                 self._broadcast(torch.zeros(1, dtype=torch.int64))
@@ -199,7 +203,7 @@ class ModelRanks:
                 self.failure = reason
             unanswered, self._open = self._open, set()
         for answer in unanswered:
-            with suppress(InvalidStateError):  # it was cancelled
+            with suppress(InvalidStateError):  # the future was cancelled
                 answer.set_exception(RanksLostError(self.failure))
 
     def _compute(self, answer: Future[Any], call: _Call) -> None:
@@ -232,9 +236,9 @@ class ModelRanks:
         return self._advance(call, answer)
 
     def _advance(self, call: _Call | None, answer: Future[Any] | None = None) -> bool:
-        """Begin ``call``, then end the call in flight, and ``call``, too, if it is no ``Launch``.
+        """Begin ``call``, then end the call in flight; also end ``call`` unless it is a ``Launch``.
 
-        Every rank does so in the same order. At the end of a call, ranks exchange their errors.
+        Every rank does this in the same order. At the end of a call, ranks exchange their errors.
 
         Returns:
             False if the call in flight has failed, and ``call`` was therefore dropped.
@@ -280,10 +284,10 @@ class ModelRanks:
 
         Args:
             begun: the call.
-            is_followed: another call was begun behind it.
+            is_followed: whether another call has begun behind this one.
 
         Returns:
-            False if it has failed on any rank.
+            False if the call has failed on any rank.
         """
         result, error = None, None
         try:
@@ -292,7 +296,8 @@ class ModelRanks:
             error = caught
             logger.exception("rank %d could not %s", self.rank, begun.call[0])
             self._fail_if_device_is_lost()
-        # After successful calls, too: if only one rank has failed, it must not continue alone.
+        # Also if the call succeeded on this rank: it may have failed on another one, and all ranks
+        # must react in the same way.
         try:
             errors = self._acknowledge(error)
         except RanksLostError:
@@ -300,16 +305,16 @@ class ModelRanks:
         if errors:
             self._reset_cache()
         if is_followed and 0 < len(errors) < self.world_size:
-            # The next call was planned, and perhaps started, with another cache than the failed
-            # ranks have now.
+            # The other ranks have planned, and perhaps started, the next call with a prefix cache
+            # that the failed ranks have emptied.
             self.fail(f"only some ranks could {begun.call[0]}: {'; '.join(errors)}")
         if begun.answer is not None:
             failed = ServingError("; ".join(errors)) if errors else None
             if failed is not None:
                 failed.__cause__ = error
             self._set_answer(begun.answer, result, failed)
-        # After the answer, so that nobody waits for it: with a slow /proc, it takes a quarter of a
-        # millisecond.
+        # Memory is checked after the answer, so that no request waits for that: with a slow /proc,
+        # it takes a quarter of a millisecond.
         self._freed.end_step()
         return not errors
 
@@ -334,7 +339,8 @@ class ModelRanks:
         local_error = None if error is None else f"{type(error).__name__}: {error}"
         if self.world_size == 1:
             return [] if local_error is None else [local_error]
-        # If only this rank has failed, the others wait for it inside the model.
+        # If only this rank has failed, the others wait for it in a collective of the model and
+        # never get here, so a timer marks the ranks as lost.
         watch = threading.Timer(
             self._timeout_secs, self.fail, [f"rank {self.rank} failed alone: {local_error}"]
         )
@@ -348,7 +354,7 @@ class ModelRanks:
         return [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
 
     def _beat(self) -> None:
-        """Exchange heartbeats until rank 0 leaves; workers wait in it while rank 0 sleeps."""
+        """Exchange heartbeats until rank 0 leaves; between them, workers wait in the all-reduce."""
         while True:
             leaving = torch.tensor([int(self.rank == 0 and self._leaving.is_set())])
             try:

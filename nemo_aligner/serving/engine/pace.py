@@ -1,4 +1,4 @@
-"""The pace of the model: how many tokens may a call have, to end within the time limit?"""
+"""Estimate from the model's pace how many tokens a call may have to end within the time limit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from bisect import bisect_left
 from collections import deque
 from itertools import accumulate
 
-# Latest calls in the estimate: enough that one hiccup of the machine does not show.
+# Number of latest calls in the estimate: enough that one hiccup of the machine does not show.
 _CALLS = 16
-# Tokens of a call until one was measured.
+# Most tokens of a call before a first call was measured.
 _FIRST_TOKENS = 1024
 # A call may always have this many tokens: in smaller ones the fixed costs of a call dominate.
 _LEAST_TOKENS = 512
-# If calls are not limited, only those are measured that take this fraction of the time limit.
+# While the estimate does not limit calls, only calls that take at least this fraction of the time
+# limit are measured.
 _LONG = 1 / 16
 
 
@@ -27,9 +28,10 @@ class ModelPace:
     """
 
     def __init__(self, max_secs: float, most_tokens: int) -> None:
-        """Set the limits; with ``max_secs`` 0, ``most_tokens`` is the only one."""
+        """Set the limits; with ``max_secs`` 0, ``most_tokens`` is the only limit."""
         self._max_secs, self._most_tokens = max_secs, most_tokens
-        self._calls: deque[tuple[float, int]] = deque(maxlen=_CALLS)  # tokens/s, tokens
+        # Tokens per second and tokens of the latest calls.
+        self._calls: deque[tuple[float, int]] = deque(maxlen=_CALLS)
         self.limit = min(most_tokens, _FIRST_TOKENS) if max_secs else most_tokens
 
     def needs(self, seconds: float) -> bool:

@@ -32,8 +32,8 @@ from nemo_aligner.data.packing import (
 )
 from nemo_aligner.distributed.layout import ParallelLayout
 
-_BLOCK_BYTES = BLOCK_TOKENS * 4  # of token ids as int32
-_NONE = -1  # id of no block
+_BLOCK_BYTES = BLOCK_TOKENS * 4  # bytes of a block's token ids as int32
+_NONE = -1  # the id that stands for no block
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class BlockTable:
     """The blocks of one sequence in one call.
 
     Attributes:
-        cached: blocks at its beginning that need not be computed.
-        first_new: number in the sequence of the first block that it computes and caches.
-        new: blocks that it computes and caches, from ``first_new`` on.
-        path: all of its blocks. Those between ``cached`` and ``new`` are computed by another
-            sequence of the same call.
+        cached: cached blocks at the beginning of the sequence, which need not be computed.
+        first_new: index in the sequence of the first block that it computes and caches.
+        new: blocks that the sequence computes and caches, from ``first_new`` on.
+        path: all blocks of the sequence. Blocks between ``cached`` and ``new`` are computed by
+            another sequence of the same call.
     """
 
     cached: tuple[int, ...]
@@ -55,7 +55,10 @@ class BlockTable:
 
 
 def _root_of(rotation: int) -> int:
-    """Return the id that precedes a first block; sequences with different RoPE share no blocks."""
+    """Return the id that a first block has as its preceding block.
+
+    The id differs by ``rotation``, so that sequences with different RoPE share no blocks.
+    """
     return _NONE - rotation
 
 
@@ -86,9 +89,9 @@ class BlockManager:
     def find(self, key: bytes, reads: Sequence[int] = (), rotation: int = 0) -> tuple[int, ...]:
         """Find the cached blocks at the beginning of a sequence.
 
-        The last token is never included, because it is always computed; and so is everything from
-        the first of the positions ``reads`` on whose outputs are not cached. Sequences with another
-        ``rotation`` (see ``ModelShape``) have other blocks.
+        The block with the last token is not included, because the last token is always computed.
+        The blocks end before the first position of ``reads`` whose outputs are not cached.
+        Sequences with another ``rotation`` (see ``ModelShape``) have other blocks.
         """
         cached: list[int] = []
         block = _root_of(rotation)
@@ -160,7 +163,8 @@ class BlockManager:
         """Extend the paths as far as the pool allows, one block of each path at a time.
 
         Returns:
-            For each path, number in the sequence -> block, for blocks that it is the first to have.
+            For each path, a dict from a block's index in the sequence to the block, with the blocks
+            that were placed for this path.
         """
         new: list[dict[int, int]] = [{} for _ in keys]
         # Breadth first: if the pool is too small, it holds the beginning of every sequence, which
@@ -315,7 +319,10 @@ class PrefixCache:
         return find_prefix_groups(sequences, budget, cached, self._length_dependent_rope)
 
     def _cacheable_part(self, sequence: np.ndarray) -> np.ndarray:
-        """Return the part of a sequence that may be cached, plus one token, which is computed."""
+        """Return the part of a sequence that may be cached, and one more token.
+
+        The extra token is needed because ``BlockManager`` never counts the last one as cached.
+        """
         if self._reply_marker is None:
             return sequence
         return sequence[: max(0, find_marker(sequence, self._reply_marker)) + 1]
@@ -372,7 +379,7 @@ def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
 
 
 def _cached_prefixes(tables: Sequence[BlockTable]) -> list[CachedPrefix | None]:
-    """Return the cached prefix of each sequence; equal prefixes are one object."""
+    """Return the cached prefix of each sequence; sequences with equal prefixes share an object."""
     distinct = dict.fromkeys(table.cached for table in tables if table.cached)
     prefixes = {blocks: CachedPrefix(_slots_of(blocks)) for blocks in distinct}
     return [prefixes.get(table.cached) for table in tables]

@@ -1,6 +1,6 @@
 """One row of the queue: a sample's token ids, and the positions at which rewards are read.
 
-Rows pass from requests through the batcher to every rank. The result of each is one array.
+Rows pass from requests through the batcher to every rank. The result of each row is one array.
 """
 
 from __future__ import annotations

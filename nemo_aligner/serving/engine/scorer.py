@@ -64,7 +64,7 @@ class TokenCounts:
     Attributes:
         requested: tokens of the samples.
         computed: tokens that went through the model; a shared prefix of one call counts once.
-        cached: tokens that did not, because their keys and values were cached.
+        cached: tokens that needed no computation, because their keys and values were cached.
     """
 
     requested: int = 0
@@ -101,8 +101,8 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
     ) -> None:
-        """Raise ConfigError if a sample of the contract's ``seq_length`` exceeds the budget."""
-        # A sample is never split over packs: causal attention needs all of it in one.
+        """Raise ConfigError if ``micro_batch_tokens`` is below the contract's ``seq_length``."""
+        # A sample is never split over packs: causal attention needs all of its tokens in one pack.
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "
@@ -131,7 +131,7 @@ class RewardScorer:
 
     @property
     def tokens_per_call(self) -> int:
-        """The number of tokens with which a call has one pack for every rank."""
+        """The tokens of a call that has one full pack for each data and pipeline parallel rank."""
         return self._micro_batch_tokens * self._layout.dp * self._layout.pp
 
     @property
@@ -143,8 +143,8 @@ class RewardScorer:
         """Do the slow first computations before a sample has to wait for them; collective.
 
         Raises:
-            ServingError: on every rank, if a reward is not finite; those of samples would not be
-                either.
+            ServingError: a reward is not finite, so rewards of samples would not be finite either.
+                It is raised on every rank.
         """
         try_all_products(self.model)
         if self._pool is not None:
@@ -158,7 +158,7 @@ class RewardScorer:
                     "precision=bf16 or fp32"
                 )
         use_huge_pages()
-        # No sample begins with these tokens, and the counts are only of requests.
+        # No sample begins with the tokens of the warm-up, and only requests must be counted.
         self.reset_cache()
         self.counts = TokenCounts()
 
@@ -203,8 +203,8 @@ class RewardScorer:
         """Start to compute what ``compute`` returns, without waiting for the device.
 
         A call may begin before earlier ones have arrived, but they must be waited for in order. A
-        call that fails, either here or while waiting, empties the prefix cache; calls that have
-        begun after it may have used what it should have left there.
+        call that fails, either here or while waiting, empties the prefix cache. Calls that began
+        after it may have read keys and values that it never wrote, so they must begin again.
         """
         positions = [row.positions for row in rows]
         outputs = self._begin([row.ids for row in rows], positions)
@@ -309,15 +309,15 @@ def load_scorer(
     Args:
         path: the archive.
         layout: parallel layout of the ranks.
-        precision: None for the contract's.
+        precision: precision of the model; None for the contract's ``dtype``.
         micro_batch_tokens: most tokens of a pack.
         watch: called with the number of scored samples and their total.
         prefix_cache_tokens: size of the prefix cache; 0 for none.
         invariant_rows: with it, rewards are bit-identical in any batch; see
             ``make_batch_invariant``.
         pointwise_kernels: see ``choose_kernels``.
-        can_offload: an OffloadGroup moves the weights, so they keep torch's memory layout, which is
-            slower on a CPU.
+        can_offload: whether an OffloadGroup moves the weights. They then keep torch's memory
+            layout, which is slower on a CPU.
         cuda_graphs: run packs as CUDA graphs; see ``GPTRewardModel.use_cuda_graphs``.
 
     Raises:
@@ -347,7 +347,8 @@ def load_scorer(
 
 # Ensembles.
 
-# The other fields of a contract decide the token ids of a sample, or what the columns mean.
+# Fields of the contract in which the models of an ensemble may differ. The other fields decide the
+# token ids of a sample, or what the columns mean.
 _MAY_DIFFER = ("label_means", "attribute_weights")
 
 
@@ -466,7 +467,8 @@ def check_same_encoding(contracts: Sequence[ScoringContract]) -> None:
     """Check that all models score the same token ids by the same attributes.
 
     Raises:
-        ConfigError: it names the model by its number in ``ensemble.files``, and the differences.
+        ConfigError: a model differs from the first; the message has its number in
+            ``ensemble.files`` and the differences.
     """
     for number, contract in enumerate(contracts[1:], start=1):
         differences = contracts[0].differences(contract)

@@ -34,8 +34,8 @@ _MERGED = "reward"
 class RewardShaper:
     """Shapes the raw rewards of M models with A attributes each; not thread-safe.
 
-    ``contract`` describes the shaped rewards: it is that of the first model, with the rules, and
-    with the attributes that are left.
+    ``contract`` describes the shaped rewards: it is the first model's contract, with the shaping
+    rules and the attributes that remain after merging.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RewardShaper:
             contracts: contracts of M models that score the same token ids.
 
         Raises:
-            ConfigError: a rule does not fit the models, or a file of statistics belongs to others.
+            ConfigError: a rule does not fit the models, or the statistics file is for other models.
         """
         self._shaping = shaping
         self._ensemble = ensemble
@@ -82,8 +82,8 @@ class RewardShaper:
     def keeps_steps(self) -> bool:
         """Tell whether rewards of turns or steps can be shaped one by one.
 
-        They cannot with a length penalty, which concerns a whole reply, or with running statistics,
-        which are of one reward per sample.
+        They cannot with a length penalty, which is for a whole reply, or with running statistics,
+        which are computed from one reward per sample.
         """
         return not self.needs_lengths and self._running is None
 
@@ -116,7 +116,7 @@ class RewardShaper:
             is averaged over models.
         """
         raw, spreads = scored.rewards, scored.spread
-        # In float64, because differences of large means lose digits. Answers are float32 again.
+        # Computed in float64, because differences of large means lose digits. Answers are float32.
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
         spread = None
         if spreads is not None:
@@ -132,7 +132,8 @@ class RewardShaper:
         if spread is not None and self._shaping.spread_penalty:
             values = values - self._shaping.spread_penalty * spread
         deviation = values.std(axis=1)
-        # Before the length penalty, which is equal for all models and adds no uncertainty.
+        # The models are combined before the length penalty, which is equal for all of them and adds
+        # no uncertainty.
         rewards = self._combine(values, deviation)
         shaping = self._shaping
         if self.needs_lengths:
@@ -160,7 +161,8 @@ class RewardShaper:
         """Standardize rewards ``[N, M, A]``; return them and the deviations that divided them."""
         std: np.ndarray | float = 1.0
         if self._running is not None:
-            # They are added first: before the first reward there is no deviation to divide by.
+            # Rewards are added before they are standardized: the first ones would otherwise have no
+            # deviation to be divided by.
             if counts:
                 self._running.add(values)
             values, std = self._running.standardize(values), self._running.std
@@ -226,7 +228,8 @@ class RewardShaper:
                 attributes=(_MERGED,),
                 attribute_weights=(1.0,),
                 label_means=(0.0,),
-                # A readout has a row of numbers for each attribute, and only one is left.
+                # A readout has a row of numbers for each attribute of the model, but the merged
+                # reward is a single attribute.
                 readout=contract.readout if len(contract.attributes) == 1 else None,
             )
         return replace(
@@ -249,7 +252,7 @@ class RunningStatistics:
         """Load the statistics, if the file exists.
 
         Args:
-            file: where they are saved; None for nowhere.
+            file: path of the saved statistics; None to keep them only in memory.
             contracts: contract hashes of the models.
             shape: ``(M, A)``.
 
@@ -273,7 +276,7 @@ class RunningStatistics:
 
     def add(self, values: np.ndarray) -> None:
         """Add rewards ``[N, M, A]``."""
-        # Not by sums of squares, whose difference loses all digits if the mean is large.
+        # Sums of squares are not used: their difference loses all digits if the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
         difference, total = mean - self.mean, self.count + count
@@ -294,7 +297,9 @@ class RunningStatistics:
         try:
             self._write(self._file)
         except OSError as error:
-            raise ConfigError(f"shaping.statistics_file: {self._file}: {short(error)}") from error
+            raise ConfigError(
+                f"shaping.statistics_file: {self._file}: it cannot be written: {short(error)}"
+            ) from error
 
     def save(self) -> None:
         """Save the statistics, if there is a file; a failure is only logged."""
@@ -304,7 +309,10 @@ class RunningStatistics:
         try:
             self._write(self._file)
         except OSError as error:  # a full disk must not stop a server
-            logger.warning("shaping.statistics_file: %s: %s", self._file, short(error))
+            logger.warning(
+                "shaping.statistics_file: %s: the statistics were not saved: %s",
+                *(self._file, short(error)),
+            )
 
     def _write(self, file: Path) -> None:
         """Replace the file atomically."""
@@ -328,7 +336,9 @@ class RunningStatistics:
             contracts, count = content["contracts"], int(content["count"])
             mean, squares = (np.array(content[name], dtype=float) for name in ("mean", "squares"))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"shaping.statistics_file: {file}: {short(error)}") from error
+            raise ConfigError(
+                f"shaping.statistics_file: {file}: it cannot be read: {short(error)}"
+            ) from error
         if contracts != self._contracts or {mean.shape, squares.shape} != {self.mean.shape}:
             raise ConfigError(
                 f"shaping.statistics_file: {file} has the statistics of other models (scoring "
@@ -404,7 +414,7 @@ def _contract_statistics(contracts: Sequence[ScoringContract]) -> tuple[np.ndarr
 def _list_rules(
     shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]
 ) -> dict[str, Any]:
-    """List rules that differ from their defaults; a file's path is no rule."""
+    """List rules that differ from their defaults; the path of the statistics file is not a rule."""
     rules: dict[str, Any] = {
         item.name: getattr(shaping, item.name)
         for item in fields(shaping)

@@ -1,8 +1,8 @@
 """Threads for jobs of many steps, each of which has a time limit.
 
-The chat template of an archive may loop forever for one conversation. In the thread of a step that
-is too slow, an exception is raised, which Python code cannot suppress. Until the step ends, another
-thread replaces the blocked one, so that other jobs do not wait.
+The chat template of an archive may loop forever for one conversation. If a step is too slow, an
+exception that a template cannot catch is raised in its thread. Until the step ends, another thread
+replaces the blocked one, so that other jobs do not wait.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunStep(Protocol):
         """Call ``function``, and return its result.
 
         Raises:
-            TooSlowError: it took longer than the limit.
+            TooSlowError: the function took longer than the limit.
         """
 
 
@@ -73,11 +73,11 @@ class _Job(Generic[T]):
         self._step = -1
         self._interrupted = -math.inf
 
-    # Called in a thread of the pool.
+    # Methods that are called in a thread of the pool.
 
     @property
     def is_replaced(self) -> bool:
-        """Tell whether another thread has replaced the job's, which must end after the job."""
+        """Tell whether another thread has replaced the job's, which must then end with the job."""
         with self._lock:
             return self._is_replaced
 
@@ -109,7 +109,7 @@ class _Job(Generic[T]):
                 return function(*arguments, **named)
             finally:
                 self._end_step()
-        # The interruption may also arrive while _end_step runs, so it is called again.
+        # The interruption may also arrive while _end_step runs, so _end_step is called again.
         except _InterruptedStep:
             self._end_step()
             raise TooSlowError(self._message, self._step) from None
@@ -121,15 +121,16 @@ class _Job(Generic[T]):
             # Take back an exception that has not arrived yet; it would hit the code that follows.
             _raise_in(self._thread, None)
 
-    # Called in the event loop.
+    # Methods that are called in the event loop.
 
     def watch(self) -> bool:
         """Interrupt a step that is too slow; tell whether its thread needs a replacement."""
-        # Not blocking: the lock may be held by a thread that waits for the GIL. Check next time.
+        # Do not block: a thread that waits for the GIL may hold the lock. The next watch tries
+        # again.
         if not self._lock.acquire(blocking=False):
             return False
-        # Everything happens under the lock, so that it concerns the running step. Otherwise a
-        # finished job could get a replacement thread, or the next step the exception.
+        # The lock is held throughout, so that the step cannot end meanwhile. Otherwise a finished
+        # job could get a replacement thread, or the exception could hit the next step.
         try:
             if self._begun is None:
                 return False
@@ -154,7 +155,7 @@ class TimedThreads:
     """A few threads that run jobs for one event loop; each step of a job has a time limit."""
 
     def __init__(self, num_threads: int, name: str, limit_secs: float, message: str) -> None:
-        """Start the threads; ``message`` is for the TooSlowError after ``limit_secs``."""
+        """Start the threads; a step longer than ``limit_secs`` fails with ``message``."""
         self._name, self._limit_secs, self._message = name, limit_secs, message
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._num_threads = num_threads
@@ -162,7 +163,7 @@ class TimedThreads:
             self._start_thread()
 
     async def run(self, work: Callable[[RunStep], T]) -> T:
-        """Run ``work`` in a thread; it calls what may be slow through its ``RunStep`` argument.
+        """Run ``work`` in a thread; ``work`` makes slow calls through its ``RunStep`` argument.
 
         If the caller is cancelled, the work ends after the running step.
 

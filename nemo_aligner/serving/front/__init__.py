@@ -10,6 +10,6 @@ A request passes these files in this order:
 ``bodies.py``      reads a body within the memory limit of all requests
 ``kserve.py``      answers KServe v2; the other protocols are in ``serving/protocols``
 
-``metrics.py`` counts all of it for Prometheus. No file here imports torch, because a gateway uses
-them, too.
+``metrics.py`` counts requests, rows and connections for Prometheus. No module here imports torch,
+because a gateway uses the front, too, and runs without torch.
 """

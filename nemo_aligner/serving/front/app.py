@@ -55,7 +55,7 @@ from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_n
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.utils.errors import ServingError, one_line, shown
 
-# Every protocol has a line here.
+# The routes of all protocols; a new protocol needs a line here.
 ROUTES: list[Route[Any]] = [
     *rewards.ROUTES,
     *openrlhf.ROUTES,
@@ -88,7 +88,7 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class Front:
-    """ASGI application that answers for KServe endpoints and a scoring service.
+    """ASGI application that serves KServe endpoints and the protocols of a scoring service.
 
     Attributes:
         is_ready: whether requests are answered; ``/ready`` and KServe's readiness report it.
@@ -110,7 +110,8 @@ class Front:
             scoring: scores the requests; None for only KServe endpoints, as for a critic.
             endpoints: KServe endpoints.
             config: address, access and limits.
-            token: required by everything but health, readiness and tensor shapes; None for none.
+            token: required by everything but health, readiness and tensor shapes; None if requests
+                need no token.
             statistics: returns counts of the models by their servers' names, for ``/metrics``.
         """
         self.is_ready = True
@@ -128,7 +129,8 @@ class Front:
         """Answer a request."""
         if scope["type"] != "http":
             return
-        # The prefix is removed first, because paths that need no token are listed without it.
+        # Gym's rollout prefix is removed first, because the paths that need no token are listed
+        # without it.
         path = gym.ROLLOUT_PREFIX.sub("", scope["path"])
         # HEAD is answered like GET; uvicorn then omits the body.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -165,7 +167,7 @@ class Front:
         return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
 
     def _is_kserve(self, path: str) -> bool:
-        # Cohere's /v2/rerank is not KServe's.
+        # /v2/rerank belongs to Cohere's protocol, and not to KServe.
         return path == "/v2" or (path.startswith("/v2/") and path not in self._routes)
 
     async def _probe(self) -> Mapping[str, str | None]:
@@ -277,7 +279,7 @@ class Front:
 
 
 class _App(FastAPI):
-    """FastAPI, with the protocols' bodies on the OpenAPI page; FastAPI does not parse them."""
+    """FastAPI application; its OpenAPI page describes bodies that FastAPI does not parse itself."""
 
     def __init__(self, protocols: Sequence[Route[Any]], **settings: Any) -> None:
         super().__init__(**settings)
@@ -295,18 +297,18 @@ class _App(FastAPI):
 
 
 class _TemplateWarnings:
-    """Logs the first sample in a foreign chat template, for each kind of difference."""
+    """Logs the first sample that is not in the model's chat template, per kind of difference."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
     def note(self, path: str, row: int, fault: str) -> None:
-        """Log the sample, unless one with the same kind of fault was; a run has millions."""
+        """Log the sample, unless a sample with the same kind of fault was logged before."""
         kind = " ".join(fault.split()[:2])  # "it begins", "it has" or "it ends"
         if kind not in self._noted:
             self._noted.add(kind)
             print(
-                f"Warning: {path}, row {row}: {fault}. Further ones are only counted "
+                f"Warning: {path}, row {row}: {fault}. Further such samples are only counted "
                 "(foreign_template in /metrics)",
                 flush=True,
             )
@@ -363,10 +365,10 @@ class _RouteHandler:
         return respond(HttpAnswer(200, content, row_headers(scored)))
 
     def _choose_route(self, content: bytes) -> tuple[Route[Any], Any]:
-        """Choose the path's first route, unless unknown fields mark the body as another one's.
+        """Choose the path's first route, unless unknown fields mark the body as another route's.
 
         Returns:
-            The route, and the body if the first route has parsed it, or None for another route.
+            The route; and the parsed body if it is the first route, otherwise None.
 
         Raises:
             ServingError: the first route cannot parse the body, and no other one claims it.
@@ -418,7 +420,8 @@ class _RouteHandler:
         """Log rows that are in another chat template, and reject them if configured.
 
         Raises:
-            RequestError: they are rejected, and the route cannot set rows aside.
+            RequestError: such rows are rejected, and the route's answer has no errors of single
+                rows.
         """
         row, fault = next(iter(foreign.items()))
         self._template_warnings.note(route.path, row, fault)
@@ -431,7 +434,10 @@ class _RouteHandler:
         return request.without_rows(foreign)
 
     async def _blame(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
-        """Score another reply. If it succeeds, the reply is at fault: make the error its row's."""
+        """Find out whether the reply is at fault, by scoring ``other``, which has another reply.
+
+        If ``other`` can be scored, return ``refusal`` as the error of row 0; otherwise raise.
+        """
         scored = await self._scoring.answer(other, False, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
         # Only the shape of the other reply's reward is used, which has the number of attributes.
@@ -479,7 +485,7 @@ def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
 
 
 async def _respond_or_refuse(work: Awaitable[Response]) -> Response:
-    """Await the answer of a route without a protocol, or build its error."""
+    """Await the answer of a route that returns no rewards; if it fails, build an error answer."""
     try:
         return await work
     except Exception as error:
@@ -521,7 +527,7 @@ def _add_get_routes(
     app: FastAPI, routes: Sequence[tuple[str, Callable[[], Awaitable[Response]], str]]
 ) -> None:
     def with_errors(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
-        @wraps(work)  # the OpenAPI page uses its name
+        @wraps(work)  # the OpenAPI page uses the function's name
         async def handle() -> Response:
             return await _respond_or_refuse(work())
 

@@ -1,4 +1,4 @@
-"""Read request bodies within a limit for each, and within one for all bodies in memory."""
+"""Read request bodies, with a limit for each body and a limit for all bodies in memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols.base import is_packed, too_large, unpack_body
 
 # This many bytes of each body are not counted, so that short requests are still read while large
-# ones fill the memory. The limit of connections bounds their sum.
+# ones fill the memory. The limit of connections bounds the sum of these bytes.
 _FREE_BYTES = 64 * 2**10
 _RETRY_AFTER_S = 1
 
 
 class RequestBodies:
-    """Counts the bytes of all bodies in memory; for one event loop."""
+    """Counts the bytes of all bodies in memory; must be used in a single event loop."""
 
     def __init__(self, config: FrontConfig) -> None:
         self.max_body_bytes = config.max_request_bytes
@@ -55,7 +55,7 @@ class BodyReader:
             ServingError: see ``unpack_body``.
         """
         max_bytes = self._bodies.max_body_bytes
-        # If the header tells the size, a body that is too large is not read; chunks have no header.
+        # A body with a too large Content-Length is not read. A chunked body has no such header.
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > max_bytes:
             raise too_large(max_bytes)
@@ -74,13 +74,13 @@ class BodyReader:
         encoding = headers.get("content-encoding", "")
         if not is_packed(body, encoding):
             return await call_by_size(size, unpack_body, body, encoding, max_bytes)
-        # Even a small compressed body may have as many bytes as allowed.
+        # Even a small compressed body may be unpacked to as many bytes as allowed.
         unpacked = await call_by_size(max_bytes, unpack_body, body, encoding, max_bytes)
         self._count(len(unpacked))
         return unpacked
 
     def _count(self, size: int) -> None:
-        """Count the body as ``size`` bytes; if it is the only one, there is always room.
+        """Count the body as ``size`` bytes; if it is the only body, there is always room.
 
         Raises:
             RequestError: all bodies together are too large.

@@ -42,11 +42,11 @@ HEAD, BODY, CHUNKED, BUSY, LINGERING, CLOSING = range(6)
 LINGER_SECS = 1.0
 LINGER_BYTES = 32 * 2**20
 
-# Bytes of a chunk in addition to its data: its size in hexadecimal and two line ends. Further ones
+# Bytes of a chunk in addition to its data: its size in hexadecimal and two line ends. Further bytes
 # (extensions, leading zeros) count toward max_header_bytes.
 CHUNK_FRAMING_BYTES = 16
 
-# With these, a peer that vanished without a FIN is noticed after about two minutes.
+# With these settings, a peer that vanished without a FIN is noticed after about two minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 END_OF_HEAD = b"\r\n\r\n"
@@ -79,7 +79,7 @@ class Sweep:
             self.timer = self.loop.call_later(self.interval, self._run, connections)
 
     def _run(self, connections: set[Any]) -> None:
-        # Compare with one interval ago: ``now`` was up to that old when deadlines were set.
+        # Deadlines were set when ``now`` was up to one interval old: compare with the earlier one.
         earlier, self.now = self.now, self.loop.time()
         self.timer = None
         if connections:
@@ -89,7 +89,7 @@ class Sweep:
 
 
 class Connection(HttpToolsProtocol):
-    """The protocol of one connection; ``limited_protocol`` creates the class for a server."""
+    """The asyncio protocol of one connection; ``limited_protocol`` makes a subclass per server."""
 
     limits_of_server: ClassVar[ConnectionLimits]
     refused_connections: ClassVar[dict[int, int]]
@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
         self.task: asyncio.Task[None] | None = None
         # Loop time at which expire() is called.
         self.deadline = math.inf
-        # Bytes after the request in the parser; those before backlog_start are parsed.
+        # Received bytes with pipelined requests that wait; bytes before backlog_start are parsed.
         self.backlog = b""
         self.backlog_start = 0
         self.is_parser_spent = False
@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
             self.backlog = self.backlog[self.backlog_start :] + data
             self.backlog_start = 0
             if len(self.backlog) > HIGH_WATER_LIMIT:
-                # Not with self.flow, which resumes when the application checks for a disconnect.
+                # Not by self.flow, which resumes reading if the application checks for disconnects.
                 self.transport.pause_reading()
         elif self.phase == LINGERING:
             self.discarded_bytes += len(data)
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
         except Refusal as refusal:
             cause = refusal
         except httptools.HttpParserError as error:
-            # An exception of a callback below is the context of the parser's own exception.
+            # An exception that a callback raises is the context of the parser's own exception.
             cause = error.__context__ or malformed_request(str(error))
         if isinstance(cause, IgnoredUpgrade):
             self._use_parser_for_body()
@@ -453,7 +453,7 @@ class Connection(HttpToolsProtocol):
             raise self.limits.body_too_large(f"at least {self.body_bytes}")
         cycle = self.cycle
         if not cycle.body:
-            # Not copied if the application reads each piece, or the body arrives in one piece.
+            # The first piece is not copied: often it is the only one, or is read before the next.
             cycle.body = body  # type: ignore[assignment]
         elif isinstance(cycle.body, bytearray):
             cycle.body += body
@@ -484,7 +484,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
         self.flow.resume_reading()
         if self.backlog:
-            # Not in this task, whose context variables the next request must not inherit.
+            # Not in this task, because the next request must not inherit its context variables.
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()

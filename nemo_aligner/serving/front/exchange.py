@@ -26,7 +26,7 @@ class Exchange(RequestResponseCycle):
     """One request and its answer; cancelling its task is not an error of the application."""
 
     async def run_asgi(self, app: Any) -> None:
-        """Run the application, and answer with an error if it does not."""
+        """Run the application; if it raises or sends no complete answer, answer with an error."""
         try:
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
@@ -61,4 +61,4 @@ class Exchange(RequestResponseCycle):
 
 
 def _ignore() -> None:
-    """Do nothing; it replaces a connection's callback after its exchange has ended."""
+    """Do nothing; as the callback of an ended exchange, it does not keep the connection alive."""

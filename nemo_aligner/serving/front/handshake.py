@@ -1,7 +1,7 @@
 """TLS handshakes, which count as connections while they last.
 
-uvicorn creates a connection only when its handshake is done. Until then no limit would apply, and
-asyncio would wait 60 seconds.
+uvicorn alone creates a connection only when its handshake is done: until then, no limit would
+apply, and asyncio would wait 60 seconds for the handshake.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from nemo_aligner.serving.front.limits import FAILED_HANDSHAKE, NO_ROOM_FOR_HAND
 class TlsHandshake(asyncio.Protocol):
     """A connection during its handshake; ``behind_tls`` creates the class for a server.
 
-    It is in the server's set of connections. So it counts as one, the sweep ends it in time, and a
-    server that exits closes it.
+    The handshake is in the server's set of connections. So it counts as a connection, the sweep
+    ends it in time, and a server that exits closes it.
     """
 
     connection_class: ClassVar[type[Connection]]
@@ -60,7 +60,7 @@ class TlsHandshake(asyncio.Protocol):
         connection = self._connection
         if self._transport.is_closing():
             return
-        # The callback runs after start_tls has set its protocol.
+        # The callback runs after start_tls has replaced the protocol of the transport by its own.
         connection.loop.call_soon(self._begin_with_early_bytes)
         try:
             transport = await connection.loop.start_tls(
@@ -70,7 +70,7 @@ class TlsHandshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=connection.limits.handshake_secs,
             )
-        except OSError:  # includes ssl.SSLError; the client cannot be told
+        except OSError:  # includes ssl.SSLError; without TLS, no answer can be sent
             connection.aborted_connections[FAILED_HANDSHAKE] += 1
             return
         finally:

@@ -47,7 +47,7 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<suffix>/\w+)?")
-_MOST_DIGITS = 12  # in the header with the length of the JSON
+_MOST_DIGITS = 12  # of the header with the length of the JSON
 _COMPRESSION_LEVEL = 1  # the fastest: floats hardly shrink at any level
 _ALL_STATISTICS = "/v2/models/stats"
 _SERVER_PATHS = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", _ALL_STATISTICS)
@@ -162,7 +162,8 @@ class KServe:
                 len(body), _decode_request, endpoint, headers, body
             )
             requested = _requested_outputs(endpoint, request)
-            # Only with one row, like probes of our gateway; clients must not hide large requests.
+            # A probe has one row, like those of our gateway: a client must not be able to hide
+            # large requests from the statistics.
             is_one_row = all(len(array) == 1 for array in inputs.values())
             probe = endpoint.answer_probe if is_one_row and is_probe(request) else None
             outputs = await (probe or endpoint.answer)(inputs)
@@ -202,7 +203,8 @@ class KServe:
 def refuse(failure: RequestError) -> KServeAnswer:
     """Build the answer to a failed request."""
     answer = _error_answer(failure.kind.status, failure.message)
-    # Clients wait for a busy server, but must not do so if the gateway's backends are gone.
+    # Retry-After makes clients wait for a busy server, which they must not do if the gateway's
+    # backends are gone.
     if failure.kind is not FailureKind.busy or failure.retry_after_s is None:
         return answer
     headers = {**answer.headers, "Retry-After": str(failure.retry_after_s)}
@@ -216,7 +218,7 @@ def _error_answer(status: int, message: str) -> KServeAnswer:
 def _unknown_path(path: str) -> KServeAnswer:
     return _error_answer(
         404,
-        f"{shown(path)}: this server has no such path. Triton itself has more of them "
+        f"{shown(path)}: this server has no such path. Triton itself has more paths "
         "(server.triton_port)",
     )
 
@@ -247,7 +249,7 @@ def _describe_model(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _describe_config(endpoint: Endpoint) -> dict[str, Any]:
-    """Build Triton's ``ModelConfig``: BYTES is STRING there, and shapes omit the batch."""
+    """Build Triton's ``ModelConfig``, in which BYTES is called STRING and shapes omit the batch."""
 
     def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
         return [
@@ -283,7 +285,7 @@ def _decode_request(
     """Decode a body to its JSON object and the input tensors of the endpoint.
 
     Raises:
-        ServingError: it is not a request of KServe v2, or does not fit the endpoint.
+        ServingError: the body is not a request of KServe v2, or does not fit the endpoint.
     """
     header = headers.get(HEADER_LENGTH.lower(), "")
     length = len(body)
@@ -301,7 +303,7 @@ def _decode_request(
     except ServingError as error:
         raise ServingError(f"body: {error}") from error
     if not isinstance(request, dict):
-        raise ServingError("body: wanted a JSON object with inputs")
+        raise ServingError(f"body: got {shown(request)}, wanted a JSON object with inputs")
     _check_id(request)
     inputs = decode_tensors(request.get("inputs", []), body[length:])
     _check_inputs(endpoint, inputs)
@@ -367,7 +369,9 @@ def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[s
             for output in listed
         }
     except (TypeError, KeyError, AttributeError) as error:
-        raise ServingError("outputs: wanted a list of objects with a name") from error
+        raise ServingError(
+            f"outputs: got {shown(listed)}, wanted a list of objects with a name"
+        ) from error
     unknown = [name for name in requested if name not in names]
     if unknown:
         raise ServingError(f"unknown output {shown(unknown[0])}. Outputs: {', '.join(names)}")
@@ -428,7 +432,7 @@ def _json_values(array: np.ndarray) -> list[Any]:
 def _compress(answer: KServeAnswer, accepts: str) -> KServeAnswer:
     """Compress an answer if the client accepts exactly one encoding, like tritonclient.
 
-    Clients that list several encodings accept any; compression would only cost time.
+    Clients that list several encodings also accept an answer without compression, which is faster.
     """
     packers: dict[str, Callable[[bytes, int], bytes]] = {
         "gzip": gzip.compress,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nemo_aligner.config.serving import FrontConfig
 
-# A client sends a few hundred bytes at once for a TLS handshake.
+# Longest time of a TLS handshake, for which a client sends only a few hundred bytes.
 _HANDSHAKE_SECS = 10.0
 
 # Causes of connections that end without an answer, as labels in the metrics.
@@ -17,7 +17,7 @@ FAILED_HANDSHAKE, NO_ROOM_FOR_HANDSHAKE = "failed_handshake", "no_room_for_hands
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of each connection; ``section`` of the settings is for messages."""
+    """Limits of each connection; ``section`` is the section of their settings, for messages."""
 
     section: str
     max_header_bytes: int

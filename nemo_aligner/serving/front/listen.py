@@ -1,4 +1,4 @@
-"""The socket and uvicorn: listen, answer in the main thread or another one, and drain."""
+"""Run uvicorn on the front's socket, in the main thread or another one, until it is drained."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def open_socket(config: FrontConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
-        # Otherwise the kernel gives the same port to two sockets that do not listen yet.
+        # Reset after binding: with SO_REUSEADDR, the kernel gives the same port to two sockets that
+        # do not listen yet.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         raise _describe_bind_error(config, error) from error
-    # A killed server may have left the file; a script that waits for it would continue at once.
+    # A killed server may have left its ready file; a script that waits for the file would continue
+    # at once.
     ReadyFile(config.ready_file).remove()
     return listener
 
@@ -72,7 +74,8 @@ def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
     """Load the certificate and its key; None if none is configured.
 
     Raises:
-        ServingError: they do not belong together, or the key has a password.
+        ServingError: a file is missing, the key does not belong to the certificate, or the key has
+            a password.
     """
     if config.certificate_file is None:
         return None
@@ -115,7 +118,7 @@ def _listen(listener: socket.socket) -> socket.socket:
 
 
 class FrontServer:
-    """uvicorn around a front: ``run`` blocks the calling thread, ``start`` uses another one."""
+    """Runs a front with uvicorn: ``run`` blocks the calling thread, ``start`` uses another one."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class FrontServer:
             self._server.run(sockets=[listener])
 
     def start(self, listener: socket.socket) -> None:
-        """Answer requests in another thread until ``stop``; return once they are accepted.
+        """Answer requests in another thread until ``stop``; return once requests are accepted.
 
         Raises:
             ServingError: the socket cannot listen.
@@ -215,7 +218,7 @@ class _Server(uvicorn.Server):
         self._on_ready, self._on_drain = on_ready, on_drain
 
     async def main_loop(self) -> None:
-        """Run until the server shall stop."""
+        """Start the scoring service, and answer requests until the server is told to stop."""
         self.loop = asyncio.get_running_loop()
         if self._scoring is not None:
             await self._scoring.start()
@@ -245,7 +248,7 @@ def _ignore_signals_after_drain() -> Iterator[None]:
 
 
 class ReadyFile:
-    """A file with the URL of a server while it answers; with ``path`` None, no file."""
+    """A file that has the URL of a server while it answers; without a ``path``, no file."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)

@@ -17,7 +17,8 @@ from prometheus_client.exposition import generate_latest
 from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.serving.scoring import ScoringService
 
-# Upper bounds in seconds, from a short sample on a GPU to a request behind a full queue.
+# Upper bounds of the duration buckets in seconds, from a short sample on a GPU to a request behind
+# a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _HTTP, _SERVER = "nemo_aligner_http", "nemo_aligner_server"
 # Counters that model servers publish (``LocalService.statistics``), with their help texts.
@@ -37,7 +38,7 @@ Statistics = Mapping[str, Mapping[str, float] | None]
 
 
 class FrontMetrics:
-    """Counts the requests of a front; for one event loop.
+    """Counts the requests of a front; must be used in a single event loop.
 
     Attributes:
         refused_connections: HTTP status -> number of requests that a connection limit rejected.
@@ -82,12 +83,15 @@ class FrontMetrics:
         self._rows.labels(path, "cut").inc(int(scored.exceeded.sum()))
 
     def count_rows(self, path: str, outcome: str, rows: int) -> None:
-        """Count rows that have an outcome in addition to scored or refused."""
+        """Count rows under ``outcome``, which is in addition to their outcome scored or refused."""
         if rows:
             self._rows.labels(path, outcome).inc(rows)
 
     def render(self, scoring: ScoringService | None, statistics: Statistics) -> tuple[bytes, str]:
-        """Write Prometheus's text format, with current values of the models; and its type."""
+        """Return all metrics in Prometheus's text format, and the content type of that format.
+
+        ``statistics`` has the current counts of the model servers.
+        """
         now = CollectorRegistry()
         refused = CounterMetricFamily(
             f"{_HTTP}_refused_connections",
@@ -110,7 +114,7 @@ class FrontMetrics:
 
 
 class _Snapshot:
-    """A collector of values that were measured elsewhere."""
+    """A Prometheus collector that returns metrics that were computed elsewhere."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

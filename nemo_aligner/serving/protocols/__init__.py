@@ -15,9 +15,9 @@ KServe v2 sends tensors instead of JSON objects:
 ``kserve.py``        what the tensors of ``reward_model`` and ``contract`` mean
 ``critic.py``        what the tensors of a PPO critic's endpoints mean
 
-This file has the types that all of them share. ``serving/front`` owns sockets, limits and tokens.
-The client imports this package, so this file, ``strict_json.py``, ``kserve*.py`` and ``critic.py``
-must not import pydantic.
+This module has the types that all protocols share. ``serving/front`` owns sockets, limits and
+tokens. The client imports this module, ``strict_json.py``, ``kserve*.py`` and ``critic.py``, so
+none of them may import pydantic.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One decoded request, whichever protocol it came by.
+    """One decoded request of any protocol.
 
     Attributes:
         texts: B raw texts or conversations; None if the request has token ids.
         token_lists: B lists of token ids; None if the request has texts.
         add_eos: B flags: whether the sender expects an end-of-sequence token to be added. Only
             clients of NeMo-Aligner send them.
-        refused: row number in the request -> reason, for further rows that cannot be scored. The B
-            rows above are the other ones, in order.
+        refused: row number in the request -> reason, for rows that cannot be scored. They come in
+            addition to the B rows, which have the remaining row numbers in order.
     """
 
     texts: list[Text] | None = None

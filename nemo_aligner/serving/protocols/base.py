@@ -29,15 +29,17 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-_SHOWN_PROBLEMS = 3  # in the error message of one body
+# Most problems that the error message of one body lists.
+_SHOWN_PROBLEMS = 3
 # pydantic reports a value that fits no branch of a union once for each branch, with nearly the same
 # words. Only this many reports are read; further ones are counted.
 _READ_PROBLEMS = 8
 # Characters of a bad value in a message, so that the line has room for the expected type.
 _SHOWN_VALUE = 60
-# pydantic puts the branch of a union into the location of a problem. It is no key of the body.
+# pydantic appends the branch of a union to the location of a problem. That part of the location is
+# not a key of the body.
 _BRANCH = re.compile(r"(str|int|float|bool)$|(list|dict)\[")
-# Our message for each of pydantic's error types; others keep pydantic's message.
+# Our message for some of pydantic's error types; the other types keep pydantic's message.
 _WORDS = {
     "missing": "required, but missing",
     "too_short": "got {actual_length}, wanted at least {min_length}",
@@ -119,7 +121,10 @@ _MOST_SHOWN_ROWS = 100  # clients reject headers of more than 8 KiB
 
 
 def row_headers(scored: ScoredRows) -> dict[str, str]:
-    """List truncated samples and samples in a foreign chat template in headers."""
+    """Build the headers that list the row numbers of truncated samples and of foreign samples.
+
+    A foreign sample is a raw text, or token ids, not written in the model's chat template.
+    """
     masks = {TRUNCATED_ROWS: scored.exceeded, FOREIGN_ROWS: scored.foreign_template}
     marked = {
         name: np.flatnonzero(mask).tolist() for name, mask in masks.items() if mask is not None
@@ -144,14 +149,14 @@ class Route(Generic[T]):
         read: converts a body to a ``ScoreRequest``; raises ServingError if it cannot be scored.
         answer: builds the answer of a request that was scored.
         refuse: builds the answer of a request that failed; the body is None if it is unreadable.
-        sets_rows_aside: a row that cannot be scored gets an error of its own, and the others are
-            scored; without it, the whole request fails.
-        completes_turns: a raw text or token row that ends at an end of turn gets what the model's
-            chat template writes after one (``gateway.complete_turns``).
+        sets_rows_aside: whether a row that cannot be scored gets an error of its own, while the
+            other rows are scored. If not, one such row fails the whole request.
+        completes_turns: whether a raw text or token row that ends with an end of turn is completed
+            with what the model's chat template writes after it (``gateway.complete_turns``).
         with_other_reply: builds the same request with a reply that is always valid. If a sample is
-            rejected, the front scores this one to find out what is at fault. If it succeeds, the
-            reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise the
-            prompt is at fault, and ``refuse`` builds the answer.
+            rejected, the front scores that request to find out what is at fault. If this succeeds,
+            the reply is at fault, and ``answer`` gets the sample as a row with an error. Otherwise
+            the prompt is at fault, and ``refuse`` builds the answer.
         marks: names of fields by which a body belongs to this route, if another protocol has a
             route at the same ``path``, which is listed before this one.
     """
@@ -221,8 +226,9 @@ def unpack_body(content: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return a body's JSON: decompressed (see ``decompress``), without a byte order mark.
 
     Raises:
-        RequestError: it is longer than ``max_bytes`` once unpacked.
-        ServingError: its encoding is not supported, its data is damaged, or it is UTF-16.
+        RequestError: the unpacked body is longer than ``max_bytes``.
+        ServingError: the body's encoding is not supported, its data is damaged, or its text is
+            UTF-16.
     """
     content = decompress(content, encoding, max_bytes)
     if content.startswith(_UTF16):
@@ -236,16 +242,16 @@ def is_packed(content: bytes, encoding: str) -> bool:
 
 
 def decompress(content: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Unpack a body that is compressed with gzip or deflate; return any other one unchanged.
+    """Unpack a body that is compressed with gzip or deflate; return any other body unchanged.
 
     gzip is recognized by the first bytes, deflate only by ``encoding``, the ``Content-Encoding``
     header. At most ``max_bytes`` and one buffer are held at any time, so a compression bomb does
     not fill the memory. zlib works without the GIL.
 
     Raises:
-        RequestError: it is longer than ``max_bytes`` once unpacked.
-        ServingError: its encoding is not supported, or its data is damaged or has bytes after its
-            end.
+        RequestError: the unpacked body is longer than ``max_bytes``.
+        ServingError: the body's encoding is not supported, or its compressed data is damaged or is
+            followed by more bytes.
     """
     encoding = encoding.strip().lower()
     if encoding not in _ENCODINGS:
@@ -275,7 +281,7 @@ def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
     start = 0
     try:
         while start < len(content) and not unpacker.eof:
-            # In slices: each call of zlib copies the input that it has not used.
+            # The input is passed in slices, because each call of zlib copies what it has not used.
             packed = content[start : start + _UNPACKED_AT_ONCE]
             start += len(packed)
             piece = b""
@@ -304,8 +310,8 @@ def parse_body(form: type[T], body: bytes) -> T:
     """Parse and validate a JSON body.
 
     Raises:
-        ServingError: it is not JSON, has a duplicate key, or does not fit the model ``form``.
-        RequestError: it has more than ``MOST_ROWS`` samples.
+        ServingError: the body is not JSON, has a duplicate key, or does not fit the model ``form``.
+        RequestError: the body has more than ``MOST_ROWS`` samples.
     """
     if not body or body.isspace():
         raise ServingError("body: it is empty; wanted a JSON object")
@@ -333,7 +339,7 @@ def refuse_other_samples(body: Body, name: str) -> None:
     """Reject a body that has samples under ``name`` and also under another name.
 
     Raises:
-        ServingError: it names both.
+        ServingError: there are other samples; the message has both names.
     """
     extra = body.model_extra or {}
     for other in _SAMPLE_FIELDS:
@@ -353,7 +359,7 @@ def read_conversation(value: Any) -> Text:
     """Read a conversation (a list of messages, or an object with ``messages``) of a body.
 
     Raises:
-        DataError: it is not a conversation.
+        DataError: ``value`` is not a conversation.
     """
     if isinstance(value, str):
         raise DataError(f"got {as_json(value)}, wanted a list of messages")
@@ -361,10 +367,10 @@ def read_conversation(value: Any) -> Text:
 
 
 def conversation_of(value: Any, location: str) -> Text:
-    """Read the only conversation of a request; ``location`` is its place for messages.
+    """Read one conversation of a request; ``location`` is its place in the body, for messages.
 
     Raises:
-        ServingError: it is not a conversation.
+        ServingError: ``value`` is not a conversation.
     """
     try:
         return read_conversation(value)
@@ -398,7 +404,7 @@ def _refuse_content(content: Any, location: str) -> NoReturn:
 
 def _describe_problems(error: ValidationError, request: type[BaseModel]) -> str:
     """Describe in one line what is wrong with a body."""
-    # Without the links to pydantic's own pages, which do not help the sender of a request.
+    # Links to pydantic's own pages are left out: they do not help the sender of a request.
     errors = error.errors(include_url=False)
     problems: dict[tuple[Any, ...], str] = {}
     for details in errors[:_READ_PROBLEMS]:

@@ -11,7 +11,6 @@ model             input        dtype      shape and meaning
                   prev_values  FP32       [N, S - 1]: the values before this training step
                   mask         FP32       [N, S - 1]: 1 where the critic learns, else 0
 ``critic_save``   dummy_var    INT64      [1], ignored
-``critic_save``   dummy_var    INT64      [1], which is not looked at
 ================  ===========  =========  =========================================================
 
 ``critic_infer`` answers ``values`` FP32 [B, S]: element t is the value of the sequence up to token
@@ -74,7 +73,10 @@ def join_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
 def encode_values(
     inputs: Mapping[str, np.ndarray], joined: np.ndarray, exceeded: np.ndarray, has_rewards: bool
 ) -> dict[str, np.ndarray]:
-    """Encode the answer to a request; ``joined`` is [B, S] values, after a column of rewards."""
+    """Encode the answer to a request of ``critic_infer``.
+
+    ``joined`` has values ``[B, S]``. With ``has_rewards``, a column of rewards comes before them.
+    """
     rewards, values = joined[:, : int(has_rewards)], joined[:, int(has_rewards) :]
     if "tokens" in inputs:
         missing = inputs["tokens"].shape[1] - values.shape[1]

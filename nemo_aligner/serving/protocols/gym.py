@@ -1,17 +1,17 @@
-"""NeMo Gym's requests to a resources server: ``POST /verify`` scores a rollout, and some more.
+"""NeMo Gym's requests to a resources server, of which ``POST /verify`` scores a rollout.
 
 Shapes follow ``base_resources_server.py`` of nemo-gym 0.7. ``responses_create_params`` is the
 prompt: ``instructions``, ``tools``, and ``input``, a string or items of OpenAI's Responses API.
-``response.output`` is what the policy generated. Both together are scored as one conversation,
-including function calls and their results. Reasoning items are dropped. A rollout with a refusal,
-or with tools that are not functions, cannot be scored.
+``response.output`` is what the policy generated. The prompt and the output are scored as one
+conversation, including function calls and their results. Reasoning items are dropped. A rollout
+with a refusal, or with tools that are not functions, cannot be scored.
 
 A rollout without a reward gets reward 0, a ``failure_kind`` of Gym's vocabulary, and a
-``failure_reason``. ``mask_sample`` excludes it from training, because its 0 does not measure the
-policy: the servers do not answer, or the rollout could not be scored with any reply. Sometimes the
-reply itself is at fault: it is too long, contains the template's special tokens, has arguments that
-are not JSON, or is missing because reasoning used up all tokens. Such a rollout is masked, too,
-unless ``gateway.reward_threshold`` is set: then it failed the test, and its 0 counts.
+``failure_reason``. If the servers do not answer, or the rollout could not be scored with any reply,
+its 0 does not measure the policy, so ``mask_sample`` excludes it from training. Sometimes the reply
+itself is at fault: it is too long, contains the template's special tokens, has arguments that are
+not JSON, or is missing because reasoning used up all tokens. Such a rollout is masked, too, unless
+``gateway.reward_threshold`` is set: then the rollout failed the test, and its 0 counts.
 
 The HTTP status is 200 except for a body that is not a rollout, and for a failing model, e.g. one
 with NaN rewards, which would fail for every other rollout as well.
@@ -50,7 +50,8 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# Gym's failure_kinds.py has no such kind, so the name begins with the server's.
+# Gym's failure_kinds.py has no kind for a rejected reply, so this one has the server's name as its
+# prefix.
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted the reply"
 _ROLES = {"developer": "system"}  # the Responses API's name for what chat templates call system
@@ -96,7 +97,7 @@ class VerifyRequest(Body):
 
 
 class VerifyResponse(Body):
-    """The fields of the request, and the ones from ``reward`` on."""
+    """The fields of the request, followed by the reward or the reason why there is none."""
 
     responses_create_params: ResponseParams
     response: PolicyResponse
@@ -113,14 +114,14 @@ class VerifyResponse(Body):
 
 def read(body: VerifyRequest) -> ScoreRequest:
     """Read a rollout; raise ServingError if its prompt has items that are not text."""
-    # Only the response is checked: a prompt may itself end with an assistant's turn.
+    # Only the response may provide the reply: a prompt may itself end with an assistant's turn.
     reply = turns_of(body.response.output, "response.output")
     if not reply or reply[-1]["role"] != "assistant":
         return ScoreRequest(texts=[], refused={0: _NO_REPLY})
     try:
         return ScoreRequest(texts=[_build_conversation(body, reply)])
     except ServingError as error:
-        read_with_other_reply(body)  # raises if the prompt is what cannot be read
+        read_with_other_reply(body)  # raises if the prompt is at fault, too
         return ScoreRequest(texts=[], refused={0: str(error)})
 
 
@@ -158,7 +159,8 @@ def turns_of(items: list[Any], location: str) -> Messages:
     """Convert items of the Responses API to messages, including tool calls and their results.
 
     Raises:
-        ServingError: an item is not text; the message begins with ``location`` and its number.
+        ServingError: an item is not text; the message begins with ``location`` and the item's
+            number.
     """
     turns: Messages = []
     for number, item in enumerate(items):
@@ -253,7 +255,8 @@ def _echo_fields(body: VerifyRequest) -> dict[str, Any]:
 
 
 def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
-    # All fields of an answer: a rollout that is scored again still carries those of the first time.
+    # All fields of an answer are set, because a rollout that is scored again still has the fields
+    # of its first answer.
     return {
         "reward": 0.0,
         "raw_reward": None,
@@ -269,7 +272,7 @@ def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
 
 # ``POST /compare``: replies to one conversation, and a reward for each.
 #
-# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) sends it to a
+# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) sends this request to a
 # generative judge, which compares pairs of replies. A reward model scores each reply by itself, so
 # ``comparison_results`` is empty, and ``rewards`` are the model's numbers (a judge's are from 1 to
 # 5). ``conversation_history`` has the messages before the replies; ``response_objs`` are read like
@@ -366,10 +369,10 @@ ROUTES: list[Route[Any]] = [
 
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
-_MOST_NAMES = 1000  # of numbers in the rollouts; a usual run has dozens
-_MOST_IN_PYTHON = 64  # up to this length, plain Python computes statistics faster than numpy
+_MOST_NAMES = 1000  # names of numbers in the rollouts of a run, which usually has dozens
+_MOST_IN_PYTHON = 64  # for up to this many numbers, plain Python is faster than numpy
 _LARGEST = sys.float_info.max
-_GYM_PREFIX = "_ng_"  # of Gym's internal fields, which are no measurements
+_GYM_PREFIX = "_ng_"  # prefix of Gym's internal fields, which are no measurements
 _SESSION = "resources_session_id"
 # Prefix of the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
 ROLLOUT_PREFIX = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
@@ -447,7 +450,10 @@ def _check_indices(rollouts: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Group:
-    """Numbers of the rollouts of one task, or of all rollouts, by name."""
+    """Collects the numeric fields of some rollouts, to compute statistics of each field.
+
+    There is one group for each task, and one for all rollouts of a run.
+    """
 
     def __init__(self) -> None:
         self.num_rollouts = 0
@@ -460,7 +466,7 @@ class _Group:
             self.columns[name].append(number)
 
     def statistics(self) -> dict[str, float]:
-        """Compute statistics of each name; values that no float can hold are dropped."""
+        """Compute statistics of each field; statistics that overflow a float are dropped."""
         return {
             f"{kind}/{name}": value
             for name, column in self.columns.items()
@@ -474,7 +480,7 @@ def _read_numbers(rollout: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in rollout.items()
-        # Not math.isfinite, which raises for an integer of more than 308 digits.
+        # math.isfinite is not used: it raises for an integer of more than 308 digits.
         if isinstance(value, (int, float))
         and -_LARGEST <= value <= _LARGEST
         and name[:4] != _GYM_PREFIX

@@ -47,8 +47,8 @@ counts since the server's start (see ``Meter.statistics``); ``turn_end``, what t
 writes after a reply (see ``TurnEnd``), as JSON or null; and ``sample_frame``, what the template
 writes around a sample (see ``SampleFrame``), as JSON or null.
 
-``gateway.complete_turns`` applies neither to this protocol nor to ``/v1/rewards``. Clients and
-gateways of this package send samples by it, and these must get the same reward as in process.
+``gateway.complete_turns`` applies neither to this protocol nor to ``/v1/rewards``: the samples that
+clients and gateways of this package send must get the same reward as in process.
 
 Whether an end-of-sequence token is added is part of what a score means, so the scoring contract
 decides it. ``add_EOS`` cannot change it: it must agree with the contract for ``sentences`` and be
@@ -121,7 +121,7 @@ def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
 
 def encode_conversations(conversations: Sequence[Messages | Conversation]) -> dict[str, np.ndarray]:
     """Encode the inputs of a request for B conversations."""
-    # Not escaped to ASCII, which would double or triple the size of texts in most scripts.
+    # Texts are not escaped to ASCII, which would double or triple their size in most scripts.
     rows = (
         json.dumps(as_json(conversation), ensure_ascii=False).encode()
         for conversation in conversations
@@ -216,7 +216,8 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
     """Decode the scoring contract.
 
     Raises:
-        CheckpointError: its version is not supported, or its hash does not fit its content.
+        CheckpointError: the contract's version is not supported, or its hash does not fit its
+            content.
     """
     return ScoringContract.from_dict(_decode_json(outputs["contract"]))
 
@@ -232,7 +233,7 @@ def decode_template_part(
     """Decode ``turn_end`` or ``sample_frame`` (``name``); None if the template has none.
 
     Raises:
-        ServingError: the server does not send it, as servers of earlier versions do.
+        ServingError: the server does not send it, like servers of earlier versions.
     """
     try:
         values = _decode_json(outputs[name])
@@ -276,10 +277,10 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     """Check the input tensors of one request and convert them to a ``ScoreRequest``.
 
     Raises:
-        ServingError: the tensors contradict each other or the tables at the top of this file.
+        ServingError: the tensors contradict each other or the tables in the module's docstring.
     """
     forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
-    # Only one form, so that one rule holds for all rows: with or without the chat template.
+    # Only one form is accepted, so that all rows are scored with the chat template or all without.
     if len(forms) != 1:
         raise ServingError(
             f"got {_list_names(inputs)}, wanted exactly one of sentences, conversations, "

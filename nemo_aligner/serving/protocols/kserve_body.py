@@ -3,7 +3,7 @@
 A body is a JSON object, whose length is in a header, followed by the tensors' bytes in the order in
 which the JSON lists them, little-endian. Each element of a BYTES tensor is preceded by its length
 in 4 bytes. Binary data spares both sides escaping and parsing texts as JSON. The client and the
-HTTP front both use this file.
+HTTP front both use this module.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ _JSON_TYPES: dict[str, set[type]] = {
     **{name: {int, float, type(None)} for name in _TYPES if name.startswith("FP")},
 }
 _LENGTH = struct.Struct("<I")
-_MOST_DIMENSIONS = 32  # the limit of numpy 1
-# Largest size of one dimension: far more than a body can hold, and numpy's sizes do not overflow.
+# Most dimensions of a tensor, which is numpy 1's own limit.
+_MOST_DIMENSIONS = 32
+# Largest size of one dimension: far more than a body can hold, and small enough for numpy not to
+# overflow.
 _MOST_ITEMS = 2**31
 
 
@@ -126,7 +128,7 @@ def decode_tensors(listed: object, binary: bytes) -> Tensors:
         binary: the bytes after the JSON.
 
     Raises:
-        ServingError: it names the tensor and what is wrong with it.
+        ServingError: a tensor is invalid; the message has its name and what is wrong with it.
     """
     if not isinstance(listed, list):
         raise ServingError(f"inputs: got {shown(listed)}, wanted a list of tensors")
@@ -271,7 +273,7 @@ def _encode_item(row: int, text: str) -> bytes:
 
 def _from_packed(raw: bytes, count: int, shape: Sequence[int]) -> np.ndarray:
     """Decode BYTES elements, each preceded by its length; they must use up all of ``raw``."""
-    # Checked before memory is allocated: each element has at least 4 bytes.
+    # Checked before memory is allocated: each element has at least the 4 bytes of its length.
     if count * _LENGTH.size > len(raw):
         raise ServingError(f"got {len(raw)} bytes of binary data, too few for shape {shape}")
     values = np.empty(count, dtype=np.object_)
@@ -281,12 +283,14 @@ def _from_packed(raw: bytes, count: int, shape: Sequence[int]) -> np.ndarray:
         end = begin + _LENGTH.unpack_from(raw, start)[0] if begin <= len(raw) else begin
         if end > len(raw):
             raise ServingError(
-                f"item {row}: it ends at byte {end} of {len(raw)} bytes of binary data"
+                f"item {row}: by its length it ends at byte {end}, but the binary data has only "
+                f"{len(raw)} bytes"
             )
         values[row] = raw[begin:end]
         start = end
     if start != len(raw):
         raise ServingError(
-            f"got {len(raw)} bytes of binary data, but {count} items for shape {shape} have {start}"
+            f"got {len(raw)} bytes of binary data, but the {count} items of shape {shape} have "
+            f"only {start}"
         )
     return values

@@ -2,9 +2,9 @@
 
 OpenRLHF's trainer (0.11: ``openrlhf/utils/agent.py``; its own server: ``openrlhf/cli/serve_rm.py``)
 sends ``query``, raw texts of prompt and reply in the policy's chat template. It also sends
-``prompts`` and ``labels``, which are ignored. A query is scored unchanged, except that one that
-ends at the policy's end of turn is completed to what the model's chat template writes there. The
-trainer filters prompts by ``scores`` of the answer, and logs its ``extra_logs``.
+``prompts`` and ``labels``, which are ignored. A query is scored unchanged, unless it ends with the
+policy's end of turn: then it is completed with what the model's chat template writes after a turn.
+The trainer filters prompts by ``scores`` of the answer, and logs its ``extra_logs``.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ class GetRewardResponse(Body):
 
 
 def read(body: GetRewardRequest) -> ScoreRequest:
-    """Read the queries as raw texts; raise ServingError if there are other samples, too."""
+    """Read the queries as raw texts; raise ServingError if another field also has samples."""
     refuse_other_samples(body, "query")
     return ScoreRequest(texts=[*body.query])
 
 
 def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Answer the rewards; ``extra_logs`` has truncation and, if there are several, attributes."""
+    """Answer the rewards; ``extra_logs`` has truncation, and the rewards of several attributes."""
     rewards = scored.rewards
     merged = served.one_reward(rewards)
     several = served.attributes if rewards.shape[1] > 1 else ()
     logs = {f"reward_{name}": rewards[:, column].tolist() for column, name in enumerate(several)}
-    # In every answer, also if all are 0: OpenRLHF averages over the answers that have the field.
+    # Sent in every answer, even if all values are 0: OpenRLHF averages over the answers that have
+    # the field.
     logs["truncated"] = scored.exceeded.astype(float).tolist()
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 

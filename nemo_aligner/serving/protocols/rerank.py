@@ -34,7 +34,8 @@ from nemo_aligner.serving.protocols.vllm import check_fixed
 from nemo_aligner.serving.protocols.vllm import refuse as refuse_like_vllm
 from nemo_aligner.utils.errors import ServingError
 
-# Cohere's first version: which parts of a document count. Here a document has only ``text``.
+# Accepted values of ``rank_fields``, with which Cohere's first version selects the parts of a
+# document that count. Here a document has only ``text``.
 _RANK_FIELDS = (None, ["text"])
 
 
@@ -97,7 +98,7 @@ def _read_content(value: str | dict[str, Any], location: str) -> str:
 
 
 def answer(body: DocumentsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """List the best documents; of equal rewards the earlier document comes first, as in vLLM."""
+    """List the best documents; if rewards are equal, the earlier one comes first, as in vLLM."""
     # Only the requested results are built: a request may have many documents and a small top_n.
     ranked = sorted(enumerate(served.one_reward(scored.rewards)), key=lambda pair: -pair[1])
     results = []

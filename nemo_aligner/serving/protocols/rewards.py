@@ -39,7 +39,7 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import DataError, ServingError
 
-# Fields that only servers that shape their rewards send.
+# Fields that are only sent if the server shapes its rewards.
 _SHAPED = ("raw_rewards", "deviation")
 # Fields of models with several outputs per attribute, sent on request.
 _OUTPUTS = ("spread", "outputs")
@@ -85,7 +85,7 @@ class RowError(Body):
 
 
 class StepReward(Body):
-    """Rewards of one turn or step, and its message and characters; those are null for tokens."""
+    """Rewards of one turn or step, and its message and range of characters (null for tokens)."""
 
     rewards: list[float]
     message: int | None = None
@@ -132,7 +132,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
 
 
 def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Build the answer, which the top of this file describes."""
+    """Build the answer that the module's docstring describes."""
     names = (*_SHAPED, *_OUTPUTS) if body.outputs else _SHAPED
     optional = {name: getattr(scored, name) for name in names}
     if body.steps and scored.steps is None and not scored.errors:

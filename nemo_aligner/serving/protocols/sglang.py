@@ -1,11 +1,12 @@
 """SGLang's own ``POST /classify``, at the same path as vLLM's.
 
 A body with ``text`` or ``input_ids`` is SGLang's; shapes follow ``EmbeddingReqInput`` of
-``sglang/srt/managers/io_struct.py`` (August 2026). It has one text or list of token ids, or a list
-of them. They are scored unchanged, except that what the chat template writes after an end of turn
-is completed. The answer is one object, or a list of objects for a list: ``embedding`` has the
-rewards, ``meta_info`` the request's id and, for token ids, their number. Fields that change the
-sample (images, adapters, prepared embeddings) are rejected.
+``sglang/srt/managers/io_struct.py`` (August 2026). The body has one text or list of token ids, or a
+list of these. Samples are scored unchanged, unless they end with an end of turn: then they are
+completed with what the chat template writes after it. The answer is one object, or a list of
+objects for a list: ``embedding`` has the rewards, ``meta_info`` the request's id and, for token
+ids, their number. Fields that change the sample (images, adapters, prepared embeddings) are
+rejected.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class SglangResponse(RootModel[SglangRow | list[SglangRow]]):
 
 
 def read(body: SglangRequest) -> ScoreRequest:
-    """Read texts or token ids; raise ServingError for both, neither, or unsupported fields."""
+    """Read texts or token ids; raise ServingError for both, neither, or an unsupported field."""
     for name in _UNSUPPORTED:
         value = (body.model_extra or {}).get(name)
         if value not in (None, False, []):

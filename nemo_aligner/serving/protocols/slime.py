@@ -1,14 +1,15 @@
 """slime's and miles' remote reward model: ``POST /remote_rm``.
 
-With ``--rm-type remote_rm`` both post one sample at a time to ``--rm-url``, which may have any path
-(August 2026: ``slime/rollout/rm_hub/__init__.py``, and miles' file of the same name). A body has
-``prompt``, ``response`` and ``label``; the whole answer is one number, the reward.
+With ``--rm-type remote_rm``, both trainers post one sample at a time to ``--rm-url``, which may
+have any path (August 2026: ``slime/rollout/rm_hub/__init__.py``, and miles' file of the same name).
+A body has ``prompt``, ``response`` and ``label``; the whole answer is one number, the reward.
 
-``prompt`` is what the policy was given. If slime applied the policy's chat template, or none, it is
-a string, and ``prompt + response`` is scored as a raw text. Otherwise it is a list of messages, and
-``response`` is the assistant's next one. ``label`` is for checkers of answers; it is ignored.
+``prompt`` is what the policy was given. If slime applied the policy's chat template, or none, the
+prompt is a string, and ``prompt + response`` is scored as a raw text. Otherwise the prompt is a
+list of messages, and ``response`` is the assistant's next message. ``label`` is for checkers of
+answers; it is ignored.
 
-slime repeats a request up to ten times if the status is not 200, and then ends.
+If the status is not 200, slime repeats the request up to ten times, and then ends its run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RemoteRmResponse(RootModel[float]):
 
 
 def read(body: RemoteRmRequest) -> ScoreRequest:
-    """Read one sample; raise ServingError if the prompt is empty, or there are other samples."""
+    """Read one sample; raise ServingError if the prompt is empty, or another field has samples."""
     refuse_other_samples(body, "prompt")
     if isinstance(body.prompt, str):
         return ScoreRequest(texts=[body.prompt + body.response])

@@ -3,7 +3,7 @@
 If a key comes twice in an object, most parsers silently keep the last value, others the first. A
 proxy in front of this server might then check another request than the one that is scored. So
 duplicate keys are an error here, and so is very deep nesting. The client imports ``kserve.py``,
-which imports this file, so pydantic must not be imported.
+which imports this module, so this module must not import pydantic.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def read_json(text: str) -> Any:
     """Parse JSON.
 
     Raises:
-        ServingError: it is not JSON, is nested too deeply, or an object in it has a duplicate key
-            or more than ``MOST_KEYS`` keys.
+        ServingError: ``text`` is not JSON or is nested too deeply, or an object in it has a
+            duplicate key or more than ``MOST_KEYS`` keys.
     """
     try:
         value = json.loads(text, object_pairs_hook=_build_object)
@@ -42,7 +42,7 @@ def read_json(text: str) -> Any:
 def check_keys(body: bytes) -> None:
     """Check the keys of a body that pydantic parses afterwards.
 
-    Invalid JSON passes: the parser that follows describes it.
+    Invalid JSON passes, because pydantic reports that error.
 
     Raises:
         ServingError: an object has a duplicate key or more than ``MOST_KEYS`` keys.

@@ -4,8 +4,9 @@ Shapes follow ``router/src/http/types.rs`` of TEI (July 2026).
 
 ``/predict``: ``inputs`` is a text, a pair of two texts, or a list of such inputs, each written as a
 list of one or two texts. The answer lists the attributes with their rewards, largest first, for
-each input. A text is scored unchanged, except that what the chat template writes after an end of
-turn is completed. A pair is scored as a conversation: the user's message and the reply.
+each input. A text is scored unchanged, unless it ends with an end of turn: then it is completed
+with what the chat template writes after it. A pair is scored as a conversation: the user's message
+and the reply.
 
 ``/rerank``: ``query`` is the user's message, ``texts`` are replies. The answer has the index and
 one reward of each reply, best first.
@@ -66,7 +67,7 @@ class Prediction(Body):
 
 
 class PredictResponse(RootModel[list[Prediction] | list[list[Prediction]]]):
-    """The attributes of one input, or a list of them for a list of inputs."""
+    """The attributes of one input; for a list of inputs, a list with the attributes of each."""
 
 
 class RerankRequest(Body):
@@ -138,7 +139,7 @@ def _check_not_cut(body: PredictRequest | RerankRequest, scored: ScoredRows) -> 
     """Reject the request if a sample was cut although ``truncate`` is false.
 
     Raises:
-        RequestError: it names the row.
+        RequestError: a sample was cut; the message names its row.
     """
     if body.truncate is False and scored.exceeded.any():
         row = int(np.argmax(scored.exceeded))
@@ -176,7 +177,7 @@ def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> 
 
 
 def answer_rerank(body: RerankRequest, scored: ScoredRows, served: Served) -> Any:
-    """Rank the replies, best first; like TEI, the later one of two equal replies comes first."""
+    """Rank the replies, best first; if rewards are equal, the later one comes first, as in TEI."""
     _check_not_cut(body, scored)
     ranks: list[dict[str, Any]] = []
     for index, reward in enumerate(_apply_sigmoid(served.one_reward(scored.rewards), body, served)):

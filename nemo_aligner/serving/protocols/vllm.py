@@ -1,10 +1,10 @@
 """vLLM's ``POST /classify``, ``/pooling`` and ``/score``, and ``GET /v1/models``, as in vLLM 0.32.
 
 Shapes follow ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, a list of token ids,
-or a list of either. Inputs are scored unchanged, except that what the chat template writes after an
-end of turn is completed. ``messages`` is one conversation, with ``tools`` and ``documents``, and is
-written in the model's chat template. ``/score`` takes pairs of a user's message and a reply: 1 with
-1, 1 with N, or N with N. A pair is scored as a conversation.
+or a list of either. An input is scored unchanged, unless it ends with an end of turn: then it is
+completed with what the chat template writes after it. ``messages`` is one conversation, with
+``tools`` and ``documents``, and is written in the model's chat template. ``/score`` takes pairs of
+a user's message and a reply: 1 with 1, 1 with N, or N with N. A pair is scored as a conversation.
 
 ``/pooling`` with ``"task": "token_classify"`` answers one row of rewards per turn or step of a
 sample, as vLLM's step pooling does. The scoring contract decides where the rewards are read.
@@ -142,13 +142,13 @@ class PoolingResponse(Body):
 
 
 def read_input(body: PoolingRequest) -> ScoreRequest:
-    """Read samples; raise ServingError if there are none, or another score is requested."""
+    """Read samples; raise ServingError if there are none, or fields ask for another score."""
     if (body.input is None) == (body.messages is None):
         state = "neither input nor" if body.input is None else "both input and"
         raise ServingError(f"got {state} messages, wanted one of them")
     refuse_other_samples(body, "messages" if body.input is None else "input")
-    # vLLM's default of add_special_tokens: false for messages, whose template writes them, true for
-    # texts.
+    # Only vLLM's default of add_special_tokens is accepted: false for messages, whose template
+    # writes the special tokens, and true for texts.
     if body.messages is not None:
         check_fixed(body, special_tokens=False)
         conversation = {name: getattr(body, name) for name in ("messages", *_TEMPLATE_FIELDS)}
@@ -167,7 +167,7 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
 
 
 def _token_lists(value: Any) -> list[list[int]] | None:
-    """Return the token ids of ``input``, one list or several; None if it is texts."""
+    """Return the token ids of ``input``, one list or several; None if ``input`` has texts."""
     if isinstance(value, str) or not value or isinstance(value[0], str):
         return None
     return [value] if isinstance(value[0], int) else value
@@ -189,7 +189,7 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
     first, second = ([*_read_contents(fields[name], name)] for name in names)
     if not first or not second or (len(first) > 1 and len(first) != len(second)):
         raise ServingError(
-            f"{' and '.join(names)}: got {len(first)} and {len(second)}, "
+            f"{' and '.join(names)}: got {len(first)} and {len(second)} texts, "
             "wanted 1 and 1, 1 and N, or N and N"
         )
     prompts = first * len(second) if len(first) == 1 else first
@@ -215,7 +215,7 @@ def _read_contents(value: Any, name: str) -> list[Any]:
 
 
 def read_texts(body: PoolingRequest) -> ScoreRequest:
-    """Call ``read_input`` for a route that answers one reward per sample."""
+    """Read samples for ``/classify``, which answers one reward per sample and not one per step."""
     if (body.model_extra or {}).get("task") == _STEPS:
         raise ServingError(f'task: got "{_STEPS}", wanted "classify", or POST /pooling')
     return read_input(body)
@@ -232,7 +232,7 @@ def check_fixed(body: Body, special_tokens: bool) -> None:
 
 
 def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """List the rewards of each sample; ``label`` is the attribute with the largest, as in vLLM."""
+    """List each sample's rewards; ``label`` is the attribute with the largest one, as in vLLM."""
     data = [
         {
             "index": index,

@@ -103,7 +103,7 @@ def test_client_says_at_once_that_nobody_listens_at_any_of_its_urls() -> None:
                 took, error = seconds(client.score, ["a"])
                 assert took < 2
                 assert error.startswith(f"{url}, reward_model: connection refused")
-                assert error.endswith("; set wait_s=60 to wait for one to start")
+                assert error.endswith("; set wait_s=60 to wait for a server to start")
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     took, error = failure(urls)
     assert took < 2
@@ -131,7 +131,7 @@ def test_client_waits_for_a_server_as_long_as_was_said(lone: Misbehaving) -> Non
     lone.go()
     took, error = failure(lone.url, wait_s=0.5)
     assert 0.5 <= took < 3
-    assert "none was ready within 0.5 s (wait_s)" in error
+    assert "no server was ready within 0.5 s (wait_s)" in error
     with RewardClient(lone.url, wait_s=10) as client:
         future = client.score_future(["a"])
         time.sleep(0.3)
@@ -185,7 +185,7 @@ def test_client_of_a_server_that_is_killed_in_mid_call_and_comes_back(lone: Misb
         start = time.monotonic()
         lone.go()
         for future in futures:
-            with pytest.raises(ServingError, match=r"refused.*none came back within 0.5 s"):
+            with pytest.raises(ServingError, match=r"refused.*no server came back within 0.5 s"):
                 future.result()
         assert time.monotonic() - start < 3
         lone.answer = refuse
@@ -216,7 +216,7 @@ GIVEN_UP: list[tuple[Any, dict[str, float], float, str]] = [
         r"no answer within 0\.7 s \(timeout_s\); .*HTTP 503: full",
     ),
     (Die(), {"retry_s": 0.3}, 0.3, "connection was lost"),
-    *(((200, answer), {}, 0, "KServe v2|one row of rewards") for answer in NONSENSE),
+    *(((200, answer), {}, 0, "KServe v2|a row of rewards") for answer in NONSENSE),
 ]
 
 

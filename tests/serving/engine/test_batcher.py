@@ -268,7 +268,7 @@ def test_request_without_rows_tells_nothing_about_the_rate_of_a_full_queue() -> 
     with limit.admit(0):
         pass
     with limit.admit(4):
-        full = pytest.raises(RequestError, match=r"4 rows wait of 4, .*retry after 1 s")
+        full = pytest.raises(RequestError, match=r"4 rows are.* allows 4; retry after 1 s")
         with full as refusal, limit.admit(1):
             pass
         assert (refusal.value.kind, refusal.value.retry_after_s) == (FailureKind.busy, 1)

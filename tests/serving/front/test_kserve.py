@@ -237,7 +237,7 @@ def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None
     hidden = {"name": "rewards", "parameters": 5}
     cases: list[tuple[Any, str]] = [
         (b"{", "body: not JSON"),
-        ([], "body: wanted a JSON object with inputs"),
+        ([], "body: got [], wanted a JSON object with inputs"),
         ({"inputs": 5}, "wanted a list of tensors"),
         ({"inputs": [{**good, "name": "other"}]}, "unknown input 'other'. Inputs: sentences, "),
         ({"inputs": [{**good, "datatype": "FP32", "data": [1.0]}]}, "got the datatype FP32"),
@@ -245,7 +245,7 @@ def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None
         ({"inputs": [{**good, "shape": [0, 1], "data": []}]}, "wanted no dimension of 0"),
         ({"inputs": [{**good, "shape": [17, 1], "data": ["a"] * 17}]}, "wanted at most 16"),
         ({"inputs": [good], "outputs": [{"name": "other"}]}, "unknown output 'other'"),
-        ({"inputs": [good], "outputs": [hidden]}, "outputs: wanted a list of objects"),
+        ({"inputs": [good], "outputs": [hidden]}, "wanted a list of objects with a name"),
         ({"inputs": [{**good, "data": [""]}]}, "row 0: the text is empty"),
         (b'{"id": "\\ud800", "inputs": []}', "id: got "),
         ({"id": 5, "inputs": [good]}, "id: got 5, wanted a string"),
