@@ -18,7 +18,7 @@ from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 
 
 class _Activation(MegatronModule):
-    """Activation as a module, the only form that megatron-core 0.17 and later accept."""
+    """Base class of activations as modules: megatron-core 0.17 and later accept no functions."""
 
     function: Callable[[Tensor], Tensor]
 

@@ -58,7 +58,8 @@ class RewardHead(HeadLayer):
         self, hidden_size: int, num_outputs: int, seed: int, shape: HeadShape | None = None
     ) -> None:
         sizes = (shape or HeadShape()).tensors(num_outputs, hidden_size)
-        # Drawn on the CPU from its own generator: every device and layout gets the same head.
+        # Draw on the CPU from a separate generator, so that every device and layout gets the same
+        # head.
         generator = torch.Generator().manual_seed(seed)
         drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
         super().__init__(drawn["weight"], drawn.get("bias"))
@@ -92,6 +93,6 @@ def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tenso
     tensor = torch.zeros(size, dtype=torch.float32)
     if len(size) == 1:
         return tensor
-    # Keeps the variance of its input through the ReLU (He et al. 2015).
+    # This std keeps the variance of the layer's input through the ReLU (He et al. 2015).
     std = (2 / size[1]) ** 0.5 if name == "hidden.weight" else _HEAD_INIT_STD
     return tensor.normal_(std=std, generator=generator)

@@ -116,16 +116,18 @@ class GPTRewardModel(GPTModel):
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
-        # Rounded to the model's dtype, as in Gemma's own training.
+        # Round the factor to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
         self._embedding_scale = shape.embedding_multiplier
         if shape.apply_embedding_scaling:
             self._embedding_scale *= scale.item()
         if self.pre_process:
-            # Padding rows of the vocabulary are neither read nor loaded; zeros cannot spread a NaN.
+            # Padding rows of the vocabulary are neither read nor loaded. Zeros, because random
+            # memory could hold a NaN and spread it.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
         if self.post_process:
-            # A parameter without a gradient would keep its bucket from being reduced.
+            # Delete the output layer: its parameters would get no gradient, and Megatron would not
+            # reduce the gradient bucket that they are in.
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
         self._step, self._losses_per_record = 0, 1.0
@@ -184,7 +186,8 @@ class GPTRewardModel(GPTModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # Every rank computes the whole head and gets the same gradient: no reduction needed.
+            # Every rank computes the whole head and gets the same gradient, so nothing has to be
+            # summed.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -211,7 +214,7 @@ class GPTRewardModel(GPTModel):
         return self.decoder(
             hidden_states=self._embed(inputs.tokens, positions) if self.pre_process else None,
             attention_mask=None,
-            # PackedAttention rotates, in far fewer passes over memory than megatron-core.
+            # RoPE is left to PackedAttention, which needs far fewer passes over memory.
             rotary_pos_emb=None,
             packed_seq_params=context,
         )
@@ -226,7 +229,7 @@ class GPTRewardModel(GPTModel):
         if self.lora_dropout is not None and self.training:
             keys = batch.of_own(self.lora_dropout.token_keys(batch, self._step))
         records = len(batch.records)
-        if records:  # a pack without any only feeds other ranks' experts
+        if records:  # a pack without records only feeds other ranks' experts
             tokens = batch.num_own_tokens - batch.num_own_filled
             balance = Balance(records, tokens, self._losses_per_record)
             balance_of_rows = replace(balance, tokens=len(rows))
@@ -251,8 +254,8 @@ class GPTRewardModel(GPTModel):
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
         if self.training and self.config.recompute_granularity == "full":
-            # Reentrant checkpointing gives no gradients unless an input requires one, which is not
-            # so behind a frozen embedding.
+            # Reentrant checkpointing returns gradients only if an input requires one. Behind a
+            # frozen embedding none does.
             embedded.requires_grad_()
         return embedded
 

@@ -53,7 +53,8 @@ class Rotation:
         Args:
             by_length: the RoPE of every token, if it depends on the length of its sequence.
         """
-        # In fp32 until the end: bf16 has 8 significant bits, so positions above 256 would collide.
+        # Compute in fp32 until the end: bf16 has 8 significant bits, so positions above 256 would
+        # collide.
         positions = position_ids.float()
         if self.stretch is not None:
             positions = positions / self.stretch
@@ -90,7 +91,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
             (1.0 / (torch.tensor(factors) * powers)).to(frequencies.device)
             for factors in (shape.longrope.short, shape.longrope.long or shape.longrope.short)
         )
-        # Where there are no factors for longer sequences, the settings are rejected earlier.
+        # A config without ``long`` factors is rejected before longer sequences get here.
         frequencies, scale, of_longer = short, shape.longrope.attention_factor, lambda _: long
     elif shape.dynamic_rope_factor is not None:
         exponents = _exponents(len(frequencies)).to(frequencies.device)
@@ -133,7 +134,7 @@ def _dynamic_frequencies(shape: ModelShape, exponents: Tensor, tokens: int) -> T
     """
     assert shape.dynamic_rope_factor is not None
     factor, channels = shape.dynamic_rope_factor, 2 * len(exponents)
-    # In fp32, as in transformers.
+    # Compute in fp32, as transformers does.
     grown = factor * torch.tensor(tokens) / shape.max_position_embeddings - (factor - 1)
     base = shape.rotary_base * grown ** (channels / (channels - 2))
     return 1.0 / base**exponents
@@ -156,7 +157,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: Yar
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
-# The rotation of heads, as an autograd function that saves only the tables.
+# Application of RoPE to heads, as an autograd function that saves only the tables.
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

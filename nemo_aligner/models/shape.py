@@ -43,7 +43,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 # The decoder.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-# Supported values of each key; the first one is the default where the key is missing.
+# Supported values of each key. The first value is the default if the config lacks the key.
 _SUPPORTED = {
     "normalization": ("rmsnorm", "layernorm1p"),
     "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
@@ -69,7 +69,7 @@ _SUPPORTED = {
     "moe_num_experts": (None, 0),
 }
 
-# Fields added later: models of older checkpoints, which lack them, have these values.
+# Fields that were added later. Checkpoints written before that lack them, and have these values.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
     "pre_layernorms": True,
@@ -161,9 +161,10 @@ class ModelShape:
         Old checkpoints lack fields that were added later; these are left out at their old values.
         """
         fields = asdict(self)
-        del fields["zero_query_groups"]  # they change no reward
+        del fields["zero_query_groups"]  # zero groups do not change a reward
         if self.longrope is not None:
-            del fields["longrope"]["long"]  # checkpoints of early versions did not read it
+            # early versions did not read it, so their checkpoints lack it
+            del fields["longrope"]["long"]
         return {name: value for name, value in fields.items() if value != _NAMED_LATER.get(name)}
 
     @classmethod
@@ -391,9 +392,9 @@ def _read_zero_groups(config: Mapping[str, Any]) -> int:
     return read_count(value, "model_config.yaml: zero_query_groups", expected, 0, largest)
 
 
-# The reward head, where it is more than one matrix.
+# The reward head, if it is more than one matrix.
 
-# Key in ``model_config.yaml``. It is missing where the head is one matrix, as in older archives.
+# Key in ``model_config.yaml``. Models whose head is one matrix, and older archives, lack it.
 _KEY = "reward_head"
 
 

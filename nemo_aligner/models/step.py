@@ -28,7 +28,8 @@ from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import Arriving, to_device, to_host_later
 
 _MOST_PARTS = 50
-# Packs of a part for each stage after the first, so that the pipeline's bubble is a sixteenth.
+# Packs that a part should have for each pipeline stage after the first, so that the pipeline's
+# bubble is only a sixteenth.
 _PACKS_PER_STAGE = 16
 
 RewardLoss = Callable[[Tensor, Records], tuple[Tensor, Tensor]]
@@ -87,7 +88,7 @@ def infer(
 
 
 def _stop_training(model: torch.nn.Module) -> None:
-    # Module.eval takes a millisecond, much of the time of a call with one short sample.
+    # Module.eval takes a millisecond, which is much of the time to score a single short sample.
     if model.training:
         model.eval()
 
@@ -139,7 +140,7 @@ def infer_values(
     values = _run_schedule(model, batches, layout, _value_step, forward_only=True)
     if not layout.is_last_stage:
         return None
-    # Sequence or context parallelism may have appended a padding segment.
+    # Sequence or context parallelism may have appended a padding segment, whose values are cut off.
     pairs = zip(values, batches, strict=False)
     return [pack_values[: batch.num_tokens] for pack_values, batch in pairs]
 
@@ -179,8 +180,9 @@ def _gather_on_device(
     layout: ParallelLayout,
 ) -> Tensor:
     gathered = torch.zeros(shape, device=current_device())
-    # One rank writes each row and all others have 0 there, so the sum is exact. Tensor and context
-    # parallel ranks all have the same rewards; pipeline stages before the last have none.
+    # Each row is written by one rank and is 0 on all others, so the sum is exact. Tensor and
+    # context parallel ranks have equal rewards, so one of them writes. Earlier pipeline stages have
+    # none.
     if rewards is not None and layout.tp_rank == 0 and layout.cp_rank == 0:
         rows = torch.cat([batch.rows for batch in batches])
         gathered[to_device(rows, rewards.device)] = rewards
@@ -221,7 +223,8 @@ def _run_schedule(
         data_iterator=iter(padded),
         model=[model],
         num_microbatches=len(padded),
-        # Micro-batches differ in length (variable_seq_lengths); these two are required but unused.
+        # Micro-batches differ in length (variable_seq_lengths). Megatron requires these two
+        # arguments, but does not use them.
         seq_length=padded[0].num_own_tokens,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -233,7 +236,7 @@ def _run_schedule(
     shapes = [(batch.num_own_tokens // ranks, 1, config.hidden_size) for batch in padded]
     messages = PipelineMessages(config, shapes, inside.stream_dtype)
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
-    # Its sends read this step's tensors, so they have to finish before the tensors are freed.
+    # Sends still read this step's tensors, so they have to finish before the tensors are freed.
     messages.finish()
     return outputs
 
@@ -304,7 +307,7 @@ def _value_step(
     batches: Iterator[PackedBatch], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     output = model(next(batches).to(current_device()))
-    # A copy, because the schedule scales its input in place.
+    # Return a copy, because the schedule scales its input in place.
     return output, lambda values, **unused: (values.sum(), values.clone())
 
 
@@ -333,13 +336,15 @@ def _forward_step(
         else:
             total, count = loss(rewards, batch.records)
         if batch.share is not None and batch.share.rank > 0:
-            # All ranks of the context parallel group have this loss, and each the gradient of its
-            # own tokens, whose sum is the whole gradient. So the records count on one rank only.
+            # All ranks of the context parallel group have this loss. Each has the gradient of its
+            # own tokens only, and the sum over ranks is the whole gradient. So only one rank counts
+            # the records.
             count = torch.zeros_like(count)
         # Under ``calculate_per_token_loss`` Megatron takes a sum and a count. It backpropagates the
         # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the
-        # count over all micro-batches and ranks. A mean in each micro-batch would give records in
-        # short ones more weight. The count has to be an int: Megatron adds it to its own in place.
+        # count over all micro-batches and ranks. A mean in each micro-batch would instead give the
+        # records of short micro-batches more weight. The count has to be an int, because Megatron
+        # adds it in place to an int.
         return total, count.to(torch.int), detached
 
     return model(batch, pool), finish

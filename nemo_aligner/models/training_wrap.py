@@ -54,7 +54,7 @@ def wrap_for_training(
     parameters (Megatron's choice by default). A bucket's gradients are reduced while those of
     earlier layers are computed, and its updated weights are gathered while earlier layers run.
     """
-    # A gradient is also a sum over the ranks of a context parallel group.
+    # Context parallel ranks count, too: a gradient is also a sum over them.
     overlaps = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -65,8 +65,8 @@ def wrap_for_training(
     )
     wrapped = DistributedDataParallel(model.config, config, model)
     if overlaps:
-        # Megatron's schedules use it for all micro-batches but the last, whose backward pass
-        # reduces the gradients of all of them.
+        # Megatron's schedules apply no_sync_func to all micro-batches but the last. The last
+        # backward pass then reduces the gradients of all micro-batches together.
         model.config.no_sync_func = wrapped.no_sync
         _gather_in_order_of_use(wrapped)
     return wrapped

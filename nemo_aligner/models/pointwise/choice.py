@@ -154,7 +154,8 @@ def _results(kernels: PointwiseKernels, rows: Tensor) -> dict[str, Tensor]:
             "gated_silu": kernels.gated_silu(leaf),
         }
         if kernels.split_and_rotate is not None:
-            # Four groups, each of two query heads, a key and a value head, with 32 channels a head.
+            # The rows hold four groups of heads with 32 channels each: two query heads, a key and a
+            # value.
             angles = torch.ones(rows.size(0), 1, 1, 16, device=rows.device)
             tables = angles.cos().to(dtype), angles.sin().to(dtype)
             parts = kernels.split_and_rotate(leaf, *tables, 4, 32)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-# Most elements that one thread computes: at::internal::GRAIN_SIZE, and GELU's own (Activation.cpp).
+# The most elements that one thread computes: at::internal::GRAIN_SIZE, and GELU's own limit
+# (Activation.cpp).
 _GRAIN, _GELU_GRAIN = 2**15, 2**14
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from nemo_aligner.config.model import PointwiseChoice
 from nemo_aligner.models.pointwise.fused import fused_kernels
 
-# Elements of a tile. Narrow rows share a tile, so that every thread has a few elements.
+# Number of elements in a tile. Narrow rows share a tile, so that every thread has work.
 _TILE = 1024
-# Programs of a norm's backward pass, about one wave on a GPU with 132 multiprocessors. Each goes
-# through every n-th tile of rows, and writes one row of partial sums.
+# Number of programs in a norm's backward pass, about one wave on a GPU with 132 multiprocessors.
+# Each program handles every n-th tile of rows, and writes one row of partial sums.
 _PROGRAMS, _PROGRAMS_OF_WIDE_ROWS = 1024, 512
 _WIDE = 4096
-# The most heads that one program rotates.
+# Largest number of heads that one program rotates.
 _MOST_HEADS = 16
 
 
@@ -188,7 +188,8 @@ def _launch_rotation(
 TRITON = fused_kernels(PointwiseChoice.triton.value, TritonKernels())
 
 
-# Kernels. ``num_rows`` is not specialized, so that any number of rows runs the same machine code.
+# Kernels. Triton must not specialize ``num_rows``, so that the same machine code runs for any
+# number of rows.
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -215,7 +216,7 @@ def _norm_forward(
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if HAS_ADDED:
         x += alpha * tl.load(added_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        # Norm the rounded sum, which is what the residual stream holds.
+        # Norm the sum as rounded for the residual stream, so that the norm sees what is stored.
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + places, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -320,7 +321,7 @@ def _rotate(
     is_head = group < GROUPS
     is_query, is_key = is_head & (place < REPEATS), is_head & (place == REPEATS)
     is_value = is_head & (place == REPEATS + 1)
-    # Where each head begins in ``mixed``, and in queries, keys or values.
+    # Address of each head in ``mixed``, and in queries, keys or values.
     mixed = mixed_ptr + ((token * GROUPS * (REPEATS + 2) + head) * CHANNELS)[:, None]
     query = query_ptr + ((token * GROUPS * REPEATS + group * REPEATS + place) * CHANNELS)[:, None]
     key = key_ptr + ((token * GROUPS + group) * CHANNELS)[:, None]
@@ -343,7 +344,7 @@ def _rotate(
     _store(heads, pair[None, :], turned_x, parts, fits, IS_BACKWARD)
     _store(heads, pair[None, :] + HALF, turned_y, parts, fits, IS_BACKWARD)
     if REST > 0:
-        # The channels that are not rotated.
+        # Copy the channels that are not rotated.
         unrotated = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         fits = unrotated < CHANNELS
         _store(
