@@ -151,7 +151,7 @@ def _recompute_options(
     if num_layers is not None and num_layers > layers_of_stage:
         raise ConfigError(
             f"model.activations_checkpoint_num_layers: got {num_layers}, wanted at most "
-            f"{layers_of_stage}, the layers of a pipeline stage"
+            f"{layers_of_stage}, the number of layers in a pipeline stage"
         )
     if recompute is Recompute.full:
         return {

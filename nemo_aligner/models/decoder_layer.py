@@ -48,7 +48,9 @@ class PackedLayer(TransformerLayer):
         **unused_options: Any,
     ) -> tuple[Tensor, None]:
         if packed_seq_params is None:
-            raise ValueError("a layer needs the PackContext of its pack as packed_seq_params")
+            raise ValueError(
+                "a decoder layer got no PackContext. Pass the pack's PackContext as packed_seq_params."
+            )
         if isinstance(self.input_layernorm, IdentityOp):
             compute = self._call_engine
         else:

@@ -123,21 +123,22 @@ def check_longer(tokens: int, until: int, longrope: LongRope | None, is_scaled: 
         ConfigError: LongRoPE has no divisors for longer sequences, or a dynamic RoPE is scaled
             twice.
     """
-    missing = (
-        "a single kind of RoPE scaling (it is dynamic and scaled again)" if is_scaled else None
-    )
+    missing = "has a second kind of RoPE scaling next to the dynamic one" if is_scaled else None
     if longrope is not None:
-        missing = "longrope_long_factor" if longrope.long is None else None
+        missing = "lacks longrope_long_factor" if longrope.long is None else None
     if missing is not None:
         raise ConfigError(
-            f"seq_length: got {tokens}, wanted at most {until}: for longer sequences the model's "
-            f"config lacks {missing}"
+            f"seq_length: got {tokens}, wanted at most {until}. RoPE is not defined for longer "
+            f"sequences, because the model's config {missing}."
         )
 
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Llama 4's factor of queries at position p: ``1 + beta ln(1 + floor(p / old_context_len))``."""
+    """Llama 4's scaling of queries by their position.
+
+    It multiplies queries at position p by ``1 + beta ln(1 + floor(p / old_context_len))``.
+    """
 
     beta: float
     old_context_len: int
@@ -242,7 +243,7 @@ def read_window(value: Any) -> int | None:
         return size
     raise CheckpointError(
         f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
-        "NeMo's pair of the keys before a token's own and 0"
+        "NeMo's pair [keys before the token, 0]"
     )
 
 
@@ -257,7 +258,7 @@ def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[s
     if pattern != "all" and skipped is not None:
         raise CheckpointError(
             f"model_config.yaml: {key}: got {shown(config[key])} and window_pattern={pattern}, "
-            "wanted one of them"
+            "wanted only one of the two keys"
         )
     if window is None:
         pattern, skipped = "all", None
@@ -356,7 +357,9 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
     flags = {name: config.get(name) for name in (PRE_SOFTMAX, SHARED_GATE)}
     for name, value in flags.items():
         if not isinstance(value, bool | None):
-            raise CheckpointError(f"model_config.yaml: {name}: got {shown(value)}, wanted a bool")
+            raise CheckpointError(
+                f"model_config.yaml: {name}: got {shown(value)}, wanted true or false"
+            )
     shared = config.get(SHARED_WIDTH)
     if config.get("post_layernorms") or config.get("activation") == "squared-relu":
         raise CheckpointError(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def learns(module: torch.nn.Module) -> bool:
-    """Tell if ``module`` is in training mode or gradients are enabled, rather than only inferring."""
+    """Tell if ``module`` is in training mode or gradients are enabled; if not, it only scores."""
     return module.training or torch.is_grad_enabled()
 
 

@@ -280,10 +280,11 @@ def fold_into_weight(weight: Tensor, low: Tensor, high: Tensor, scale: float) ->
     return (weight.float() + added).to(weight.dtype)
 
 
-# Dropout without generator state.
+# Dropout that needs no state of a random generator.
 #
-# A mask bit is a hash of the seed, the step, the token's record and position, the linear layer and
-# the channel. It is therefore the same at any layout, under recomputation and after a resume.
+# Each bit of a mask is a hash of the seed, the step, the token's record and position, the linear
+# layer and the channel. So masks are the same for every parallel layout, when activations are
+# recomputed, and after a resume.
 
 _MASK = 2**64 - 1
 # Odd multipliers without a regular bit pattern: those of SplitMix64 (Steele et al. 2014), and two

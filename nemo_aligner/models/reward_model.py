@@ -67,16 +67,17 @@ class GPTRewardModel(GPTModel):
     """megatron-core's GPTModel with a reward head instead of the output layer.
 
     Args:
-        num_attributes: outputs of the head.
-        seed: of a new head's weights.
+        num_attributes: number of outputs of the head.
+        seed: seed of a new head's weights.
         reads_every_token: make it a critic, whose head computes a value for each token of a pack.
-        reply_marker: token ids. The head reads the mean over the tokens after their last occurrence
-            instead of the last token.
+        reply_marker: token ids that precede a reply. If given, the head reads the mean over the
+            tokens after the last occurrence of the marker, rather than the last token.
         lora_dropout: dropout of the inputs of LoRA's adapters in training.
 
     Attributes:
-        length_dependent_rope: ``ModelShape``'s, which tells which sequences may share a prefix.
-        graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without.
+        length_dependent_rope: the method of ``ModelShape``, by which the packer tells which
+            sequences may share a prefix.
+        graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without graphs.
         smallest_chunk: fewest rows of a batch invariant matmul on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
     """
@@ -136,12 +137,12 @@ class GPTRewardModel(GPTModel):
             attach_adapters(self, shape.lora, lora_dropout)
 
     def use_cuda_graphs(self, capture: Capture | None = None) -> None:
-        """Run packs by CUDA graphs from now on, if that is possible; else log why not.
+        """Run packs by CUDA graphs from now on if that is possible; otherwise log the reason.
 
-        Packs then have fixed sizes (``fixed_sizes.py``).
+        Packs are then padded to fixed sizes (``fixed_sizes.py``).
 
         Args:
-            capture: replaces CUDA's in tests.
+            capture: replaces ``CudaCapture`` in tests.
         """
         reason = why_not_graphed(self) if capture is None else None
         if reason is not None:
@@ -157,7 +158,7 @@ class GPTRewardModel(GPTModel):
         """Prepare for the forward passes of a training step.
 
         Args:
-            step: counted from 0; LoRA's dropout draws other masks in each step.
+            step: number of the step, from 0; LoRA's dropout draws different masks in every step.
             losses_per_record: how many losses the step's mean counts for each of its records, which
                 scales the auxiliary loss of a mixture-of-experts model.
         """
@@ -202,7 +203,11 @@ class GPTRewardModel(GPTModel):
         return outputs
 
     def _decode(self, inputs: DecoderInputs, by_length: ByLength | None = None) -> Tensor:
-        """Compute all but the head, from nothing of a pack but ``inputs``' tensors and sizes."""
+        """Compute the hidden states that the head reads.
+
+        All that it uses of a pack is in the tensors and sizes of ``inputs``, as CUDA graphs
+        require.
+        """
         positions, dtype = inputs.positions, self.config.params_dtype
         context = replace(
             inputs.context,
@@ -222,7 +227,7 @@ class GPTRewardModel(GPTModel):
     def _make_context(
         self, batch: PackedBatch, rows: Tensor, pool: KeyValuePool | None
     ) -> PackContext:
-        """Describe a pack, whose head reads ``rows``, to the layers; the tables are added later."""
+        """Describe a pack to the layers; its head reads ``rows``. RoPE's tables are added later."""
         read_rows = self._rows_of_head(rows, batch)
         segments = PackedSegments.of(batch, read_rows.device, pool)
         keys, balance, balance_of_rows = None, Balance(), Balance()
@@ -236,7 +241,7 @@ class GPTRewardModel(GPTModel):
         return PackContext(segments, read_rows, balance, balance_of_rows, keys)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
-        """Return which of this rank's rows the head reads, and how many all ranks read."""
+        """Return which of this rank's rows the head reads, and how many rows all ranks read."""
         rows = batch.scored_tokens
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
@@ -261,7 +266,7 @@ class GPTRewardModel(GPTModel):
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Dtype of the residual stream now: fp32 in inference, where rounding errors would add up.
+        """Dtype of the residual stream: fp32 in inference, so that rounding errors do not add up.
 
         In training an fp32 stream would double the activations saved for the backward pass, and
         TransformerEngine's norms accept only the model's dtype.
@@ -299,7 +304,7 @@ class GPTRewardModel(GPTModel):
         )
 
     def _rope_of_tokens(self, batch: PackedBatch) -> ByLength | None:
-        """Return which RoPE every token has; None if all sequences have that of short ones."""
+        """Return which RoPE every token has; None if all sequences are short and have the same."""
         numbers = [] if self._has_one_rotation else rotations_of(batch, self.length_dependent_rope)
         distinct = sorted(set(numbers))
         if distinct in ([], [0]):
@@ -309,13 +314,13 @@ class GPTRewardModel(GPTModel):
         return distinct, batch.of_own(to_device(of_tokens, batch.position_ids.device))
 
     def _query_scale(self, position_ids: Tensor) -> Tensor | None:
-        """Compute the factors of queries at ``position_ids [T]``; None without such scaling."""
+        """Compute factors of queries at ``position_ids [T]``; None without such scaling."""
         if self._query_scaling is None:
             return None
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor, batch: PackedBatch) -> Tensor:
-        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0, or to a fixed size."""
+        """Pad ``rows`` with 0, to a multiple of ``row_multiple`` above 0 or to a fixed size."""
         count = max(rows.numel(), 1)
         padded = count + -count % self.row_multiple(count)
         if batch.sizes is not None:
@@ -343,12 +348,12 @@ def build_reward_model(
     lora_dropout: LoraDropout | None = None,
     pointwise_kernels: PointwiseChoice | None = None,
 ) -> GPTRewardModel:
-    """Build this rank's shard of a reward model, with a new head and uninitialised backbone.
+    """Build this rank's shard of a reward model, with a new head and an uninitialised backbone.
 
     Args:
-        num_attributes: outputs of the head.
+        num_attributes: number of outputs of the head.
         recompute_layers: see ``transformer_config``.
-        seed: of the head's weights.
+        seed: seed of the head's weights.
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
         pointwise_kernels: see ``choose_kernels``.
 
@@ -363,7 +368,8 @@ def build_reward_model(
     gathered = why_gathered(shape, config.params_dtype) if layout.ring else None
     if gathered is not None and is_main():
         logger.warning(
-            f"model.cp_comm_type=p2p is not used, and keys and values are gathered: {gathered}"
+            f"model.cp_comm_type=p2p is not used, because {gathered}. Keys and values are gathered "
+            "instead."
         )
     model = GPTRewardModel(
         config,

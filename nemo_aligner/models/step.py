@@ -1,4 +1,4 @@
-"""Training steps and inference on packs: the only callers of Megatron's pipeline schedules.
+"""Training steps and inference on packs; only this module calls Megatron's pipeline schedules.
 
 ``forward_backward`` is a training step without the update, ``infer`` computes rewards, and
 ``infer_values`` a critic's values. ``gather_rewards`` brings the rewards of all ranks together.
@@ -45,13 +45,15 @@ def forward_backward(
     """Accumulate this data parallel rank's gradients over the micro-batches of one step.
 
     After the last micro-batch Megatron sums gradients over the data parallel ranks and divides by
-    the global count. The result is the gradient of the exact mean, however records were packed.
+    the global count. The result is the gradient of the exact mean over all records, however they
+    were packed.
 
     Args:
         model: the model inside Megatron's data parallel wrapper.
         batches: this rank's micro-batches, on the host.
-        loss: a function of a micro-batch's rewards; or, for a loss over all rewards of the step,
-            its gradient ``[rows, A]`` float32 on the host (``losses.base.reward_gradient``).
+        loss: a function of a micro-batch's rewards; or, if the loss depends on all rewards of the
+            step together, its gradient by these, ``[rows, A]`` float32 on the host
+            (``losses.base.reward_gradient``).
 
     Returns:
         Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
@@ -64,7 +66,7 @@ def forward_backward(
 def forward(
     model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
 ) -> Tensor | None:
-    """Compute the rewards of ``forward_backward`` on ``batches``, without a gradient."""
+    """Compute the same rewards as ``forward_backward`` on ``batches``, without gradients."""
     return _run(model, batches, layout, None)
 
 
@@ -77,8 +79,9 @@ def infer(
 ) -> Tensor | None:
     """Compute rewards ``[S, A]`` float32 of this data parallel rank's ``batches``, in their order.
 
-    They are the head's raw output, without the offsets of a scoring contract. Returns None without
-    ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
+    Rewards are the head's raw output, without the offsets of a scoring contract. The result is None
+    if there are no ``batches``, and on all pipeline stages but the last. The model stays in
+    evaluation mode.
 
     Args:
         pool: keys and values of the prefix cache, which the packs read and write.
@@ -101,9 +104,10 @@ def infer_in_parts(
     after_part: Callable[[float], None],
     pool: KeyValuePool | None = None,
 ) -> Tensor | None:
-    """Run ``infer`` in ``parts``, calling ``after_part`` after each with the fraction done.
+    """Run ``infer`` in ``parts``, and after each part call ``after_part`` with the fraction done.
 
-    Every rank calls it after the same parts, so it may run collectives, and raise on all ranks.
+    All ranks call ``after_part`` after the same parts, so it may run collectives and may raise on
+    all ranks together.
     """
     rewards_of_parts = []
     for part in range(parts):
@@ -116,9 +120,9 @@ def infer_in_parts(
 
 
 def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout) -> int:
-    """Return into how many parts to split the inference of ``num_tokens``, alike on every rank.
+    """Return into how many parts to split the inference of ``num_tokens``; equal on all ranks.
 
-    The pipeline drains between two parts, so each needs enough packs to keep the stages busy.
+    The pipeline drains between two parts, so each part needs enough packs to keep the stages busy.
     """
     packs = num_tokens // (micro_batch_tokens * layout.dp)
     least = max(1, _PACKS_PER_STAGE * (layout.pp - 1))
@@ -131,8 +135,8 @@ def infer_values(
 ) -> list[Tensor] | None:
     """Compute a critic's values ``[T, A]`` float32 for every token of each of ``batches``.
 
-    They are raw, like those of ``infer``. Returns None on all pipeline stages but the last. Leaves
-    the model in evaluation mode.
+    Values are the head's raw output, like the rewards of ``infer``. The result is None on all
+    pipeline stages but the last. The model stays in evaluation mode.
     """
     _stop_training(model)
     if not batches and layout.ep == 1:
@@ -154,7 +158,7 @@ def gather_rewards(
     """Gather the rewards of all data parallel ranks, in the order of the records.
 
     Args:
-        rewards: result of ``forward_backward`` or ``infer`` on this rank's ``batches``.
+        rewards: the result of ``forward_backward`` or ``infer`` on this rank's ``batches``.
         shape: ``(S, A)`` of the result.
 
     Returns:
@@ -169,7 +173,7 @@ def gather_rewards_later(
     shape: tuple[int, int],
     layout: ParallelLayout,
 ) -> Arriving[Tensor]:
-    """``gather_rewards`` without waiting for the device."""
+    """Do the same as ``gather_rewards``, but return before the rewards are on the host."""
     return to_host_later(_gather_on_device(rewards, batches, shape, layout))
 
 
@@ -242,7 +246,7 @@ def _run_schedule(
 
 
 def _prepare_pack(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
-    """Pad a pack, or cut it for this rank of a context parallel group."""
+    """Pad a pack, or cut out the tokens that this rank of a context parallel group computes."""
     multiple = model.row_multiple(batch.num_tokens // layout.cp)
     if model.graphs is not None and model.graphs.are_used(model.training):
         return pad_to_fixed_sizes(batch, multiple)
@@ -265,7 +269,7 @@ def _pad_number_of_packs(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
 
 
 def _attach_reply_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
-    """Attach the rows of the replies, for a head that reads their mean."""
+    """If the head reads the mean of the replies, attach the rows of the replies to a pack."""
     if model.reply_marker is not None:
         batch = replace(batch, replies=find_reply_rows(batch, model.reply_marker))
     return batch
@@ -274,7 +278,8 @@ def _attach_reply_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch
 def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
     """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
 
-    If a sequence begins with cached tokens, the cached part must end before the last marker.
+    If a sequence begins with cached tokens, they must end before the last marker of the sequence,
+    because the head cannot read cached tokens.
     """
     rows, lengths = [], []
     for sequence in _list_sequence_rows(batch):
@@ -351,6 +356,6 @@ def _forward_step(
 
 
 def _loss_of_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
-    """Return a loss and its count, whose gradient by ``rewards [S, A]`` is ``gradient``."""
+    """Return a loss whose gradient by ``rewards [S, A]`` is ``gradient``, and its count."""
     total = (rewards * to_device(gradient, rewards.device)).sum()
     return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

@@ -161,7 +161,7 @@ def choose_backend(case: Case) -> Backend[Any]:
     for backend in BACKENDS:
         if backend.fits(case):
             return backend
-    raise ValueError(f"no attention backend computes {case}; they are listed in {__name__}")
+    raise ValueError(f"no attention backend supports {case}. Add one to BACKENDS in {__name__}.")
 
 
 # Adapters, which pass a layer's heads to the functions of the other modules.
@@ -395,7 +395,7 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
         reason = f"torch {torch.__version__} has no kernel for {missing.value}: "
         reason += "install flash-attn >= 2.6"
     if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
-        reason += "; SDPA has no fused kernel for it either, and scores are made twice"
+        reason += "; SDPA has no fused kernel for it either, and scores are computed twice"
     return f"attention runs one segment at a time, which is slow: {reason}"
 
 

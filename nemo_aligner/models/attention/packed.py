@@ -67,7 +67,9 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> Tensor:
         if packed_seq_params is None:
-            raise ValueError("attention needs the PackContext of its pack as packed_seq_params")
+            raise ValueError(
+                "attention got no PackContext. Pass the pack's PackContext as packed_seq_params."
+            )
         if self.rotation is not None:
             tables = packed_seq_params.tables[self.rotation]
             query, key = (rotate(heads, *tables) for heads in (query, key))

@@ -86,7 +86,10 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
         sequence = (*chain, number)
         rotation = by_length(sum(lengths[part] for part in sequence))
         if any(rotations.setdefault(part, rotation) != rotation for part in sequence):
-            raise ValueError("sequences with different RoPE share a prefix in a pack")
+            raise ValueError(
+                "sequences with different RoPE share a prefix in a pack. Build the pack with "
+                "pack_sequences, which keeps them apart."
+            )
     return [rotations[number] for number in range(len(cached), len(lengths))]
 
 
@@ -131,7 +134,9 @@ class PackedSegments:
             ValueError: the batch uses cached keys, and there is no ``pool``.
         """
         if batch.cached is not None and pool is None:
-            raise ValueError("a pack uses cached keys, but there is no pool to read them from")
+            raise ValueError(
+                "a pack uses cached keys, but got no pool to read them from. Pass a KeyValuePool."
+            )
         lengths = tuple(batch.cu_seqlens.diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
         queries = keys = batch.cu_seqlens

@@ -1,6 +1,6 @@
 """The pointwise operations by liger-kernel 0.8.5 or newer (Hsu et al. 2024, arXiv:2410.10989).
 
-It has autograd functions of its own, whose norms compute in fp32 if they are called ``gemma``.
+liger-kernel brings its own autograd functions. Its norms compute in fp32 in the mode ``gemma``.
 """
 
 from __future__ import annotations
