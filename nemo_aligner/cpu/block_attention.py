@@ -321,7 +321,7 @@ def list_segment_keys(
     Args:
         query_bounds: ``[G + 1]`` bounds of the segments' tokens in the pack.
         key_bounds: ``[G + 1]`` bounds of their keys, prefixes included, in ``key_index``.
-        key_index: ``[K]`` int64 row of every key; None if keys and tokens are the same.
+        key_index: ``[K]`` int64 row of every key; None if the keys are the tokens in their order.
     """
     rows, bounds = query_bounds.tolist(), key_bounds.tolist()
     every = np.arange(rows[-1]) if key_index is None else key_index.numpy()

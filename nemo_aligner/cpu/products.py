@@ -19,9 +19,9 @@ from torch.autograd import Function
 # Linear layers by oneDNN.
 #
 # torch gives fp32 matmuls to MKL, which uses AVX-512 only on Intel's processors. On an AMD Zen 5
-# oneDNN is about twice as fast (``docs/performance.md``). But oneDNN compiles a kernel for
-# every new shape, which takes half a millisecond and nearly a MiB of memory. So matmuls are cut into
-# chunks of a few sizes, and the last chunk is padded with zeros.
+# oneDNN is about twice as fast (``docs/performance.md``). It compiles a kernel for every new shape,
+# which takes half a millisecond and nearly a MiB of memory. So matmuls are cut into chunks of a few
+# sizes, and the last chunk is padded with zeros.
 
 # Numbers of rows and of FLOPs from which on oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
@@ -359,7 +359,7 @@ def _weight_gradient(
     return torch.empty_like(weight)
 
 
-# CPU features.
+# What the CPU supports.
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -394,7 +394,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make malloc return every large tensor's memory to the system when the tensor is freed.
+    """Make malloc return every large tensor's memory to the system as soon as it is freed.
 
     By default malloc soon keeps free blocks of up to 32 MiB that lie between blocks in use.
     """
@@ -418,7 +418,7 @@ class FreedMemory:
         self._needed = 0
 
     def end_step(self) -> bool:
-        """Check resident memory, in about 20 us; True if free pages were returned."""
+        """Check resident memory, which takes about 20 us; True if free pages were returned."""
         resident = resident_bytes()
         if self._seen < self._steps:
             self._seen += 1

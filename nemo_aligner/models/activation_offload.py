@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 # Smaller storages, like statistics of a norm, are not worth a copy, which takes 5 us to start.
 _SMALLEST_BYTES = 2**16
-# Sizes of host buffers for each power of two; few of them, so that packs can share buffers.
+# Number of sizes of host buffers for each power of two. There are few, so that packs can share
+# buffers.
 _SIZE_STEPS = 8
 
 
@@ -271,7 +272,7 @@ class ActivationOffload:
             storage.flat = None
         layer.is_on_device = False
 
-    # Backward.
+    # Backward pass: a hook of autograd, and what it calls.
 
     def _unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):

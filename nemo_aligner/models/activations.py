@@ -29,7 +29,7 @@ class _Activation(MegatronModule):
 
 
 class SwiGLU(_Activation):
-    """SwiGLU, computed by ``pointwise``, except in inference on a CPU."""
+    """SwiGLU, computed by ``pointwise``, but in inference on a CPU by ``kernels.c`` if possible."""
 
     function = staticmethod(gated_silu)
     pointwise: PointwiseKernels = EAGER

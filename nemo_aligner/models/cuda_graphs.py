@@ -102,7 +102,7 @@ class Capture(Protocol):
         """Record ``work``; return its result, and a function that overwrites it with a new one."""
 
     def backward(self, work: Callable[[], None]) -> Replay:
-        """Record ``work``, without running it."""
+        """Record ``work`` without running it; return a function that runs it."""
 
     def reset(self) -> None:
         """Free the memory that graphs share, after all graphs were dropped."""
@@ -209,7 +209,7 @@ class _Leaves:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the stand-ins into the modules within the context."""
+        """Replace the modules' trained parameters by the stand-ins within the context."""
         try:
             for module, name, _, stand_in in self._places:
                 setattr(module, name, stand_in)
@@ -220,7 +220,7 @@ class _Leaves:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Add gradients to ``main_grad`` within the context; outside of it hooks drop them."""
+        """Let hooks add gradients to ``main_grad`` within the context; otherwise they drop them."""
         self._sums.are_taken = True
         try:
             yield
@@ -365,7 +365,7 @@ class DecoderGraphs:
 
     @property
     def replayed(self) -> int:
-        """Count the packs that ran by a graph."""
+        """Number of packs that ran by a graph."""
         return self._replays["forward"]
 
     def are_used(self, is_training: bool) -> bool:

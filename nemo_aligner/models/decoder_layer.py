@@ -49,7 +49,7 @@ class PackedLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         if packed_seq_params is None:
             raise ValueError(
-                "a decoder layer got no PackContext. Pass the pack's PackContext as packed_seq_params."
+                "a layer got no PackContext. Pass the pack's PackContext as packed_seq_params."
             )
         if isinstance(self.input_layernorm, IdentityOp):
             compute = self._call_engine
@@ -113,7 +113,7 @@ class PackedLayer(TransformerLayer):
         return attend(*heads)
 
     def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split what linear_qkv returns as megatron-core's SelfAttention does.
+        """Split the output of linear_qkv into heads, as megatron-core's SelfAttention does.
 
         Args:
             mixed: ``[T, 1, groups * (repeats + 2) * c]``: for each group the channels of its query
@@ -121,7 +121,7 @@ class PackedLayer(TransformerLayer):
 
         Returns:
             Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, normed if the model
-            norms queries and keys, and not rotated yet.
+            norms queries and keys, but before RoPE.
         """
         attention = self.self_attention
         channels = attention.hidden_size_per_attention_head

@@ -87,12 +87,12 @@ class Exchange:
         return cls(sent.tolist(), received.tolist(), own_counts, order, inverse, group)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Send rows to the ranks of their experts."""
+        """Send rows to the ranks of their experts; return the received rows, sorted by expert."""
         arrived = _AllToAll.apply(rows, self.sent, self.received, self.group)
         return _Permute.apply(arrived, self.order, self.inverse)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """Send the experts' outputs back."""
+        """Send the experts' outputs back to the ranks that sent the rows, in the order of these."""
         sorted_back = _Permute.apply(rows, self.inverse, self.order)
         return _AllToAll.apply(sorted_back, self.received, self.sent, self.group)
 

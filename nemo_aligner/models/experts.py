@@ -355,7 +355,7 @@ class ExpertLinear(torch.nn.Module):
         self.register_module("adapter", None)
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """Compute ``[N, in] -> [N, out]`` for rows sorted by expert."""
+        """Compute ``[N, in] -> [N, out]`` by each row's expert; the rows are sorted by expert."""
         product = self._multiply(inputs, counts, rows)
         return product if self.adapter is None else product + self.adapter(inputs, counts, rows)
 
@@ -364,7 +364,7 @@ class ExpertLinear(torch.nn.Module):
         return self.axis < len(self.size)
 
     def take_part(self, full: Tensor) -> Tensor:
-        """Return this rank's part of ``full [count, *size]``."""
+        """Return the part of ``full [count, *size]`` with this rank's experts and TP shard."""
         local = full[self.first : self.first + len(self.weight)]
         return local.chunk(self.group.size(), self.axis)[self.group.rank()]
 
@@ -446,7 +446,7 @@ class _Products(Function):
 
 
 def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
-    """Multiply each expert's rows ``[n_e, i]`` by its matrix of ``[E, i, o]``: ``[N, o]``."""
+    """Multiply each expert's rows of ``[N, i]`` by its matrix in ``[E, i, o]`` -> ``[N, o]``."""
     ends = counts.group_ends(rows, matrices)
     if ends is not None:
         return F.grouped_mm(rows, matrices, offs=ends)

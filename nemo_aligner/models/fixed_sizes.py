@@ -64,7 +64,7 @@ def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
 
 
 def _round_up_segments(count: int) -> int:
-    """Round up to a power of two, or three quarters of one."""
+    """Round up to a power of two, or to three quarters of a power of two."""
     octave = _round_up_to_power_of_two(count, _FEWEST_SEGMENTS)
     return octave * 3 // 4 if octave > _FEWEST_SEGMENTS and count <= octave * 3 // 4 else octave
 
@@ -88,7 +88,7 @@ def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
         missing = _round_up_to_power_of_two(len(taken), _TOKEN_STEP) - len(taken)
     stored, slots = use.stored, use.slots
     if len(stored):
-        # Repeat the last store: whichever copy is written last, the slot has the same values.
+        # Repeat the last store. Whichever copy is written last, the slot gets the same values.
         more = _round_up_to_power_of_two(len(stored), _TOKEN_STEP) - len(stored)
         stored, slots = (torch.cat([index, index[-1:].expand(more)]) for index in (stored, slots))
     lengths, prefixes = use.lengths, batch.prefixes

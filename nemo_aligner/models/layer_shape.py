@@ -27,7 +27,7 @@ Frequency = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency-dependent scaling of the rotary base frequencies."""
+    """Llama 3.1's scaling of RoPE, whose factor depends on the frequency."""
 
     factor: float
     low_freq_factor: float

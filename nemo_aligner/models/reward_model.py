@@ -165,7 +165,7 @@ class GPTRewardModel(GPTModel):
         self._step, self._losses_per_record = step, losses_per_record
 
     def forward(self, batch: PackedBatch, pool: KeyValuePool | None = None) -> Tensor:
-        """Score a pack, or this rank's share of it, that lies on this model's device.
+        """Score a pack, or this rank's part of it. The pack has to be on the model's device.
 
         Args:
             pool: the keys and values of the prefixes that the pack reads from a cache.
@@ -279,9 +279,9 @@ class GPTRewardModel(GPTModel):
     def row_multiple(self, count: int) -> int:
         """Return the multiple to which ``count`` tokens, or rows that the head reads, are padded.
 
-        Sequence parallelism splits them evenly over the ranks. In evaluation the padding also keeps
-        torch from using its kernels for a single row and for the remainder of a vector, and on a
-        GPU it saves batch invariant matmuls from padding one by one.
+        Sequence parallelism has to split the rows evenly over the ranks. In evaluation the padding
+        also keeps torch from using special kernels for a single row or for the remainder of a
+        vector. On a GPU it also means that batch invariant matmuls need no padding of their own.
         """
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         if self.training:
@@ -330,7 +330,7 @@ class GPTRewardModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        # Skip LanguageModule's version, which expects an output layer.
+        # Skip LanguageModule's sharded_state_dict, which expects an output layer.
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
 

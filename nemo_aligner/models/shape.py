@@ -1,4 +1,4 @@
-"""Architecture of a model, read from ``model_config.yaml``, checked and typed; imports no torch.
+"""Architecture of a model, read from ``model_config.yaml`` and checked, without importing torch.
 
 ``ModelShape`` describes the decoder, ``HeadShape`` the reward head, and ``LoraShape`` the adapters.
 """
@@ -40,7 +40,7 @@ from nemo_aligner.models.layer_shape import (
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# The decoder.
+# The decoder: its keys in ``model_config.yaml``, and ``ModelShape``.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 # Supported values of each key. The first value is the default if the config lacks the key.
@@ -228,7 +228,7 @@ class ModelShape:
 
     @property
     def is_gated(self) -> bool:
-        """True if the MLP multiplies its activation by a second projection."""
+        """True if the MLP multiplies its activation by a second linear projection of the input."""
         return self.activation != "squared-relu"
 
     @property
@@ -238,12 +238,12 @@ class ModelShape:
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
-        """Return how many keys a token sees in layer 1 to ``num_layers``; None is all before it."""
+        """Return how many keys a token sees in a layer, numbered from 1; None is all before it."""
         skipped = 2 if self.window_pattern == "alternate" else self.window_attn_skip_freq
         return None if is_in(skipped, layer_number, 0) else self.window_size
 
     def rotates(self, layer_number: int) -> bool:
-        """Tell if layer 1 to ``num_layers`` has RoPE."""
+        """Tell if a layer, numbered from 1, has RoPE."""
         return not is_in(self.no_rope_freq, layer_number, 1)
 
     @property
@@ -293,8 +293,8 @@ class ModelShape:
         ):
             if count % tp != 0:
                 raise ConfigError(
-                    f"{key}: got {tp}, wanted a divisor of the model's {count} {name} "
-                    f"(a conversion with tensor-parallel {tp} adds query groups of zeros)"
+                    f"{key}: got {tp}, wanted a divisor of the model's {count} {name}. "
+                    f"Convert it with --tensor-parallel={tp}, which adds query groups of zeros."
                 )
         if self.num_layers % pp != 0:
             raise ConfigError(
@@ -360,7 +360,7 @@ class ModelShape:
 
 
 def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields that describe a layer's modules."""
+    """Read the fields of ``ModelShape`` that describe a layer's modules."""
     normalization = config.get("normalization", "rmsnorm")
     window = read_window(config.get("window_size"))
     return {
@@ -481,7 +481,7 @@ def check_is_linear(head: HeadShape | None, location: str, format_name: str) -> 
 
 # LoRA: rank, scale, and the linear layers that have an adapter.
 
-# Section in ``model_config.yaml``.
+# Name of LoRA's section in ``model_config.yaml``.
 LORA_KEY = "lora"
 # Suffixes of the two matrices after the linear layer's own name, as in NeMo 2.
 LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"

@@ -1,10 +1,10 @@
 """The table of attention backends, and the only place where one of them is chosen.
 
-A backend is one entry of ``BACKENDS``: which features of the scores it has, where it runs, a
-function from a layer's heads to its output, and what it prepares once for each pack.
-``choose_backend`` returns the first entry that fits a ``Case``, so the table lists the fastest
-first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then runs it on
-the same packs as all others.
+Each backend is an entry of ``BACKENDS``. The entry says which features of the scores the backend
+supports, where it runs, how it computes the output of a layer's heads, and what it prepares once
+for each pack. ``choose_backend`` returns the first entry that fits a ``Case``, so the table lists
+the fastest first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then
+runs it on the same packs as all others.
 
 New kinds of decoders are added here, too. A new feature of the scores, like a learned sink for each
 head, is a new ``Feature``: entries that do not name it are never chosen for it. Values of another
@@ -141,7 +141,7 @@ class Backend(Generic[Plan]):
     takes_packs: bool = True
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-        """Compute the output ``[n, heads, c]`` of a layer's heads."""
+        """Compute the output ``[n, heads, c]`` of a layer's heads, by the pack's plan."""
         # A backend without a plan skips the lookup, which would take microseconds in every layer.
         has_plan = self.plan is not _plan_nothing
         plan = segments.plan(self, case) if has_plan else cast(Plan, None)

@@ -232,7 +232,7 @@ def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
     is_half = dtype in (torch.bfloat16, torch.float16)
     if dtype is torch.bfloat16 and major < _AMPERE:
         return False
-    # minimum_gemm_alignment: 128 bits if there are tensor cores for the dtype.
+    # torch's minimum_gemm_alignment is 128 bits if there are tensor cores for the dtype.
     has_tensor_cores = major >= _AMPERE or (is_half and major >= _VOLTA)
     alignment = 16 // dtype.itemsize if has_tensor_cores else 1
     return (is_half or dtype is torch.float32) and channels % alignment == 0

@@ -88,7 +88,7 @@ class PackedAttention(MegatronModule):
 
         Args:
             joined: ``[T, groups, repeats + 1, c]``: for each group its query heads, then its key,
-                not rotated yet; may be overwritten.
+                before RoPE. The tensor may be overwritten.
             value: ``[T, groups, c]``.
         """
         groups, width = joined.shape[1:3]

@@ -399,7 +399,7 @@ class KeyValuePool:
             layer.zero_()
 
     def layer(self, number: int) -> Tensor:
-        """Return the keys and values ``[2, slots, groups, c]`` of a layer."""
+        """Return a layer's keys and values in all slots, ``[2, slots, groups, c]``."""
         return self._layers[number]
 
     def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
@@ -421,7 +421,7 @@ class KeyValuePool:
         return torch.cat([layer.index_select(1, use.taken), local], dim=1) if use.lengths else local
 
 
-# Context parallelism: collectives of the ranks that share a pack.
+# Context parallelism: collectives of the ranks that split a pack.
 
 
 def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ def _splits_by_rows(rows: int, width: int) -> bool:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Compute ``relu(x)^2`` (Primer, So et al. 2021); saves ``relu(x)`` for the backward pass."""
+    """Compute ``relu(x)^2`` (Primer, So et al. 2021); save ``relu(x)`` for the backward pass."""
     return F.relu(x).square()
 
 
@@ -145,7 +145,7 @@ def add_rms_norm(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``x + alpha * added`` and its ``offset_rms_norm``."""
+    """Compute the sum ``x + alpha * added`` and its ``offset_rms_norm``."""
     total = torch.add(x, added, alpha=alpha)
     return total, offset_rms_norm(total, weight, eps, offset, dtype)
 

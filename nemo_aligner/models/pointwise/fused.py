@@ -58,10 +58,10 @@ class Kernels(Protocol):
         """
 
     def silu_forward(self, x: Tensor) -> Tensor:
-        """Compute ``eager.gated_silu``."""
+        """Compute SwiGLU, like ``eager.gated_silu``."""
 
     def silu_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Compute the gradient of ``x``."""
+        """Compute the gradient of ``x`` from the gradient of SwiGLU's output."""
 
     def split_forward(
         self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int

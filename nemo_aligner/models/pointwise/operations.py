@@ -18,7 +18,7 @@ from nemo_aligner.models.pointwise import eager
 
 
 class NormOperation(Protocol):
-    """Norm ``x [..., c]`` by ``weight [c] + offset`` and return it in ``dtype``."""
+    """Compute RMSNorm of ``x [..., c]`` with ``weight [c] + offset``, returned in ``dtype``."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype
