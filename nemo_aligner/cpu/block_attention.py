@@ -336,7 +336,8 @@ def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarr
     """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
     rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for segment in segments:
-        # The block's own span may be incomplete, so it is not listed here.
+        # The span with the segment's last block is not listed, because the block may see only a
+        # part.
         for number in range((segment.num_blocks - 1) * BLOCK // SPAN):
             end = (number + 1) * SPAN
             rows_of_spans[number, segment.keys[end - SPAN : end].tobytes()].append(

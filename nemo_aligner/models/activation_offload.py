@@ -45,7 +45,7 @@ _SIZE_STEPS = 8
 
 @dataclass(eq=False)
 class _Storage:
-    """A storage that the backward pass needs: ``flat`` on the GPU and ``host`` on the host."""
+    """A storage for the backward pass: ``flat`` on the GPU, ``host`` in host memory, or both."""
 
     flat: Tensor | None
     host: Tensor | None = None
@@ -371,7 +371,7 @@ def offload_activations(model: Any) -> ActivationOffload:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the storage's address in C++, which stays the same when its data moves."""
+    """Return the address of a tensor's C++ storage object, which stays when its data moves."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 

@@ -78,9 +78,9 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
 
 
 def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
-    """Try the chunk sizes of all matmuls on this GPU; return the largest minimum of a layer.
+    """Try the chunk sizes of all matmuls on this GPU, and return a size by which to pad packs.
 
-    ``GPTRewardModel.row_multiple`` pads packs by it, so all ranks of the model get the same.
+    The result is the largest of the layers' smallest chunk sizes, on any rank of the model.
     """
     for weight, bias in _list_matmuls(model):
         gpu_products.chunk_sizes(weight, bias, rows)

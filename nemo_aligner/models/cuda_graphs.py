@@ -99,7 +99,9 @@ class Capture(Protocol):
         """Run ``work`` once before its capture: libraries allocate and compile at first use."""
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Record ``work``; return its result, and a function that overwrites it with a new one."""
+        """Record ``work``; return its result, and a function that computes the result anew in
+        place.
+        """
 
     def backward(self, work: Callable[[], None]) -> Replay:
         """Record ``work`` without running it; return a function that runs it."""
@@ -150,7 +152,8 @@ class CudaCapture:
     @contextmanager
     def _capture_on_stream(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         current = torch.cuda.current_stream()
-        # Other threads, of a server or of NCCL, may call CUDA during a capture.
+        # Other threads, of a server or of NCCL, may call CUDA during a capture. This mode allows
+        # that.
         mode = "thread_local"
         try:
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):

@@ -98,7 +98,7 @@ class PackedLayer(TransformerLayer):
         return hidden, self.pre_mlp_layernorm(hidden)
 
     def _attend_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
-        """Attend by the normed ``[T, 1, hidden]``, with gradients -> ``[T, 1, heads * c]``."""
+        """Compute attention of normed hidden states, with gradients -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         core = attention.core_attention
         mixed, _ = attention.linear_qkv(normed, context=context)
@@ -190,7 +190,9 @@ class PackedLayer(TransformerLayer):
         return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
     def _add_to_stream(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """Return ``added + hidden``, computed in place in one of these tensors' memory."""
+        """Add ``added``, times the residual multiplier, to the residual stream, in place if
+        possible.
+        """
         if self._multiplier == 1 and kernels.can_add(hidden, added):
             kernels.add(hidden, added)
             return hidden
@@ -201,7 +203,7 @@ class PackedLayer(TransformerLayer):
         return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
 
     def _attend(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Attend in inference, by linear_qkv's output ``[T, 1, ...]`` -> ``[T, 1, heads * c]``."""
+        """Compute attention from linear_qkv's output, without gradients -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         core = attention.core_attention
         if mixed.is_cuda and self._splits_and_rotates:

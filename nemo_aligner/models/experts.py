@@ -458,7 +458,7 @@ def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Te
 
 
 def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) -> None:
-    """Add each expert's weight gradient, of its rows of ``grad`` and ``inputs``, to ``to``."""
+    """Add the weight gradient of each expert's rows of ``inputs`` and ``grad`` to ``to [E, o, i]``."""
     ends = counts.group_ends(inputs, to)
     if ends is not None:
         products = F.grouped_mm(grad.mT, inputs, offs=ends)

@@ -1,7 +1,4 @@
-"""Functions that wrap private or short-lived names of torch and megatron-core.
-
-No other module uses these names, so an upgrade has to check only this one.
-"""
+"""Private or short-lived names of torch and megatron-core, wrapped in functions of this module."""
 
 from __future__ import annotations
 

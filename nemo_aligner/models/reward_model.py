@@ -123,8 +123,8 @@ class GPTRewardModel(GPTModel):
         if shape.apply_embedding_scaling:
             self._embedding_scale *= scale.item()
         if self.pre_process:
-            # Padding rows of the vocabulary are neither read nor loaded. Zeros, because random
-            # memory could hold a NaN and spread it.
+            # Padding rows of the vocabulary are neither read nor loaded. They are set to 0, because
+            # uninitialised memory could hold a NaN and spread it.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
         if self.post_process:
             # Delete the output layer: its parameters would get no gradient, and Megatron would not
@@ -304,7 +304,7 @@ class GPTRewardModel(GPTModel):
         )
 
     def _rope_of_tokens(self, batch: PackedBatch) -> ByLength | None:
-        """Return which RoPE every token has; None if all sequences are short and have the same."""
+        """Return which RoPE every token has; None if all sequences have that of short sequences."""
         numbers = [] if self._has_one_rotation else rotations_of(batch, self.length_dependent_rope)
         distinct = sorted(set(numbers))
         if distinct in ([], [0]):

@@ -248,13 +248,14 @@ class ModelShape:
 
     @property
     def one_rotation_until(self) -> int | None:
-        """Length up to which all sequences have the same RoPE; None if all have the same."""
+        """Length up to which all sequences have the same RoPE; None if there is no such limit."""
         if self.longrope is not None:
             return self.longrope.old_context_len
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
     def length_dependent_rope(self, tokens: int) -> int:
-        """Number the RoPE of a sequence of ``tokens``; sequences share keys only if it is equal.
+        """Number the RoPE of a sequence of ``tokens``; only sequences of equal numbers may share
+        keys.
 
         The number is 0 up to ``one_rotation_until``. For longer sequences it is 1 with LongRoPE,
         and their length with dynamic NTK-aware scaling.

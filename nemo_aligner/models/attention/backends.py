@@ -50,9 +50,9 @@ class Case:
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        dtype: of queries, keys and values.
-        query_heads, key_heads: heads of this rank.
-        channels: of one head.
+        dtype: dtype of queries, keys and values.
+        query_heads, key_heads: number of query heads and of key heads on this rank.
+        channels: number of channels of one head.
         learns: the pass computes gradients, for training; else it only scores the pack.
         uses_ring: keys and values travel around the ranks of a context parallel group.
     """

@@ -214,7 +214,7 @@ def _make_mask(queries: int, keys: int, case: Case, device: torch.device) -> Ten
 
 
 def _visibility_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Make a bool mask ``[queries, keys]`` of keys each query sees; the last two are aligned."""
+    """Make a bool mask ``[queries, keys]`` of visible keys; the last query is at the last key."""
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return mask if window is None else mask.triu(behind - window + 1)

@@ -188,7 +188,7 @@ def plan_ring(segments: PackedSegments, window: int | None) -> RingPlan:
 
 
 def _list_pieces(segments: PackedSegments, rank: int, longest: int | None) -> Iterator[_Piece]:
-    """Yield a rank's tokens, cut at segments and after at most ``longest`` tokens unless None."""
+    """Yield a rank's tokens as pieces of one segment, of at most ``longest`` tokens if given."""
     assert segments.share is not None
     row = 0
     for part in queries_of(segments.lengths, 0, replace(segments.share, rank=rank)):
@@ -357,8 +357,7 @@ def _lay_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | sl
     """Return the rows of all slices, each slice's bounds among them, and the longest length."""
     sizes = [span.stop - span.start for span in slices]
     bounds = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
-    # for a single query the kernel would split the keys, and sum in another order
-    longest = max(2, *sizes)
+    longest = max(2, *sizes)  # for a single query the kernel would split the keys
     if len(slices) == 1:
         return slices[0], bounds, longest
     index = torch.cat([torch.arange(span.start, span.stop) for span in slices])

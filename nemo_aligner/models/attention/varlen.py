@@ -133,15 +133,14 @@ def packed_arguments(
     """
     if segments.kv_index is None:
         if torch.is_grad_enabled():
-            # Autograd saves this tensor. A view would keep the whole output of linear_qkv until
-            # then.
+            # Autograd saves this tensor. If it were a view, the whole output of linear_qkv would
+            # stay in memory until the backward pass.
             value = value.contiguous()
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
-    # Pass upper bounds that do not depend on the pack, because the kernel chooses its algorithm by
-    # them: with one query per sequence it splits the keys, and it drops a window as long as the
-    # keys.
+    # Raise both upper bounds, because exact ones would let the pack select the kernel's algorithm:
+    # with one query per sequence it splits the keys, and it drops a window as long as the keys.
     max_keys = max(segments.max_kv_length, 1 + (scores.window or 0))
     return query, key, value, *bounds, max(2, segments.max_length), max_keys
 

@@ -27,7 +27,7 @@ class CompiledKernels:
     """
 
     def __init__(self, backend: str) -> None:
-        # A function is compiled once for each width, dtype and set of options that a model has.
+        # torch compiles a function once for each width, dtype and set of options that a model has.
         allow_recompiles(64)
 
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
