@@ -176,7 +176,8 @@ def _reference_size(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[
     """Return ``rows``, or 64 where a matmul of 64 rows is bit-identical to more other sizes.
 
     In bf16 on AMX, oneDNN sums in one of several orders, depending on the number of rows. For a
-    weight ``[576, 1536]``, 7 of 32 sizes are bit-identical to 256 rows, and 24 of them to 64 rows.
+    weight ``[576, 1536]``, 7 of 32 sizes are bit-identical to 256 rows, and 24 of the 32 to 64
+    rows.
     """
     name = ("reference", rows, *kind)
     if name not in _TRIED:

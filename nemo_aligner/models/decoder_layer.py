@@ -190,9 +190,7 @@ class PackedLayer(TransformerLayer):
         return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
     def _add_to_stream(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """Add ``added``, times the residual multiplier, to the residual stream, in place if
-        possible.
-        """
+        """Add ``added``, times the residual multiplier, to the stream, in place if possible."""
         if self._multiplier == 1 and kernels.can_add(hidden, added):
             kernels.add(hidden, added)
             return hidden
@@ -203,7 +201,7 @@ class PackedLayer(TransformerLayer):
         return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
 
     def _attend(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute attention from linear_qkv's output, without gradients -> ``[T, 1, heads * c]``."""
+        """Compute attention from linear_qkv's output, for inference -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         core = attention.core_attention
         if mixed.is_cuda and self._splits_and_rotates:

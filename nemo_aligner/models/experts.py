@@ -458,7 +458,7 @@ def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Te
 
 
 def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) -> None:
-    """Add the weight gradient of each expert's rows of ``inputs`` and ``grad`` to ``to [E, o, i]``."""
+    """Add each expert's weight gradient, from its rows of both tensors, to ``to [E, o, i]``."""
     ends = counts.group_ends(inputs, to)
     if ends is not None:
         products = F.grouped_mm(grad.mT, inputs, offs=ends)

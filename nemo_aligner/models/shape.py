@@ -254,8 +254,7 @@ class ModelShape:
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
     def length_dependent_rope(self, tokens: int) -> int:
-        """Number the RoPE of a sequence of ``tokens``; only sequences of equal numbers may share
-        keys.
+        """Number the RoPE of a sequence of ``tokens``; only equal ones may share keys.
 
         The number is 0 up to ``one_rotation_until``. For longer sequences it is 1 with LongRoPE,
         and their length with dynamic NTK-aware scaling.

@@ -279,7 +279,7 @@ def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
     """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
 
     If a sequence begins with cached tokens, they must end before the last marker of the sequence,
-    because the head cannot read cached tokens.
+    because no hidden states exist for cached tokens.
     """
     rows, lengths = [], []
     for sequence in _list_sequence_rows(batch):
