@@ -1,4 +1,4 @@
-"""Run megatron-core without CUDA: the CPU stands in for the CUDA device, gloo for NCCL."""
+"""Run megatron-core without CUDA: a CPU takes the place of the CUDA device, gloo that of NCCL."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-# Loading megatron-core with another device.
+# Import of megatron-core for a CPU instead of a GPU.
 #
 # megatron-core names its device in string literals and calls a few ``torch.cuda`` functions.
 # ``install`` adds an import hook for ``megatron.core``. Without a GPU the hook replaces these
-# literals and functions as each module is loaded. No code of megatron-core is copied, and its files
-# and line numbers are unchanged.
+# literals and functions when a module is loaded. This needs no copy of megatron-core's code, and
+# leaves its files and line numbers unchanged.
 
 _PACKAGE = "megatron.core"
 _LITERALS = {
@@ -27,7 +27,7 @@ _LITERALS = {
 
 
 def install() -> None:
-    """Install the import hook; cheap, and without effect if a GPU is found later.
+    """Install the import hook, which does nothing if there is a GPU when megatron-core is imported.
 
     Raises:
         RuntimeError: megatron.core was imported before, on a machine without a GPU.
@@ -47,7 +47,7 @@ def install() -> None:
 
 
 class _Finder:
-    """Finds megatron.core's modules and hands them to a loader that retargets them."""
+    """Finds megatron.core's modules, and loads them by ``_Loader``, which replaces CUDA."""
 
     @staticmethod
     def find_spec(
@@ -80,7 +80,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _retarget(constant: Any) -> Any:
-    """Replace the device literals in a code object's constants, recursively."""
+    """Replace the names of CUDA devices among a code object's constants, recursively."""
     if isinstance(constant, str):
         return _LITERALS.get(constant, constant)
     if isinstance(constant, tuple):
@@ -94,7 +94,8 @@ def _stub_torch_cuda() -> None:
     import torch
 
     def of_cpu(name: str) -> Any:
-        # A new function: torch.compile rejects a torch.cuda.synchronize that is torch.cpu's.
+        # Wrapped in a new function, because torch.compile rejects a torch.cuda.synchronize that is
+        # torch.cpu's function.
         function = getattr(torch.cpu, name)
         return lambda *args, **kwargs: function(*args, **kwargs)
 
@@ -110,18 +111,19 @@ def _use_cpu_generator(random: Any) -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # The tracker warns when the CPU generator advances during a fork, which is intended here.
+    # megatron-core's RNG tracker warns when the CPU generator advances during a fork. Here that is
+    # intended.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 def _disable_jit(jit: Any) -> None:
-    jit.disable_jit_fuser()  # TorchInductor needs a C++ compiler, and takes seconds at each start
+    jit.disable_jit_fuser()  # TorchInductor would need a C++ compiler, and seconds at each start
 
 
 def _adjust_linear_layers(layers: Any) -> None:
-    # Imported here because it imports torch, which megatron-core has imported by now.
+    # Imported late, because it imports torch. By now megatron-core has imported torch anyway.
     from nemo_aligner.cpu.products import (
         accumulate_weight_gradients,
         add_weight_gradient,
@@ -136,7 +138,7 @@ def _adjust_linear_layers(layers: Any) -> None:
 
 
 class _Works(list):
-    """Collectives in progress."""
+    """A list of collectives in progress, which ``wait`` waits for."""
 
     def wait(self) -> None:
         for work in self:
@@ -144,11 +146,11 @@ class _Works(list):
 
 
 class _InPlaceCollectives:
-    """In-place gather and reduce on megatron-core's buffers, which gloo would copy.
+    """All-gather and reduce-scatter that work in place on megatron-core's buffers, over gloo.
 
-    gloo's own collectives go through extra memory. Here broadcasts and an all-reduce work on the
-    buffer itself. The all-reduce gives every rank all sums, not only those of its shard, which is
-    harmless. With one rank there is nothing to do.
+    gloo's own versions copy the buffers. These replace them by broadcasts and by an all-reduce,
+    which work on the buffer itself. The all-reduce gives every rank the sums of all shards rather
+    than only its own, which is harmless. With one rank there is nothing to do.
     """
 
     def __init__(self) -> None:
@@ -156,7 +158,7 @@ class _InPlaceCollectives:
 
     @contextmanager
     def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
-        """Collect what is started within the context; wait at its end unless ``async_ops``."""
+        """Collect collectives started within the context; wait at its end unless ``async_ops``."""
         self._works = works = _Works()
         yield works
         if not async_ops:
@@ -182,7 +184,11 @@ class _InPlaceCollectives:
 
 
 def work_in_place(buffers: Any) -> None:
-    """Make megatron-core's module of gradient buffers use the in-place collectives."""
+    """Make megatron-core's gradient buffers use the in-place collectives.
+
+    Args:
+        buffers: megatron-core's module ``distributed.param_and_grad_buffer``.
+    """
     collectives = _InPlaceCollectives()
     buffers._coalescing_manager = collectives.together
     buffers.dist_all_gather_func = collectives.all_gather

@@ -1,20 +1,21 @@
 """Blockwise attention for scoring on a CPU; a token's output is bit-identical in every batch.
 
-Queries are processed in blocks of 32 positions of their *sequence*, whether its first tokens are
-its own, a shared prefix, or a cached one. The keys that a block sees in one call follow from its
-position, and queries that the pack lacks are padded. No kernel mixes the rows of a matmul, so a
-token's arithmetic depends on its sequence only.
+Queries are processed in blocks of 32 positions, which are counted from the start of the *sequence*,
+even if its first tokens are in a shared or cached prefix. A block's position alone decides which
+keys it sees in one call. Queries of a block that the pack lacks are padded. No kernel mixes the
+rows of a matmul, so a token's arithmetic depends only on its sequence.
 
-Distant keys come first, in spans of 512 positions. All queries behind a span see all of it, so the
-queries of every sequence that begins with it share one call and one copy of its keys. The partial
-results of the spans and of the remaining keys are merged in order of position by their log-sum-exp.
+Distant keys come first, in spans of 512 positions. All queries behind a span see all of its keys.
+So all sequences that have the span in their shared prefix compute their queries in one call, with
+one copy of its keys. The partial results of the spans and of the remaining keys are merged by their
+log-sum-exp, in order of position.
 
 The query heads of a group lie one after the other in a block, because they share keys. Blocks with
 the same number of keys share a call, in fp32: for narrower dtypes torch's kernel chooses between
 two matmuls by the size of the whole call.
 
 ``plan_blocks`` makes a pack's plan once, and ``attend_in_blocks`` computes a layer by it. Where
-``kernels.c`` compiles, ``kernel_attention.py`` is faster and used instead.
+``kernels.c`` compiles, ``kernel_attention.py`` is faster and is used instead.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from torch import Tensor
 from nemo_aligner.cpu.flash_attention import add_attended, cpu_flash_attention
 from nemo_aligner.utils.soft_cap import soft_capped_attention
 
-# Up to this many elements (at::internal::GRAIN_SIZE) torch uses one thread. With more threads, the
-# elements of a thread that do not fill a vector go through a different exponential.
+# torch uses one thread for up to this many elements (at::internal::GRAIN_SIZE). With more threads,
+# each thread computes its last elements, if they do not fill a vector, by a different exponential.
 _GRAIN = 2**15
 
 
@@ -48,7 +49,7 @@ def attend_in_blocks(
 
     Args:
         joined: ``[T, groups, repeats + 1, c]``, contiguous: for each group its query heads and then
-            its key, rotated to their positions.
+            its key, after RoPE.
         key, value: ``[C + T, groups, c]`` of the cached tokens and of the pack's tokens.
         plan: the pack's plan for layers with these heads and this window.
         scale: factor of the scores; None is ``c ** -0.5``.
@@ -71,7 +72,7 @@ def attend_in_blocks(
             last = first + len(part.keys)
             mask = plan.mask[:, -part.keys.size(2) :] if part.is_last else None
             output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap)
-            # The kernel's own layout is [n, rows, groups, c].
+            # The kernel returns a view of memory in the order [n, rows, groups, c].
             rows = output.transpose(1, 2).reshape(-1, channels)
             if part.is_first and part.is_last:
                 complete.append(rows)
@@ -95,7 +96,7 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
 def _attend_part(
     query: Tensor, part: Part, mask: Tensor | None, scale: float | None, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend ``query [n, groups, rows, c]`` batchwise; return output and log-sum-exp."""
+    """Attend ``query [n, groups, rows, c]`` to a part; return the output and log-sum-exp."""
     keys, values = part.keys, part.values
     if soft_cap is None:
         output: tuple[Tensor, Tensor] = cpu_flash_attention(
@@ -103,28 +104,29 @@ def _attend_part(
         )
         return output
     assert mask is not None
-    # One matrix at a time: the batch size must not select a kernel.
+    # Compute one block at a time, so that the batch size does not select a kernel.
     blocks = zip(query.split(1), keys.split(1), values.split(1), strict=True)
     capped = torch.cat(
         [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
     )
-    return capped, capped.new_zeros(capped.shape[:-1])  # soft-capped blocks have a single part
+    # never merged: soft-capped blocks have a single part
+    return capped, capped.new_zeros(capped.shape[:-1])
 
 
 class _Outputs:
-    """Partial results ``out [rows, c]`` of queries that see their keys part by part."""
+    """Attention results ``out [rows, c]``, merged over the parts of the keys."""
 
     def __init__(self, rows: int, channels: int, dtype: torch.dtype) -> None:
         self.out = torch.empty(rows, channels, dtype=dtype)
         self._lse = torch.empty(rows, dtype=dtype)
 
     def put(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Set the rows ``targets [m]`` to the result of their first keys."""
+        """Set the output rows ``targets [m]`` to the result of attending to their first keys."""
         self.out.index_copy_(0, targets, rows)
         self._lse.index_copy_(0, targets, lse)
 
     def add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Merge the result of the next keys into the rows ``targets``."""
+        """Merge the result of attending to the next keys into the output rows ``targets``."""
         for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
             self._add(*chunk)
 
@@ -134,14 +136,14 @@ class _Outputs:
         self.put(targets, merged, merged_lse)
 
 
-# Planning: which queries and keys of a pack share a call.
+# Planning: which queries and keys of a pack are computed in one call.
 
 BLOCK, SPAN = 32, 512
 
 
 @dataclass(frozen=True)
 class Part:
-    """``keys`` and ``values [n, groups, k, c]`` that n blocks of queries see.
+    """Keys and values ``[n, groups, k, c]`` that n blocks of queries see in one call.
 
     Attributes:
         is_first: these keys are the first of their sequences.
@@ -156,9 +158,9 @@ class Part:
 
 @dataclass(frozen=True)
 class _Span:
-    """``keys [SPAN]`` int64 rows, which all queries of ``blocks`` blocks see.
+    """A span: int64 rows ``keys [SPAN]``, all of which ``blocks`` blocks of queries see.
 
-    The queries may be of several sequences, which have these keys in common.
+    The queries may belong to several sequences, which have these keys in common.
     """
 
     keys: Tensor
@@ -173,12 +175,13 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Run:
-    """Segments that start in the same block, the longest first.
+    """Segments that start at the same block position, the longest first; their blocks share calls.
 
     Attributes:
-        keys: ``[n, K]`` int64 rows of their keys behind the spans, padded.
-        blocks: for each block the number of segments that reach it (the first ones), the slice of
-            keys that it sees, and whether it sees none before them.
+        keys: ``[n, K]`` int64 rows of the n segments' keys after the spans, padded.
+        blocks: for each block position, how many of the segments reach it (these are the first
+            ones), the slice of ``keys`` that it sees, and whether these are all the keys that it
+            sees.
     """
 
     keys: Tensor
@@ -195,17 +198,17 @@ class _Run:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Order of all queries of a pack, for ``groups`` of ``repeats`` heads.
+    """The order in which the queries of a pack are computed, for ``groups`` of ``repeats`` heads.
 
     Attributes:
-        steps: the spans in order of position, then the runs.
+        steps: the calls' keys: the spans in order of position, then the runs.
         queries: ``[N, groups * repeats * BLOCK]`` int64 rows of ``T * groups * (repeats + 1)``,
             block by block in the order of the steps.
-        targets: same size: the row of each output, in the order in which the kernel returns it,
-            ``[repeats * BLOCK, groups]`` of a block; ``T * heads`` is a dummy row.
+        targets: the output row of each query, same size, but in the kernel's order of outputs, for
+            a block ``[repeats * BLOCK, groups]``; ``T * heads`` is a dummy row for padding.
         complete: the targets of blocks whose keys are a single part, flattened.
         ends: the targets of blocks whose first keys are in spans, flattened.
-        mask: ``[repeats * BLOCK, K]`` added to the scores of keys that end with the block.
+        mask: ``[repeats * BLOCK, K]``, added to the scores if the keys end with the block itself.
     """
 
     steps: tuple[_Span | _Run, ...]
@@ -218,7 +221,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """What a plan depends on of a layer's scores.
+    """The properties of a layer's scores that a plan depends on.
 
     Attributes:
         window: keys that a query sees, its own included; None is all before it.
@@ -230,7 +233,7 @@ class ScoreShape:
 
     @property
     def takes_spans(self) -> bool:
-        """False with a window or soft cap, where a block sees all its keys in one call."""
+        """False with a window or a soft cap, for which a block sees all its keys in one call."""
         return self.window is None and not self.is_capped
 
 
@@ -244,8 +247,8 @@ def plan_blocks(
     """Plan a pack so that cutting a sequence into other segments changes no arithmetic.
 
     Args:
-        segments: of the pack, see ``list_segment_keys``.
-        dtype: in which scores are computed, fp32 or wider.
+        segments: the pack's segments from ``list_segment_keys``.
+        dtype: dtype of the scores, fp32 or wider.
     """
     steps: list[_Span | _Run] = []
     rows: list[np.ndarray] = []
@@ -280,7 +283,7 @@ class SegmentKeys:
     """A segment of a pack, and the keys that its sequence has up to its end.
 
     Attributes:
-        row: of its first token in the pack.
+        row: index of its first token in the pack.
         start, end: positions of its tokens in their sequence.
         keys: ``[end]`` int64 rows of all keys of the sequence, in order of position.
     """
@@ -296,17 +299,17 @@ class SegmentKeys:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the sequence up to the segment's end."""
+        """Number of blocks of the sequence up to the segment's end."""
         return -(-self.end // BLOCK)
 
     def rows_of(self, block: int) -> np.ndarray:
-        """Return the rows ``[BLOCK]`` of a block's queries; -1 where the segment has none."""
+        """Return the pack rows ``[BLOCK]`` of a block's queries; -1 outside the segment."""
         positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
         is_own = (positions >= self.start) & (positions < self.end)
         return np.where(is_own, positions + self.row - self.start, -1)
 
     def rows_from(self, position: int) -> np.ndarray:
-        """Return the rows of the segment's queries from a position on."""
+        """Return the pack rows of the segment's queries from a position in the sequence on."""
         return np.arange(max(position, self.start), self.end) + self.row - self.start
 
 
@@ -318,7 +321,7 @@ def list_segment_keys(
     Args:
         query_bounds: ``[G + 1]`` bounds of the segments' tokens in the pack.
         key_bounds: ``[G + 1]`` bounds of their keys, prefixes included, in ``key_index``.
-        key_index: ``[K]`` int64 row of every key; None if keys and tokens are the same.
+        key_index: ``[K]`` int64 row of every key; None if the keys are the tokens in their order.
     """
     rows, bounds = query_bounds.tolist(), key_bounds.tolist()
     every = np.arange(rows[-1]) if key_index is None else key_index.numpy()
@@ -333,7 +336,8 @@ def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarr
     """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
     rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for segment in segments:
-        # The span of the last block is incomplete.
+        # The span with the segment's last block is not listed, because the block may see only a
+        # part.
         for number in range((segment.num_blocks - 1) * BLOCK // SPAN):
             end = (number + 1) * SPAN
             rows_of_spans[number, segment.keys[end - SPAN : end].tobytes()].append(
@@ -344,7 +348,7 @@ def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarr
 
 
 def _group_runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
-    """Group segments that start in the same block, with lengths within a factor of 2."""
+    """Group segments that start at the same block position, with ends within a factor of 2."""
     alike: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
     for segment in segments:
         alike[segment.first_block, segment.num_blocks.bit_length()].append(segment)
@@ -353,7 +357,7 @@ def _group_runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
 
 
 def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run, list[np.ndarray]]:
-    """Plan the run of ``members``; return it with the rows of its blocks."""
+    """Plan the run of the segments ``members``; return it with the query rows of its blocks."""
     numbers = range(members[0].first_block, members[0].num_blocks)
     start = _first_key(numbers[0], scores)
     rows, blocks = [], []
@@ -370,7 +374,7 @@ def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run,
 
 
 def _first_key(block: int, scores: ScoreShape) -> int:
-    """Return the first key, aligned to a block, that a block's queries see in their last step."""
+    """Return the first key, aligned to a block, that a block sees in the call with its own."""
     if scores.takes_spans:
         return block * BLOCK // SPAN * SPAN
     if scores.window is None:
@@ -388,14 +392,15 @@ def _causal_mask(keys: int, window: int | None) -> Tensor:
 
 
 def _stack_keys(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Stack to ``[n, length]``, padding with a sequence's last key, which the mask hides."""
+    """Stack keys to ``[n, length]``; pad with a sequence's last key, which the mask hides."""
     filled = [np.pad(row, (0, length - len(row)), mode="edge") for row in keys]
     return np.stack(filled)
 
 
 def _place_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Compute ``BlockPlan.queries`` and ``targets`` of ``rows [N, BLOCK]``."""
-    # Head g * repeats + i is the i-th query head of group g, behind which its key lies.
+    """Convert the token rows ``[N, BLOCK]`` to ``BlockPlan.queries`` and ``BlockPlan.targets``."""
+    # Head number g * repeats + i is the i-th query head of group g. In ``joined`` the group's key
+    # follows its query heads.
     repeats = heads // groups
     head = np.arange(heads).reshape(groups, repeats)
     place = np.arange(groups * (repeats + 1)).reshape(groups, repeats + 1)[:, :-1]

@@ -1,6 +1,7 @@
 """torch's flash attention for CPUs, and the merging of its partial results.
 
-Its operators are below ``scaled_dot_product_attention``, which drops the log-sum-exp of the scores.
+It calls private operators, because ``scaled_dot_product_attention`` does not return the
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 
 
 def add_attended(out: Tensor, lse: Tensor, added: Tensor, added_lse: Tensor) -> None:
-    """Merge the result of further keys into ``out`` and ``lse`` by their log-sum-exp, in place.
+    """Merge the result of attending to further keys into ``out`` and ``lse``, in place.
 
     Args:
         out, added: ``[..., c]``.
-        lse, added_lse: ``[...]``, the log-sum-exp of the scores of their keys.
+        lse, added_lse: ``[...]``, the log-sum-exp of the scores, which gives each result its
+            weight.
     """
     total = torch.logaddexp(lse, added_lse)
     weight = torch.exp(added_lse - total).unsqueeze(-1)

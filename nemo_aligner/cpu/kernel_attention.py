@@ -1,7 +1,7 @@
 """Attention for scoring on a CPU by ``kernels.c``: a sequence's keys in one pass.
 
-It needs no spans, no padded blocks and no merging, which ``block_attention.py`` does instead where
-there is no C compiler. A token's output is bit-identical in every batch here, too.
+Unlike ``block_attention.py``, which replaces it where there is no C compiler, it needs no spans, no
+padded blocks and no merging. A token's output is bit-identical in every batch, too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from nemo_aligner.cpu import kernels
 from nemo_aligner.cpu.block_attention import SegmentKeys
 
-# Constants of kernels.c: rows computed together, the most channels, and their step.
+# Constants of kernels.c: rows computed together, the most channels, and the multiple of channels.
 _ROWS, _MOST_CHANNELS, _CHANNELS = 96, 256, 4
 _NO_WINDOW = 2**30
 
 
 def can_attend(dtype: torch.dtype, channels: int, repeats: int) -> bool:
-    """Tell if the kernel is available, and takes ``repeats`` query heads for each key head."""
+    """Tell if the kernel is compiled and supports ``repeats`` query heads for each key head."""
     fits = channels <= _MOST_CHANNELS and repeats <= _ROWS
     return fits and kernels.can_take(dtype, channels, _CHANNELS)
 
 
 @dataclass(frozen=True)
 class PooledTokens:
-    """A layer's pool of cached keys and values, and the pack's tokens to store there.
+    """A layer's pool of cached keys and values, and which of the pack's tokens to store there.
 
     Attributes:
         layer: ``[2, slots, groups, c]``, the keys and the values.
@@ -56,9 +56,9 @@ def attend_by_kernel(
 
     Args:
         joined: ``[T, groups, repeats + 1, c]`` in any strides: for each group its query heads and
-            then its key, rotated to their positions.
+            then its key, after RoPE.
         key, value: ``[T, groups, c]`` of the pack's tokens, in any strides.
-        pooled: None if the pack neither reads nor stores cached tokens.
+        pooled: the cached tokens; None if the pack neither reads nor stores any.
         scale: factor of the scores; None is ``c ** -0.5``.
         window: keys that a query sees, its own included; None is all before it.
 
@@ -96,7 +96,7 @@ def attend_by_kernel(
 
 
 class _Source(ctypes.Structure):
-    """Addresses and strides of a layer's keys, or values: in the pool, and in the pack."""
+    """Addresses and strides of a layer's keys or values, both in the pool and in the pack."""
 
     _fields_ = (
         ("pool", ctypes.c_void_p),
@@ -109,19 +109,21 @@ class _Source(ctypes.Structure):
 
     @classmethod
     def of(cls, pool: Tensor | None, local: Tensor) -> _Source:
-        """Describe ``pool [slots, groups, c]`` and ``local [T, groups, c]``."""
+        """Describe ``pool [slots, groups, c]`` and the pack's ``local [T, groups, c]``."""
         address, strides = (None, (0, 0)) if pool is None else (pool.data_ptr(), pool.stride()[:2])
         return cls(address, local.data_ptr(), *strides, *local.stride()[:2])
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What ``kernels.c`` computes together, the most expensive first.
+    """Work items for ``kernels.c``, each a few tokens of one segment, the most expensive first.
 
     Attributes:
-        items: ``[n, 4]`` int32: an item's first row in the pack, its number of tokens, the position
-            of the first, and where its sequence's keys begin in ``rows``.
-        rows: ``[K]`` int32 rows of keys: of the pack, or of the pool as ``-1 - slot``.
+        items: ``[n, 4]`` int32. For each item: the row of its first token in the pack, its number
+            of tokens, the position of the first token, and where its sequence's keys begin in
+            ``rows``.
+        rows: ``[K]`` int32 rows of keys: a row of the pack, or ``-1 - slot`` for a slot of the
+            pool.
     """
 
     items: Tensor
@@ -134,10 +136,10 @@ def plan_items(
     """Plan a pack for layers with ``repeats`` query heads for each key head.
 
     Args:
-        segments: of the pack, see ``list_segment_keys``.
-        num_tokens: of the whole pack, of which a rank may compute a part.
-        cached_slots: ``[C]`` int64 slots of the cached tokens, which are the first C of the rows
-            that segments' keys are counted in.
+        segments: the pack's segments from ``list_segment_keys``.
+        num_tokens: number of tokens of the whole pack, even if this rank computes only a part.
+        cached_slots: ``[C]`` int64 slots of the cached tokens; ``SegmentKeys.keys`` counts these C
+            tokens first.
     """
     row_of = np.arange(num_tokens)
     if cached_slots is not None:

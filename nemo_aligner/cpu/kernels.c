@@ -1,8 +1,8 @@
-// Parts of a decoder layer for inference on a CPU: attention, norm, rotation, activation.
+// Parts of a decoder layer for inference on a CPU: attention, RMSNorm, RoPE and SwiGLU.
 //
-// They compute in fp32; is_bf16 says what is read and written. No row's arithmetic depends on what
-// else is computed. The file is compiled for the processor that it runs on, and any vector width
-// will do.
+// All functions compute in fp32; is_bf16 tells if they read and write bf16 rather than fp32. The
+// arithmetic of a row does not depend on other rows. The file is compiled for the processor that it
+// runs on, and works with vectors of any width.
 
 #include <math.h>
 #include <stdint.h>
@@ -28,7 +28,7 @@ static inline void store(float *to, vec value) { *(unaligned *)to = value; }
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t shorts __attribute__((vector_size(LANES * 2), aligned(2)));
 
-// Number i of an array in bf16 or fp32, and the way back, by rounding to the nearest even.
+// Load a vector from index i of an array in bf16 or fp32, and store it, rounding to nearest even.
 static inline vec load_as(int is_bf16, const void *from, int64_t i) {
     if (!is_bf16) return load((const float *)from + i);
     shorts upper = *(const shorts *)((const uint16_t *)from + i);
@@ -66,8 +66,8 @@ static inline vec select_(ints mask, vec yes, vec no) {
     return (vec)((mask & (ints)yes) | (~mask & (ints)no));
 }
 
-// exp(x) to 1 unit in the last place, of x up to 88; 0 below -87, NaN of NaN: 2^n times Cephes'
-// polynomial of the rest.
+// exp(x) for x up to 88, to 1 unit in the last place. It is 0 for x below -87, and NaN for NaN.
+// Computed as 2^n times the Cephes library's polynomial of the remainder.
 static inline vec exponential(vec x) {
     const vec shift = (vec){} + 12582912.0f;
     vec n = x * 1.44269504f + shift;
@@ -83,7 +83,7 @@ static inline vec exponential(vec x) {
     return select_(x < -87.0f, (vec){}, p * power);
 }
 
-// Number j of vector i becomes number i of vector j.
+// Transpose a square of vectors: element j of vector i becomes element i of vector j.
 static inline __attribute__((always_inline)) void transpose(vec x[LANES]) {
 #if __has_builtin(__builtin_shuffle)
     static const int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -115,21 +115,23 @@ static inline __attribute__((always_inline)) void transpose(vec x[LANES]) {
 
 // Causal attention of packed sequences.
 //
-// A row is a query head at a position. Each lane of a vector is a row of its own, and a row takes
-// the keys of its sequence in order, in tiles that begin at multiples of TILE. Softmax is online
-// over the tiles (FlashAttention, Dao et al. 2022).
+// A row is a query head at a position. Each lane of a vector computes one row. A row goes through
+// the keys of its sequence in order, in tiles that begin at multiples of TILE. Softmax is computed
+// online over the tiles (FlashAttention, Dao et al. 2022).
 
 typedef struct {
-    void *pool; // keys or values: kept ones,
-    const void *own; // and those of the pack
-    int64_t pool_token, pool_group, own_token, own_group; // strides in numbers
+    void *pool; // keys or values of cached tokens
+    const void *own; // keys or values of the pack's tokens
+    int64_t pool_token, pool_group, own_token, own_group; // strides in elements
 } Source;
 
 typedef struct {
-    int32_t row, count, position, keys; // first token in the pack, tokens, its position, its keys
+    // Row of the first token in the pack, number of tokens, position of the first token, and where
+    // the keys of its sequence begin in `rows`.
+    int32_t row, count, position, keys;
 } Item;
 
-// The two products below for `vectors` vectors of rows, a constant where they are inlined.
+// The two matmuls below compute `vectors` vectors of rows, a constant where they are inlined.
 
 // scores[j][row] = sum over channels of keys[j][c] * query[c][row], KEYS keys at a time.
 static inline __attribute__((always_inline)) void multiply_keys_of(
@@ -177,7 +179,8 @@ static inline __attribute__((always_inline)) void multiply_values_of(
     }
 }
 
-// Calls one of them for `used` rows of ROWS, whole vectors: groups of VECTORS, then what is left.
+// Call one of the matmuls for `used` of ROWS rows, in groups of VECTORS vectors, then the remaining
+// vectors. `used` is a multiple of a vector's length.
 #define FOR_ROWS(multiply, from, tokens, count, channels, to)                                       \
     for (int first = 0; first < used; first += VECTORS * LANES) {                                   \
         const void *some = from[0] + first;                                                         \
@@ -206,7 +209,7 @@ static void multiply_values(
     FOR_ROWS(multiply_values_of, weights, values, count, channels, out)
 }
 
-// Turns a tile's scores into weights; what was summed before is scaled to the new maximum.
+// Turn a tile's scores into softmax weights, and rescale earlier sums to the new maximum.
 static inline void weigh(
     int used, float scores[][ROWS], int count, int channels, float *most, float *total,
     float out[][ROWS]
@@ -231,7 +234,7 @@ static inline void weigh(
     }
 }
 
-// A key or value in fp32: where it lies, or widened into `wide`.
+// Return a key or value in fp32: its address if it is fp32, else a copy in `wide`.
 static inline const float *row_of(
     const int is_bf16, const Source *from, int32_t row, int group, int channels, float *wide
 ) {
@@ -243,7 +246,7 @@ static inline const float *row_of(
     return wide;
 }
 
-// The first numbers of a vector, where fewer than a whole one are left; the others are 0.
+// Load a vector of which only `count` elements may be left in the array; the others are 0.
 static inline vec load_up_to(int count, int is_bf16, const void *from, int64_t i) {
     if (count >= LANES) return load_as(is_bf16, from, i);
     vec loaded = {};
@@ -332,7 +335,7 @@ static inline __attribute__((always_inline)) void attend_item(
     }
 }
 
-// Copies one token's keys or values into the pool.
+// Copy one token's keys or values into the pool.
 static inline void keep(
     int is_bf16, const Source *of, int64_t row, int64_t slot, int groups, int channels
 ) {
@@ -344,8 +347,8 @@ static inline void keep(
     }
 }
 
-// query [T, groups, repeats, channels], with strides in numbers; out [T, heads, channels]. Keys and
-// values of the rows `stored` are also written to `slots` of the pool.
+// Attend query [T, groups, repeats, channels] -> out [T, heads, channels]; strides are in elements.
+// Keys and values of the rows `stored` are also written to `slots` of the pool.
 void attend(
     int is_bf16, const void *query, int64_t query_token, int64_t query_group, const Source *keys,
     const Source *values, void *out, int groups, int repeats, int channels, float scale, int window,
@@ -369,7 +372,7 @@ void attend(
     }
 }
 
-// Pointwise parts of a layer; widths are multiples of 16, rows lie one after the other.
+// Pointwise parts of a layer. Widths are multiples of 16, and rows are contiguous.
 
 typedef struct {
     int is_bf16;
@@ -407,7 +410,7 @@ void rms_norm(int is_bf16, const void *x, const Norm *norm, int64_t rows, int wi
     }
 }
 
-// x += added, and then rms_norm of x; only the sum where norm is NULL.
+// Compute x += added, then rms_norm of x; only the sum if norm is NULL.
 void add(
     float *x, int is_bf16, const void *added, const Norm *norm, int64_t rows, int width, int threads
 ) {
@@ -454,8 +457,9 @@ static inline __attribute__((always_inline)) void rotate_head(
     }
 }
 
-// Rotates x [rows, groups, heads, channels] in place, with strides in numbers: channel i of the
-// first 2 half with channel i + half, by cos and sin [rows, half]; all bf16 or fp32.
+// Apply RoPE to x [rows, groups, heads, channels] in place, with strides in elements. Channel i is
+// rotated with channel i + half, by cos and sin [rows, half]; channels from 2 half on stay as they
+// are. All tensors are bf16, or all are fp32.
 void rotate(
     int is_bf16, void *x, int64_t x_row, int64_t x_group, const void *cos, const void *sin,
     int64_t rows, int groups, int heads, int channels, int half, int threads

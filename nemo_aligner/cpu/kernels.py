@@ -1,8 +1,8 @@
 """Compile ``kernels.c`` when first needed, and call its functions: parts of a layer for scoring.
 
-They are for inference on a CPU in fp32 and bf16. torch needs several passes over memory where these
-need one, and its attention multiplies by MKL, which uses AVX-512 only on Intel's processors. Where
-there is no C compiler torch computes everything.
+The functions are for inference on a CPU in fp32 and bf16. They pass over memory once, where torch
+needs several passes. torch's attention also uses MKL for its matmuls, and MKL uses AVX-512 only on
+Intel's processors. Without a C compiler torch computes everything.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 SWITCH = "NEMO_ALIGNER_COMPILE"
 """Environment variable: 0 switches kernels.c off."""
 
-# As fast as with -O3, and compiled in two thirds of the time.
+# These options are as fast as -O3, and compile in two thirds of the time.
 _FAST = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fno-math-errno")
 _OPTIONS = (*_FAST, "-fopenmp", "-fPIC")
-# Types of each function's arguments, by ``_TYPES``; the last one is the number of threads.
+# The types of each function's arguments, as letters of ``_TYPES``; the last argument is the number
+# of threads.
 _ARGUMENTS = {
     "attend": "ipllpppiiifipipppii",
     "rms_norm": "ipplii",
@@ -49,22 +50,22 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 def take(x: Tensor, multiple: int = _LANES) -> bool:
-    """Tell if the kernels can compute ``x [..., c]``: on a CPU, without gradients, and compiled.
+    """Tell if the compiled kernels can compute ``x [..., c]``: on a CPU and without gradients.
 
     Args:
-        multiple: divisor that c has to have.
+        multiple: a number that must divide c.
     """
     return x.is_cpu and can_take(x.dtype, x.size(-1), multiple)
 
 
 def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES) -> bool:
-    """Tell the same as ``take`` for a CPU tensor ``[..., width]`` of this dtype."""
+    """Tell the same as ``take``, for a tensor ``[..., width]`` of this dtype on a CPU."""
     fits = dtype in FLOATS and width % multiple == 0
     return fits and not torch.is_grad_enabled() and _library() is not None
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of kernels.c with torch's number of threads."""
+    """Call a function of kernels.c; it runs in as many threads as torch uses."""
     getattr(_library(), name)(*arguments, torch.get_num_threads())
 
 
@@ -87,7 +88,7 @@ def add(x: Tensor, added: Tensor, norm: Any = None) -> None:
     """Compute ``x += added`` in place, both ``[..., c]`` and contiguous, ``x`` in fp32.
 
     Args:
-        norm: a ``_Norm`` by reference, to also norm the sum; None is no norm.
+        norm: a reference to a ``_Norm``, by which the sum is also normed; None is no norm.
     """
     width, is_bf16 = x.size(-1), added.dtype is torch.bfloat16
     call("add", x.data_ptr(), is_bf16, added.data_ptr(), norm, x.numel() // width, width)
@@ -96,14 +97,14 @@ def add(x: Tensor, added: Tensor, norm: Any = None) -> None:
 def add_and_norm(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Compute ``add`` in place, and return ``rms_norm`` of the sum."""
+    """Compute ``x += added`` in place, and return the ``rms_norm`` of the sum."""
     norm, out = _norm(x, weight, eps, dtype)
     add(x, added, norm)
     return out
 
 
 class _Norm(ctypes.Structure):
-    """The struct of the same name in kernels.c."""
+    """The C struct ``Norm`` of kernels.c: what a function needs to norm its result."""
 
     _fields_ = (
         ("is_bf16", ctypes.c_int),
@@ -132,14 +133,17 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x [T, groups, heads, c]`` in place, like ``rotary.rotate``; heads are contiguous."""
+    """Apply RoPE to ``x [T, groups, heads, c]`` in place, like ``rotary.rotate``.
+
+    The channels of a head must be contiguous.
+    """
     (rows, groups, heads, channels), half = x.shape, cos.size(-1)
     place = (x.dtype is torch.bfloat16, x.data_ptr(), *x.stride()[:2])
     call("rotate", *place, cos.data_ptr(), sin.data_ptr(), rows, groups, heads, channels, half)
     return x
 
 
-# True if another rank cannot use the kernels.
+# True if the kernels cannot be used on some rank.
 _is_off = False
 
 
@@ -150,8 +154,8 @@ def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) ->
     it.
 
     Args:
-        device: of this rank; nothing is decided on a GPU.
-        gather: returns the objects of all ranks on every rank, see ``distributed/collectives.py``.
+        device: this rank's device; on a GPU the function does nothing.
+        gather: gathers an object of every rank on all ranks, see ``distributed/collectives.py``.
     """
     global _is_off
     if not dist.is_initialized() or dist.get_world_size() == 1 or device.type != "cpu":
@@ -159,7 +163,7 @@ def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) ->
     library, problem = _load_once()
     problems = gather(problem if library is None else None)
     _is_off = any(reason is not None for reason in problems)
-    # No warning if every rank has them switched off, which was asked for.
+    # No warning if they are switched off on every rank, because the user asked for that.
     described = [
         f"rank {rank}: {reason}" for rank, reason in enumerate(problems) if reason is not None
     ]
@@ -187,7 +191,7 @@ _SWITCHED_OFF = f"{SWITCH}=0"
 
 @cache
 def _load_once() -> tuple[Any, str]:
-    """Return the compiled library and an empty string, or None and the reason."""
+    """Return the compiled library and ``""``, or None and the reason why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, _SWITCHED_OFF
     try:
@@ -201,15 +205,15 @@ def _load_once() -> tuple[Any, str]:
 
 
 def _compile() -> ctypes.CDLL:
-    """Compile kernels.c for this processor, and load it with torch's OpenMP threads."""
+    """Compile kernels.c for this processor, and load it so that it uses torch's OpenMP threads."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
-        raise FileNotFoundError(f"there is no C compiler {compiler[0]}")
+        raise FileNotFoundError(f"the C compiler {compiler[0]} is not installed")
     ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
     source = Path(__file__).with_suffix(".c")
     with tempfile.TemporaryDirectory(prefix="nemo_kernels_") as folder:
         compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-        # Linked without OpenMP, because a second OpenMP library would start its own threads.
+        # Link without OpenMP, because a second OpenMP library would start its own threads.
         for command in (
             [*compiler, *_OPTIONS, "-c", str(source), "-o", str(compiled)],
             [*compiler, "-shared", str(compiled), "-o", str(library), "-lm"],
@@ -223,5 +227,5 @@ def _openmp_of_torch() -> str:
     loaded = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split()[-1] for line in loaded if re.search(r"/lib[gi]omp[^/]*$", line)}
     if not paths:
-        raise FileNotFoundError("torch has loaded no OpenMP library")
+        raise FileNotFoundError("torch has loaded no OpenMP library (libgomp or libiomp)")
     return min(paths, key=lambda path: str(Path(torch.__file__).parent) not in path)

@@ -1,4 +1,4 @@
-"""Matmuls on a CPU: oneDNN for large ones, batch invariant ones, and malloc for their memory."""
+"""Matmuls on a CPU: large ones by oneDNN, batch invariant ones, and malloc settings for both."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from torch.autograd import Function
 #
 # torch gives fp32 matmuls to MKL, which uses AVX-512 only on Intel's processors. On an AMD Zen 5
 # oneDNN is about twice as fast (``docs/performance.md``). It compiles a kernel for every new shape,
-# which takes half a millisecond and nearly a MiB of memory, so it gets chunks of a few sizes, the
-# last one padded with zeros.
+# which takes half a millisecond and nearly a MiB of memory. So matmuls are cut into chunks of a few
+# sizes, and the last chunk is padded with zeros.
 
-# Rows, and FLOPs, from which oneDNN is faster.
+# Numbers of rows and of FLOPs from which on oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
 MOST_ROWS = 512
 """The most rows of a matmul; more rows are cut into chunks."""
 BATCH_INVARIANT_ROWS = 256
 """Default rows of a batch invariant matmul; see ``invariant_linear_on_cpu``."""
-# Chunk sizes are multiples of _STEP, or of half of it up to _FINELY rows. The next two are the size
-# and the step of chunks in matmuls that sum over rows, for weight gradients.
+# Chunk sizes are multiples of _STEP, but up to _FINELY rows multiples of half of it. The two
+# constants below are the size and the step of chunks in matmuls that sum over rows, as weight
+# gradients do.
 _STEP, _FINELY = 16, 128
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
 
 def multiply_by_onednn(layers: Any) -> None:
-    """Patch megatron-core's linear layers to use oneDNN, in training only where MKL is slow.
+    """Patch megatron-core's linear layers to use oneDNN for large matmuls.
+
+    In training they use it only where MKL is slow.
 
     Args:
         layers: megatron-core's module ``tensor_parallel.layers``.
@@ -50,7 +53,7 @@ def multiply_by_onednn(layers: Any) -> None:
 def _by_onednn_where_large(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
         learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        # Sequence parallelism must gather the input first.
+        # Under sequence parallelism the original has to gather the input first.
         if (
             not _is_large(input, weight)
             or (learns and not is_slow_with_mkl())
@@ -76,7 +79,10 @@ def _is_large(input: Tensor, weight: Tensor) -> bool:
 
 
 def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``input [..., i]`` times ``weight [o, i]`` -> ``[..., o]``, fp32 on a CPU."""
+    """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` with oneDNN, fp32 on a CPU.
+
+    Few chunk sizes are used, because oneDNN compiles a kernel for each.
+    """
     rows = input.reshape(-1, input.size(-1))
     chunks = [
         _product(filled, weight, bias)[:count] for filled, count in _chunks(rows, MOST_ROWS, _STEP)
@@ -86,7 +92,7 @@ def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def linear_on_cpu(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute ``input [N, i]`` times ``weight [o, i]`` -> ``[N, o]`` by the faster library."""
+    """Compute ``input [N, i]`` times ``weight [o, i]`` -> ``[N, o]``, by the faster library."""
     if _is_large(input, weight) and is_slow_with_mkl():
         return linear_in_chunks(input, weight)
     return F.linear(input, weight)
@@ -95,14 +101,15 @@ def linear_on_cpu(input: Tensor, weight: Tensor) -> Tensor:
 def invariant_linear_on_cpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:
-    """Compute ``linear_in_chunks`` so that every row is bit-identical to a matmul of ``rows`` rows.
+    """Compute a matmul on a CPU whose rows do not depend on how many rows it has.
 
-    Chunks have sizes that a trial found to be bit-identical to the reference size, which is
-    ``rows``, or 64 where that is bit-identical to more sizes (``_reference_size``).
+    Every row is bit-identical to a row of a matmul of the reference size: ``rows`` rows, or 64
+    where 64 is bit-identical to more sizes (``_reference_size``). Chunks have sizes for which a
+    trial found this to be true.
     """
     width = input.size(-1)
     num_rows = input.numel() // width
-    # The usual case: a single matmul, without padding.
+    # The usual case is a single matmul without padding.
     is_filled = num_rows <= MOST_ROWS and num_rows % row_multiple(num_rows) == 0
     if is_filled and num_rows == _chunk_size(num_rows, weight, bias, rows):
         return _any_product(input, weight, bias)
@@ -123,9 +130,9 @@ def row_multiple(count: int) -> int:
 
 
 def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
-    """Try all chunk sizes of ``invariant_linear_on_cpu`` now, so that no later call has to.
+    """Try all chunk sizes of ``invariant_linear_on_cpu`` now, so that no later call needs a trial.
 
-    oneDNN also compiles and caches its kernels for them.
+    oneDNN also compiles and caches its kernels for these sizes.
     """
     if weight.is_cpu:
         for size in range(_STEP // 2, MOST_ROWS + 1, _STEP // 2):
@@ -133,13 +140,14 @@ def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
                 _chunk_size(size, weight, bias, rows)
 
 
-# Results of trials. One weight of each shape is tried, as the order of sums depends only on shapes.
+# Results of trials. Only one weight of each shape is tried out, because the order of summation
+# depends only on shapes.
 _TRIED: dict[tuple[Any, ...], int] = {}
 _FEW, _PROBED = 64, range(48, MOST_ROWS, 64)
 
 
 def _chunk_size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
-    """Return the chunk size for ``size`` rows: the smallest bit-identical one, or the reference."""
+    """Return the smallest bit-identical chunk size for ``size`` rows, else the reference size."""
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)
     if name not in _TRIED:
@@ -167,8 +175,9 @@ def _is_same(
 def _reference_size(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...]) -> int:
     """Return ``rows``, or 64 where a matmul of 64 rows is bit-identical to more other sizes.
 
-    In bf16 on AMX oneDNN has several orders of sums for a weight, each for some numbers of rows.
-    For a weight ``[576, 1536]``, 7 of 32 sizes are bit-identical to 256 rows, and 24 to 64 rows.
+    In bf16 on AMX, oneDNN sums in one of several orders, depending on the number of rows. For a
+    weight ``[576, 1536]``, 7 of 32 sizes are bit-identical to 256 rows, and 24 of the 32 to 64
+    rows.
     """
     name = ("reference", rows, *kind)
     if name not in _TRIED:
@@ -182,7 +191,7 @@ def _reference_size(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[
 
 
 def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
-    """Try if each row of a matmul of ``size`` rows is bit-identical to one of ``rows`` rows."""
+    """Try if every row of a matmul of ``size`` rows is bit-identical to one of ``rows`` rows."""
     drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, rows)
     expected = _any_product(drawn, drawn_weight, drawn_bias)
     repeated = torch.arange(size) % rows
@@ -193,17 +202,19 @@ def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) ->
 def that_cancel(
     weight: Tensor, bias: Tensor | None, rows: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw inputs, a weight and a bias like those given, whose exact product is 0.
+    """Draw an input, a weight and a bias whose exact product is 0, to compare orders of summation.
 
-    The computed product then consists of rounding errors only, which differ for another order of
-    sums. Next to a sum that is not 0, bf16 would round nearly all of them away. The weight's rows
-    repeat, so that few have to be drawn.
+    The computed product consists only of rounding errors, which differ if the order of summation
+    differs. Added to a sum that is not 0, nearly all of these errors would be rounded away in bf16.
+    The rows of the drawn weight repeat, so that few have to be drawn.
 
     Args:
+        weight, bias: tensors whose shapes and dtype the drawn ones get.
         rows: number of rows of the input.
 
     Returns:
-        ``[rows, i]``, ``[o, i]`` and ``[o]``, on the device and in the dtype of ``weight``.
+        Input ``[rows, i]``, weight ``[o, i]`` and bias ``[o]``, on the device and in the dtype of
+        ``weight``.
     """
     count, device = weight.size(1), weight.device
     generator = torch.Generator().manual_seed(0)
@@ -232,7 +243,7 @@ def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _is_onednns(dtype: torch.dtype) -> bool:
-    """Tell if oneDNN multiplies this dtype on this CPU; bf16 needs special instructions."""
+    """Tell if matmuls of this dtype use oneDNN on this CPU; bf16 needs special instructions."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -241,11 +252,11 @@ def _is_onednns(dtype: torch.dtype) -> bool:
 
 
 def reordered_for_products(weight: Tensor) -> Tensor:
-    """Copy ``weight [o, i]`` into the layout in which oneDNN multiplies; ``to_dense`` undoes it.
+    """Copy ``weight [o, i]`` into oneDNN's layout for matmuls; ``to_dense`` undoes it.
 
-    Otherwise every matmul converts the weight, which costs as much as about 20 rows. The layout is
-    the same for any number of rows, and results are bit-identical. Returns ``weight`` itself where
-    oneDNN does not compute its matmuls.
+    Otherwise every matmul converts the weight, which takes as long as about 20 rows of the matmul.
+    The layout is the same for any number of rows, and results are bit-identical. Where oneDNN does
+    not compute the matmuls, ``weight`` itself is returned.
     """
     if not (weight.is_cpu and _is_onednns(weight.dtype)):
         return weight
@@ -253,11 +264,11 @@ def reordered_for_products(weight: Tensor) -> Tensor:
 
 
 def accumulate_weight_gradients(layers: Any, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-    """Give megatron-core the fused weight gradients that Apex would provide on a GPU.
+    """Give megatron-core a function for fused weight gradients, which Apex would provide on a GPU.
 
     Args:
         layers: megatron-core's module ``tensor_parallel.layers``.
-        add: ``add_weight_gradient`` of this module, or a GPU's of ``gpu_products``.
+        add: ``add_weight_gradient`` of this module for CPUs, or that of ``gpu_products`` for GPUs.
     """
 
     def into(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -272,7 +283,7 @@ def accumulate_weight_gradients(layers: Any, add: Callable[[Tensor, Tensor, Tens
 def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
     """Add the weight gradient of ``input [..., i]`` and ``grad [..., o]`` to ``to [o, i]``.
 
-    oneDNN computes it where MKL is slow.
+    oneDNN computes the gradient where MKL is slow.
     """
     rows, grads = (tensor.reshape(-1, tensor.size(-1)) for tensor in (input, grad))
     if to.dtype is not rows.dtype:
@@ -286,7 +297,7 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
 
 
 def _chunks(rows: Tensor, max_rows: int, step: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield chunks, padded with zero rows to a multiple of ``step``, with their true row count."""
+    """Yield chunks, padded with zero rows to a multiple of ``step``, with unpadded row counts."""
     for chunk in rows.split(max_rows):
         fill = -chunk.size(0) % step
         yield F.pad(chunk, (0, 0, 0, fill)) if fill else chunk, chunk.size(0)
@@ -297,20 +308,21 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class ChunkedLinear(Function):
-    """``linear_in_chunks`` with the gradients of megatron-core's linear layers.
+    """``linear_in_chunks`` as an autograd function, with the gradients that megatron-core needs.
 
-    With ``fused`` the weight's gradient is added to its ``main_grad``. The input's is summed over
-    ``group``, if there is one.
+    With ``fused`` the weight's gradient is added to its ``main_grad``. The input's gradient is
+    summed over ``group``, if it is not None.
     """
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, group: Any
     ) -> Tensor:
-        # The input is only needed for the gradient of the weight.
+        # The backward pass needs the input only for the gradient of the weight.
         saved = input if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(saved)
-        # An attribute, as hooks on saved tensors would return an alias without Megatron's marks.
+        # Keep the weight as an attribute: hooks on saved tensors would return an alias without
+        # Megatron's attributes.
         ctx.weight = weight
         ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         ctx.group = group
@@ -336,7 +348,7 @@ class ChunkedLinear(Function):
 def _weight_gradient(
     main_grad: Tensor | None, input: Tensor, weight: Tensor, grad: Tensor
 ) -> Tensor | None:
-    """Return the weight's gradient, or add it to ``main_grad`` and return a dummy for hooks."""
+    """Return the weight's gradient; or add it to ``main_grad`` and return a dummy for hooks."""
     if main_grad is None:
         gradient = torch.zeros_like(weight)
         add_weight_gradient(gradient, input, grad)
@@ -348,19 +360,19 @@ def _weight_gradient(
     return torch.empty_like(weight)
 
 
-# CPU features.
+# What the CPU supports.
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def multiplies_bf16() -> bool:
-    """Tell if the CPU has bf16 matrix instructions; torch has no public name for this."""
+    """Tell if the CPU has bf16 matmul instructions; torch has no public function for this."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 @cache
 def is_slow_with_mkl() -> bool:
-    """Tell if MKL is slow in fp32: the CPU has AVX-512 but is not Intel's, so MKL ignores it."""
+    """Tell if MKL is slow in fp32: the CPU is not Intel's, so MKL does not use its AVX-512."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     try:
@@ -383,21 +395,21 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make malloc return every tensor's memory to the system when it is freed.
+    """Make malloc return every large tensor's memory to the system as soon as it is freed.
 
-    By default it would soon keep free blocks of up to 32 MiB between blocks in use.
+    By default malloc soon keeps free blocks of up to 32 MiB that lie between blocks in use.
     """
     mmap_threshold = -3
     _set_malloc(mmap_threshold, 2**19)
 
 
 class FreedMemory:
-    """Limits fragmentation where malloc keeps freed memory.
+    """Limits fragmentation after ``keep_freed_memory``.
 
     Packs differ in size, so a freed block seldom fits the next request. When resident memory
     exceeds that of the first ``steps`` steps by ``fraction``, all free pages are returned and
-    counting starts again. The next step then needs new pages, so this happens at most once in
-    ``steps + 1`` steps. No effect where malloc is not glibc's.
+    counting starts again. The next step then has to get new pages, so pages are returned at most
+    once in ``steps + 1`` steps. This has no effect where malloc is not glibc's.
     """
 
     def __init__(self, fraction: float = 0.125, steps: int = 10) -> None:
@@ -407,7 +419,7 @@ class FreedMemory:
         self._needed = 0
 
     def end_step(self) -> bool:
-        """Check resident memory, in about 20 us; True if free pages were returned."""
+        """Check resident memory, which takes about 20 us; True if free pages were returned."""
         resident = resident_bytes()
         if self._seen < self._steps:
             self._seen += 1
@@ -426,7 +438,7 @@ def give_back_gaps() -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process's resident memory; 0 where there is no /proc."""
+    """Return how many bytes of memory of this process are resident; 0 where there is no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except FileNotFoundError:
@@ -437,9 +449,10 @@ def resident_bytes() -> int:
 def use_huge_pages() -> bool:
     """Move malloc's current heap into huge pages; True if Linux (6.1 on) moved all of it.
 
-    Every matmul reads a whole weight, which has thousands of small pages. Call it once the weights
-    are loaded, after ``keep_freed_memory``, which puts them on the heap. Does nothing if there is a
-    GPU, which then has the weights.
+    Every matmul reads a whole weight, which would lie in thousands of small pages. Call this
+    function once the weights are loaded, and call ``keep_freed_memory`` before loading, so that
+    they are on the heap. On a machine with a GPU the function does nothing, because the GPU has the
+    weights.
     """
     if torch.cuda.is_available():
         return False

@@ -2,9 +2,9 @@
 
 Each segment attends causally to itself in one call of torch's flash attention. Context parallelism
 cuts a segment into parts: each then attends to itself and to the parts before it. All segments with
-a common prefix, in the pack or cached, attend to it in one more call. A token's partial results are
-merged by their log-sum-exp, and the backward of each part follows from the merged output and
-log-sum-exp (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
+a shared prefix, in the pack or cached, attend to the prefix in one more call. A token's partial
+results are merged by their log-sum-exp, and each part's backward pass needs only the merged output
+and log-sum-exp (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
 
 ``plan_calls`` lists a pack's calls once, and ``attend_by_calls`` computes a layer by them.
 """
@@ -29,12 +29,12 @@ from nemo_aligner.cpu.flash_attention import (
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of queries, and of the keys that they see, for one call of the kernel.
+    """One kernel call: the rows of its queries, and the rows of the keys that they see.
 
     Attributes:
         is_causal: queries and keys are the same tokens, under a causal mask.
-        window_left: query i of n sees key j of m if ``j - i >= m - n - window_left``, which
-            a window causes; None is all keys.
+        window_left: limit by a window: query i of n sees key j of m if ``j - i >= m - n -
+            window_left``. None is no limit.
     """
 
     queries: slice
@@ -57,7 +57,7 @@ def attend_by_calls(
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
     Args:
-        calls: of the pack, see ``plan_calls``.
+        calls: the pack's calls from ``plan_calls``.
         scale: factor of the scores; None is ``c ** -0.5``.
     """
     return _PackedAttention.apply(query, key, value, tuple(calls), scale)
@@ -68,14 +68,16 @@ def plan_calls(
     parts: Sequence[tuple[int, int, int]],
     chains: Sequence[Sequence[int]],
 ) -> tuple[Block, ...]:
-    """List a pack's calls: every part on itself and on what precedes it in its segment, then every
-    run of parts with a common prefix on that prefix.
+    """List the kernel calls of a pack.
+
+    First every part attends to itself, then to what precedes it in its segment. Then every run of
+    parts with a shared prefix attends to that prefix.
 
     Args:
-        lengths: tokens of every segment: the cached ones, then the pack's own.
-        parts: the parts of segments whose queries are computed here: for each its segment's number,
-            its first token's place in the segment, and its number of tokens.
-        chains: for each part the numbers of its prefixes, from the sequence's beginning.
+        lengths: number of tokens of every segment: first the cached segments, then the pack's own.
+        parts: the parts of segments whose queries this rank computes: for each the number of its
+            segment, the index of its first token in the segment, and its number of tokens.
+        chains: for each part the numbers of its prefixes, from the start of the sequence.
     """
     bounds = [0, *accumulate(lengths)]
     ends = [0, *accumulate(length for _, _, length in parts)]
@@ -100,8 +102,8 @@ def plan_calls(
 def as_heads(x: Tensor, groups: int) -> Tensor:
     """View ``[T, heads, c]`` as ``[r, groups, T, c]`` with head ``g * r + i`` at ``[i, g]``.
 
-    So the ``r = heads / groups`` query heads of a group lie along the batch dimension, along which
-    keys are expanded without a copy.
+    The ``r = heads / groups`` query heads of a group then lie along the batch dimension, along
+    which keys are expanded without a copy.
     """
     tokens, heads, channels = x.shape
     return x.view(tokens, groups, heads // groups, channels).permute(2, 1, 0, 3)
@@ -117,7 +119,7 @@ class _PackedAttention(Function):
         blocks: tuple[Block, ...],
         scale: float | None,
     ) -> Tensor:
-        # Contiguous: a saved view would keep the projection's whole output alive.
+        # Copy to contiguous tensors: a saved view would keep the whole output of linear_qkv alive.
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         groups = key.size(1)
         out = torch.empty_like(query)
@@ -137,7 +139,7 @@ class _PackedAttention(Function):
         grad = grads[0].contiguous()
         groups = key.size(1)
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
-        if len(key) > len(query):  # else every row is first written by its own causal block
+        if len(key) > len(query):  # otherwise a causal block writes every row first
             to_key.zero_(), to_value.zero_()
         q, k, v, o, d = (as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (as_heads(x, groups) for x in (to_query, to_key, to_value))
@@ -151,10 +153,10 @@ def add_block(
 ) -> None:
     """Merge a block's attention into the output ``o`` and ``lse [repeats, groups, n]``, in place.
 
-    A causal block is the first to write its rows.
+    A causal block overwrites its rows, because it is the first to write them.
 
     Args:
-        heads: queries, keys and values. They and ``o`` are views by ``as_heads``.
+        heads: queries, keys and values. These tensors and ``o`` are views made by ``as_heads``.
     """
     q, k, v = heads
     added, added_lse = cpu_flash_attention(
@@ -180,14 +182,15 @@ def add_gradients(
     gradients: Sequence[Tensor],
     scale: float | None,
 ) -> None:
-    """Add one block's gradients in place.
+    """Add one block's contribution to the gradients, in place.
 
     16-bit inputs are computed in fp32: torch's backward pass in bf16 takes 1.1 to 5 times as long
     for segments of 20 to 400 tokens.
 
     Args:
         saved: the output's gradient, queries, keys, values and the output.
-        gradients: of queries, keys and values; a causal block is the first to write its rows.
+        gradients: gradients of queries, keys and values. A causal block overwrites its rows,
+            because it is the first to write them.
     """
     rows = (block.queries, block.queries, block.keys, block.keys, block.queries)
     d, q, k, v, o = (x[:, :, span].to(lse.dtype) for x, span in zip(saved, rows, strict=True))

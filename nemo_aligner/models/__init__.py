@@ -1,21 +1,24 @@
-"""The reward model on megatron-core, from its shape to a step over packs.
+"""The reward model on megatron-core: its architecture, layers, and training and scoring steps.
 
-In the order in which a model is built and a pack goes through it:
+The modules, in the order in which a model is built and a pack (a batch of sequences laid out one
+after the other) goes through it:
 
-- ``shape.py`` and ``layer_shape.py`` read the architecture from ``model_config.yaml``; no torch.
-- ``reward_model.py`` is ``GPTRewardModel``, ``reward_head.py`` its head, ``readout.py`` the mean of
-  a reply that a head may read. ``training_wrap.py`` freezes layers and wraps the model for
-  training, ``batch_invariance.py`` makes rewards independent of their batch.
+- ``shape.py`` and ``layer_shape.py`` read the architecture from ``model_config.yaml``, without
+  importing torch.
+- ``reward_model.py`` has ``GPTRewardModel``, ``reward_head.py`` its head, and ``readout.py`` the
+  mean over a reply's tokens, which a head may read instead of the last token. ``training_wrap.py``
+  freezes layers and wraps the model for training, ``batch_invariance.py`` makes rewards independent
+  of their batch.
 - ``backbone.py`` has megatron-core's config and layer spec, ``decoder_layer.py`` the layers. Their
   parts are in ``layers.py`` (linear layers, norms), ``activations.py``, ``rotary.py`` (RoPE),
   ``experts.py`` and ``expert_rows.py`` (mixture-of-experts), and ``lora.py``.
 - ``attention/`` has attention over packs, ``pointwise/`` the kernels between the matmuls.
-- ``pack_context.py`` is what the layers know of a pack, handed to them as an argument.
+- ``pack_context.py`` has what layers need to know of a pack, passed to them as an argument.
 - ``step.py`` runs packs through Megatron's schedules: training, scoring, a critic's values.
 
-Next to that path: ``cuda_graphs.py`` with ``fixed_sizes.py`` (CUDA graphs of the decoder),
-``activation_offload.py`` (activations in host memory), ``offload.py`` (an idle model in host
-memory), and ``internals.py`` (private names of torch and megatron-core).
+Modules for optional features and for compatibility: ``cuda_graphs.py`` with ``fixed_sizes.py``
+(CUDA graphs of the decoder), ``activation_offload.py`` (activations in host memory), ``offload.py``
+(an idle model in host memory), and ``internals.py`` (private names of torch and megatron-core).
 """
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

@@ -1,18 +1,19 @@
-"""Activation offload: what layers save for their backward pass waits for it in host memory.
+"""Activation offload: keep what layers save for their backward pass in host memory until then.
 
 While a layer computes, a side stream copies the activations of the layer below it to page-locked
 host memory. In the backward pass the copies come back one layer ahead of their use. So the
 activations of two layers are on the GPU at a time, however many layers there are.
 
 torch ships ``torch.autograd.graph.save_on_cpu``, which copies on the compute stream and copies
-weights, too. torchtune's ``OffloadActivations`` copies on a side stream. This module does as well,
-with these differences:
+weights, too. torchtune's ``OffloadActivations`` copies on a side stream. This module also copies on
+a side stream, and differs from torchtune's in three points:
 
-- The unit is a storage rather than a tensor, so views, and tensors that are saved twice, are copied
-  once.
+- It copies whole storages rather than tensors, so several views of a storage, or a tensor that is
+  saved twice, cost one copy.
 - GPU memory is allocated and freed on the compute stream, which waits for the side stream before it
   frees memory. So no tensor needs ``record_stream``, and the allocator can reuse memory at once.
-- The layers whose backward pass comes first stay on the GPU: there is no time to hide their copies.
+- The last layers stay on the GPU: their backward pass comes first, so nothing could hide their
+  copies.
 """
 
 from __future__ import annotations
@@ -37,20 +38,21 @@ logger = logging.getLogger(__name__)
 
 # Smaller storages, like statistics of a norm, are not worth a copy, which takes 5 us to start.
 _SMALLEST_BYTES = 2**16
-# Sizes of host buffers for each power of two; few of them, so that packs can share buffers.
+# Number of sizes of host buffers for each power of two. There are few, so that packs can share
+# buffers.
 _SIZE_STEPS = 8
 
 
 @dataclass(eq=False)
 class _Storage:
-    """A storage that the backward pass needs, as a flat tensor on the GPU, on the host, or both."""
+    """A storage for the backward pass: ``flat`` on the GPU, ``host`` in host memory, or both."""
 
     flat: Tensor | None
     host: Tensor | None = None
 
 
 class _View(NamedTuple):
-    """A saved tensor: where it lies in a layer's storage."""
+    """What autograd saves in place of an offloaded tensor: its storage, and its layout therein."""
 
     layer: _LayerActivations
     storage: _Storage
@@ -65,12 +67,13 @@ class _LayerActivations:
 
     Attributes:
         below: the activations of the layer below; None for the first layer.
-        storages: by the storage's address in C++, which survives a change of its data. Empty once
-            the backward pass has them on the device: from then on only autograd's saved tensors
-            hold the storages, and each is freed with its last saved tensor.
+        storages: the layer's storages, keyed by the address of the C++ storage object, which stays
+            the same when its data moves. Emptied once the backward pass has all of them on the
+            device: from then on only autograd's saved tensors hold a storage, so it is freed with
+            the last of them.
         buffer: page-locked memory borrowed from ``_HostBuffers``.
         copied: the event after which ``buffer`` is complete; None on a CPU.
-        arrived: the event after which the GPU has everything back.
+        arrived: the event after which the GPU has all storages back.
         is_on_device: the device has all storages, or they are on their way back.
         stays: this layer is never offloaded.
     """
@@ -86,13 +89,16 @@ class _LayerActivations:
         self._buffers = buffers
 
     def __del__(self) -> None:
-        # Reached without a backward pass, or after one that failed.
+        # After a failed backward pass a copy back to the GPU may still be running.
         if self.arrived is not None:
             torch.cuda.current_stream().wait_event(self.arrived)
         self.return_buffer()
 
     def return_buffer(self) -> None:
-        """Free the host memory for the next layer, whose copy the side stream begins after ours."""
+        """Return this layer's host buffer for reuse.
+
+        The next layer's copy cannot overwrite it too early: the side stream runs copies in order.
+        """
         if self.buffer is not None:
             self._buffers.give_back(self.buffer)
             self.buffer = None
@@ -111,7 +117,7 @@ class _HostBuffers:
         self.num_bytes = 0
 
     def borrow(self, num_bytes: int) -> Tensor:
-        """Return ``[at least num_bytes]`` uint8.
+        """Return a buffer ``[at least num_bytes]`` uint8 until ``give_back``.
 
         Raises:
             RuntimeError: the system cannot lock that much memory.
@@ -139,22 +145,29 @@ class _HostBuffers:
 class ActivationOffload:
     """Offloads what the layers of a decoder save for their backward pass.
 
-    Any number of packs may wait for their backward pass, as in a pipeline. Losses and gradients are
-    bit-identical to those without offload. On a CPU nothing is saved: the copies are made within
-    host memory, for tests.
+    Several packs may wait for their backward pass at the same time, as pipeline parallelism needs.
+    Losses and gradients are bit-identical to those without offload. Without a GPU the copies stay
+    within host memory, which saves nothing and only serves tests.
     """
 
     def __init__(self, decoder: torch.nn.Module, has_last_layer: bool) -> None:
-        """Offload what ``decoder.layers`` save in every training forward pass from now on."""
+        """Hook into ``decoder.layers``, whose saved tensors ``forward_pass`` then offloads.
+
+        Args:
+            has_last_layer: this pipeline stage ends with the model's last layers, which stay on the
+                GPU.
+        """
         self._layers: Sequence[torch.nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
         self._decoder = decoder
         self._offloaded = len(self._layers) - (LAYERS_NOT_OFFLOADED if has_last_layer else 0)
         is_gpu = torch.cuda.is_available()
         self._kind = "cuda" if is_gpu else "cpu"
-        self._smallest = _SMALLEST_BYTES if is_gpu else 0  # on a CPU tests copy everything
+        # in tests on a CPU, offload even small tensors
+        self._smallest = _SMALLEST_BYTES if is_gpu else 0
         self._side = torch.cuda.Stream() if is_gpu else None
         self._buffers = _HostBuffers(self._side.synchronize if self._side else lambda: None)
-        # State of the current forward pass; None outside of one, as in a recomputation.
+        # State of the current forward pass. ``_layer`` is None outside of one, for example while
+        # activations are recomputed.
         self._layer: _LayerActivations | None = None
         self._number = 0
         self._shared: Any = None
@@ -162,7 +175,8 @@ class ActivationOffload:
         # The layer that is being copied, whose GPU memory is not freed yet.
         self._leaving: _LayerActivations | None = None
         for layer in self._layers:
-            # A hook before the layer: recomputation saves a layer's input after its forward.
+            # Hooked before each layer, not after: recomputation saves a layer's input after its
+            # forward.
             layer.register_forward_pre_hook(self._begin_layer)
 
     @property
@@ -175,7 +189,8 @@ class ActivationOffload:
         """Offload what the decoder's layers save within the context.
 
         Args:
-            shared: objects whose tensors all layers read, so that they stay on the GPU anyway.
+            shared: objects whose tensors are not offloaded, because others keep them on the GPU
+                anyway.
         """
         self._number, self._shared = -1, shared
         self._resident = {_storage_address(parameter) for parameter in self._decoder.parameters()}
@@ -222,7 +237,7 @@ class ActivationOffload:
         return _View(layer, storage, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _end_layer(self, layer: _LayerActivations) -> None:
-        """Free the layer below, once it is copied, and begin to copy this one."""
+        """Start to copy this layer to the host, after freeing the GPU memory of the layer below."""
         self._release_leaving()
         if layer.stays:
             return
@@ -246,7 +261,7 @@ class ActivationOffload:
             layer.copied = _record_event(self._side)
 
     def _release_leaving(self) -> None:
-        """Free the GPU memory of the layer that is being copied."""
+        """Free the GPU memory of the layer that is being copied to the host, once it is copied."""
         layer, self._leaving = self._leaving, None
         if layer is None:
             return
@@ -257,7 +272,7 @@ class ActivationOffload:
             storage.flat = None
         layer.is_on_device = False
 
-    # Backward.
+    # Backward pass: a hook of autograd, and what it calls.
 
     def _unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
@@ -269,9 +284,10 @@ class ActivationOffload:
         return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def _begin_backward(self, layer: _LayerActivations) -> None:
-        """Bring all of a layer to the GPU, and begin to bring back the layer below."""
+        """Make sure that a layer is on the GPU, and start to copy the layer below back."""
         if self._leaving is layer:
-            # Not freed yet, so no copy back is needed; but the copy out has to finish first.
+            # The GPU memory is not freed yet, so nothing has to be copied back. But the copy to the
+            # host has to finish first.
             self._leaving = None
             if layer.copied is not None:
                 torch.cuda.current_stream().wait_event(layer.copied)
@@ -287,7 +303,7 @@ class ActivationOffload:
             self._bring_back(layer.below)
 
     def _bring_back(self, layer: _LayerActivations) -> None:
-        """Begin to copy a layer to the GPU, unless it is there or the copy has begun."""
+        """Start to copy a layer back to the GPU, unless it is there or on its way."""
         if layer.is_on_device or self._leaving is layer:
             return
         storages = list(layer.storages.values())
@@ -323,8 +339,8 @@ def offload_activations(model: Any) -> ActivationOffload:
         model: a ``GPTRewardModel`` before it is wrapped by Megatron's data parallelism.
 
     Raises:
-        ConfigError: its layers are TransformerEngine's. They read Megatron's attributes of weights
-            that autograd saved, which hooks on saved tensors lose.
+        ConfigError: the layers are TransformerEngine's. They read Megatron's attributes from the
+            weights that autograd saved, and hooks on saved tensors return weights without these.
     """
     if engine_layers(model):
         raise ConfigError(
@@ -343,7 +359,8 @@ def offload_activations(model: Any) -> ActivationOffload:
 
     def forward_with_offload(*arguments: Any, **options: Any) -> Any:
         learns = decoder.training and torch.is_grad_enabled()
-        # The pipeline's schedule holds a stage's input until its gradient was sent back.
+        # These stay on the GPU anyway: the pipeline schedule holds a stage's input until its
+        # backward.
         shared = [options.get("packed_seq_params"), decoder.input_tensor]
         with offload.forward_pass(shared) if learns else nullcontext():
             return forward(*arguments, **options)
@@ -354,7 +371,7 @@ def offload_activations(model: Any) -> ActivationOffload:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the storage's address in C++, which stays the same when its data moves."""
+    """Return the address of a tensor's C++ storage object, which stays when its data moves."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
@@ -382,4 +399,5 @@ def _find_tensors(value: Any) -> Iterator[Tensor]:
         elif isinstance(one, dict):
             waiting += one.values()
         elif is_dataclass(one) and not isinstance(one, type):
-            waiting += vars(one).values()  # cached properties, too
+            # instance attributes, which include values of cached properties
+            waiting += vars(one).values()

@@ -18,7 +18,7 @@ from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 
 
 class _Activation(MegatronModule):
-    """Activation as a module, the only form that megatron-core 0.17 and later accept."""
+    """Base class of activations as modules: megatron-core 0.17 and later accept no functions."""
 
     function: Callable[[Tensor], Tensor]
 
@@ -29,7 +29,7 @@ class _Activation(MegatronModule):
 
 
 class SwiGLU(_Activation):
-    """SwiGLU, computed by ``pointwise``, except in inference on a CPU."""
+    """SwiGLU, computed by ``pointwise``, but in inference on a CPU by ``kernels.c`` if possible."""
 
     function = staticmethod(gated_silu)
     pointwise: PointwiseKernels = EAGER

@@ -1,4 +1,4 @@
-"""The decoder of a ModelShape, as megatron-core's config and layer spec."""
+"""megatron-core's config and layer spec for the decoder that a ``ModelShape`` describes."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def transformer_config(
     recompute: Recompute,
     recompute_layers: int | None = None,
 ) -> TransformerConfig:
-    """Build megatron-core's config of ``shape`` at ``layout``.
+    """Build megatron-core's config for a model of ``shape`` that ``layout`` splits.
 
     Args:
-        recompute_layers: how many of a pipeline stage's layers, from its first,
+        recompute_layers: how many layers of each pipeline stage, counted from its first layer,
             ``Recompute.full`` recomputes; None is all.
 
     Raises:
@@ -86,10 +86,11 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=precision is Precision.bf16,
         fp16=precision is Precision.fp16,
-        # Packs differ in length. megatron-core then requires this dispatcher, with or without MoE.
+        # Packs differ in length. For that megatron-core requires this dispatcher, even without MoE.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Gradients are summed over the step, and divided once by the global count.
+        # Gradients are summed over all micro-batches of a step, and divided once by the global
+        # count.
         calculate_per_token_loss=True,
         # Weights come from a checkpoint, so nothing is initialised. perform_initialization=False
         # would also skip the tensor_model_parallel attributes, by which the gradient norm tells
@@ -119,23 +120,23 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": shape.layernorm_zero_centered_gamma,
         "layernorm_epsilon": shape.layernorm_epsilon,
         "gated_linear_unit": shape.is_gated,
-        # The MLP calls the activation of the layer spec. Despite its name the option needs no
-        # TransformerEngine; megatron-core only checks that activation_func is a supported one.
+        # The MLP calls the activation module of the layer spec. Despite its name this option needs
+        # no TransformerEngine; megatron-core only checks that activation_func is supported.
         "use_te_activation_func": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
-        # Makes Megatron sum the gradients of these norms over the TP ranks, each of which sees only
-        # its own heads.
+        # With this option Megatron sums the gradients of these norms over the TP ranks. Each rank
+        # sees only its own heads.
         "qk_layernorm": shape.qk_layernorm,
     }
 
 
 def can_accumulate_weight_gradients(shape: ModelShape, dtype: torch.dtype) -> bool:
-    """Tell if weight gradients are accumulated in Megatron's buffer by the GEMM itself.
+    """Tell if weight GEMMs add their result directly to Megatron's gradient buffer (``main_grad``).
 
-    The model can then be trained only inside Megatron's data parallel wrapper, which owns the
-    buffer (``main_grad``).
+    If so, the model can be trained only inside Megatron's data parallel wrapper, which owns the
+    buffer.
     """
     return use_transformer_engine(shape, dtype) or has_weight_gradient_kernel()
 
@@ -150,7 +151,7 @@ def _recompute_options(
     if num_layers is not None and num_layers > layers_of_stage:
         raise ConfigError(
             f"model.activations_checkpoint_num_layers: got {num_layers}, wanted at most "
-            f"{layers_of_stage}, the layers of a pipeline stage"
+            f"{layers_of_stage}, the number of layers in a pipeline stage"
         )
     if recompute is Recompute.full:
         return {
@@ -186,15 +187,15 @@ class NormedRowLinear(RowLinear):
 
 
 class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
-    """RMSNorm over all heads of ``[T, ..., c]`` together, which tensor parallelism splits.
+    """RMSNorm of queries or keys ``[T, ..., c]`` over all heads together; TP splits the heads.
 
     Every rank has the full weight, because Megatron sums the gradients of such norms over the TP
     ranks. In inference the ranks' sums of squares are added in rank order.
 
     Attributes:
-        heads: of all ranks. Set on the class, because megatron-core's constructor call does not
-            pass it; so is ``zero_heads``.
-        zero_heads: how many of the heads are zeros, which the mean leaves out.
+        heads: number of heads over all ranks. Like ``zero_heads`` it is set on the class, because
+            megatron-core's constructor call does not pass it.
+        zero_heads: how many of the heads are all zeros, added for TP; the mean leaves them out.
     """
 
     heads: int
@@ -227,15 +228,15 @@ class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
 
 @dataclass(frozen=True)
 class _Parts:
-    """Classes of a layer's modules: torch's or TransformerEngine's.
+    """The classes from which a layer is built, either torch's or TransformerEngine's.
 
-    TransformerEngine fuses a norm with the linear layer behind it, so that its ``norm`` is an
-    identity and its ``norm_linear`` has the norm.
+    TransformerEngine fuses a norm with the linear layer behind it. Then ``norm`` is an identity,
+    and ``norm_linear`` includes the norm.
 
     Attributes:
         norm: norm before a linear layer.
         other_norm: norm anywhere else.
-        key_map: how checkpoints name a layer's norms, from module prefix to key prefix.
+        key_map: for each norm the prefix of its module and the prefix of its key in checkpoints.
     """
 
     norm: Any
@@ -247,7 +248,7 @@ class _Parts:
     def mlp_norm(self, shape: ModelShape) -> tuple[Any, dict[str, str]]:
         """Return the norm before the MLP, and how checkpoints name a layer's norms.
 
-        A mixture-of-experts layer has no linear layer right behind that norm.
+        A mixture-of-experts layer has no linear layer right behind that norm, so nothing is fused.
         """
         if shape.experts is None:
             return self.norm, self.key_map
@@ -265,7 +266,7 @@ def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
         other_norm=norm,
         norm_linear=ColumnLinear,
         row_linear=NormedRowLinear if shape.post_layernorms else RowLinear,
-        # Checkpoints name a norm after the linear layer behind it, as TransformerEngine does.
+        # As with TransformerEngine, checkpoints name a norm after the linear layer behind it.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
             _MLP_NORM: "mlp.linear_fc1.layer_norm_",
@@ -290,7 +291,7 @@ def _transformer_engine_parts() -> _Parts:
 
 
 def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
-    """Tell if layers are built from TransformerEngine: on a GPU, where it is installed.
+    """Tell if layers are built from TransformerEngine: on a GPU, if installed and if it fits.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
     before them, nor LoRA. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is
@@ -316,9 +317,10 @@ def layer_spec(
 
 
 def _residual_add(multiplier: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Make megatron-core's bias-dropout-add as a plain addition: there is no bias or dropout.
+    """Replace megatron-core's bias-dropout-add by an addition, as there is no bias or dropout.
 
-    megatron-core before 0.19 would round an fp32 residual stream to the dtype of ``output``.
+    megatron-core's own function would, before 0.19, round an fp32 residual stream to the dtype of
+    ``output``.
     """
 
     def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:

@@ -1,8 +1,9 @@
 """Batch invariance: a sample's reward is bit-identical in every batch.
 
-Matmuls get a fixed number of rows, because a GEMM picks its kernel, and with it the order of its
-sums, by that number. Everything else is batch invariant in evaluation mode anyway: attention runs
-in blocks at fixed positions, packs are padded to whole vectors, and a thread gets whole rows.
+A GEMM picks its kernel, and with it the order of its sums, by its number of rows. So matmuls run in
+chunks with a fixed number of rows. Everything else is batch invariant in evaluation mode anyway:
+attention runs in blocks at fixed positions, packs are padded to whole vectors, and each thread gets
+whole rows.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
-    """Compute all matmuls of ``model`` in chunks of ``rows`` rows in evaluation mode; collective.
+    """Make a model in evaluation mode compute its matmuls in chunks of ``rows`` rows; collective.
 
-    On a GPU it also tries which other chunk sizes are bit-identical, so that the first request
-    does not have to.
+    On a GPU it also tries out which other chunk sizes give bit-identical results, so that the first
+    requests do not wait for these trials.
 
     Args:
-        rows: ``ROWS_BY_DEVICE`` chooses the number by device; None switches batch invariance off.
+        rows: rows of a chunk. ``ROWS_BY_DEVICE`` chooses the number by device; None switches batch
+            invariance off.
     """
     is_on_gpu = next(model.parameters()).is_cuda
     engine = engine_layers(model)
     if rows == ROWS_BY_DEVICE:
-        # TransformerEngine's layers have a single chunk size, to which short packs are padded.
+        # TransformerEngine's layers are not tried out. They have one chunk size, which pads short
+        # packs.
         has_trial = is_on_gpu and not engine
         rows = gpu_products.default_rows() if has_trial else BATCH_INVARIANT_ROWS
     if rows is not None and engine and model.config.sequence_parallel:
@@ -75,18 +78,21 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
 
 
 def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
-    """Try a model's matmuls on its GPU; return the fewest rows of any of the decoder's."""
+    """Try the chunk sizes of all matmuls on this GPU, and return a size by which to pad packs.
+
+    The result is the largest of the layers' smallest chunk sizes, on any rank of the model.
+    """
     for weight, bias in _list_matmuls(model):
         gpu_products.chunk_sizes(weight, bias, rows)
     layers = _invariant_layers(model)
     smallest = [min(gpu_products.chunk_sizes(layer.weight, layer.bias, rows)) for layer in layers]
-    # TransformerEngine's layers, which are not among these, have a single chunk size. The maximum,
-    # because all ranks of the model have to make the same packs.
+    # TransformerEngine's layers are not in the list, as they have a single chunk size. The maximum
+    # is used because all ranks of the model have to make the same packs.
     return max_over_model_ranks(max(smallest, default=rows))
 
 
 def _list_matmuls(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the weight ``[o, i]`` and the bias of every matmul; for experts only the first's."""
+    """Yield the weight ``[o, i]`` and the bias of every matmul; of experts only the first's."""
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
             yield module.weight, module.bias
@@ -99,8 +105,8 @@ def _list_matmuls(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None
 def freeze_for_scoring(model: GPTRewardModel) -> None:
     """Convert the weights of linear layers to the layout in which a CPU multiplies fastest.
 
-    For a batch invariant model that is neither trained nor saved afterwards. At most one layer's
-    weight exists twice at a time.
+    Call it only for a batch invariant model that is neither trained nor saved afterwards. At most
+    one layer's weight exists twice at a time.
     """
     for layer in _invariant_layers(model):
         weight = reordered_for_products(layer.weight.detach())
@@ -108,7 +114,7 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
 
 
 def try_all_products(model: GPTRewardModel) -> None:
-    """Try all chunk sizes of a batch invariant model on a CPU now, not in the first requests."""
+    """Try all chunk sizes of a batch invariant model on a CPU now, so that no request waits."""
     for layer in _invariant_layers(model):
         try_all_sizes(layer.weight, getattr(layer, "bias", None), layer.invariant_rows)
 
@@ -128,7 +134,7 @@ def _wrap_in_chunks(layer: Any) -> Any:
         rows = rows_now(layer)
         if rows is None:
             return forward(x)
-        # The second output is a bias for the caller to add; these layers have already added theirs.
+        # The second output is a bias for the caller to add. These layers have added theirs already.
         return in_chunks(lambda piece: forward(piece)[0], x, rows), None
 
     return in_chunks_of_rows

@@ -1,9 +1,9 @@
-"""CUDA graphs of a decoder: a single launch instead of hundreds for each layer.
+"""CUDA graphs of a decoder: one launch for the whole pass instead of hundreds for each layer.
 
 A graph replays the kernels that were captured, with their addresses and shapes. So inputs are
-copied into buffers that the graph reads, packs are padded to a few sizes (``fixed_sizes.py``), and
-each combination of sizes gets its own graph when it comes the second time. In training a second
-graph has the backward pass, which adds the gradients to Megatron's ``main_grad`` itself.
+copied into buffers that the graph reads, and packs are padded to a few sizes (``fixed_sizes.py``).
+A combination of sizes gets its own graph when it occurs for the second time. In training a second
+graph holds the backward pass, which also adds the gradients to Megatron's ``main_grad``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Replay = Callable[[], None]
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a decoder computes from: ``tokens``, ``positions [T]`` int64, and their context.
+    """The inputs of a decoder's pass: ``tokens`` and ``positions [T]`` int64, and their context.
 
-    The context has no tables yet, which follow from the positions.
+    The context lacks RoPE's tables, which the decoder computes from the positions.
     """
 
     tokens: Tensor
@@ -47,7 +47,7 @@ class DecoderInputs:
     context: PackContext
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a decoder reads of a pack, in a fixed order."""
+        """Return all tensors of a pack that a decoder reads, in a fixed order."""
         segments, use = self.context.segments, self.context.segments.cached
         bounds = [segments.cu_seqlens, segments.kv_cu_seqlens]
         tensors = [self.tokens, self.positions, *bounds, self.context.read_rows]
@@ -56,13 +56,16 @@ class DecoderInputs:
         return tensors if use is None else [*tensors, *use.tensors()]
 
     def key(self) -> Hashable:
-        """Return all else that kernels depend on: packs with equal keys run the same kernels."""
+        """Return all that selects kernels besides the tensors' values: equal keys, same kernels."""
         segments = self.context.segments
         shapes = tuple(tensor.shape for tensor in self.tensors())
         return shapes, segments.sizes, segments.kv_index is None, id(segments.pool)
 
     def as_buffers(self) -> DecoderInputs:
-        """Copy all tensors, and drop ``lengths`` and ``prefixes``, which only this pack has."""
+        """Copy all tensors to buffers for a graph.
+
+        ``lengths`` and ``prefixes`` are dropped, because they hold only for this pack.
+        """
         segments, use = self.context.segments, self.context.segments.cached
         fixed = replace(
             segments,
@@ -87,29 +90,33 @@ Decode = Callable[[DecoderInputs], Tensor]
 
 
 class Capture(Protocol):
-    """Records work on the device, to replay it; the one in tests calls the work again."""
+    """How work on the device is recorded and replayed.
+
+    ``CudaCapture`` captures CUDA graphs. Tests use one that just calls the work again.
+    """
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run ``work`` on the capture's stream: libraries allocate and compile at first use."""
+        """Run ``work`` once before its capture: libraries allocate and compile at first use."""
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Record ``work``. Returns its result, and a function that computes it there again."""
+        """Record ``work``; return its result, and a function that recomputes it in place."""
 
     def backward(self, work: Callable[[], None]) -> Replay:
-        """Record ``work``, without running it."""
+        """Record ``work`` without running it; return a function that runs it."""
 
     def reset(self) -> None:
         """Free the memory that graphs share, after all graphs were dropped."""
 
     def used_bytes(self) -> int:
-        """Count the device memory that is in use, by tensors and by the graphs themselves."""
+        """Return the bytes of device memory that tensors and the graphs themselves use."""
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share one memory pool, because only one of them runs at a time."""
+    """Captures CUDA graphs that share a memory pool, which is safe as only one runs at a time."""
 
     def __init__(self) -> None:
-        # One stream for all graphs: pools and cuBLAS's workspaces belong to a stream.
+        # All graphs use one stream, because memory pools and cuBLAS's workspaces belong to a
+        # stream.
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -143,7 +150,8 @@ class CudaCapture:
     @contextmanager
     def _capture_on_stream(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         current = torch.cuda.current_stream()
-        # A server's other threads, and NCCL's, may call CUDA meanwhile.
+        # Other threads, of a server or of NCCL, may call CUDA during a capture. This mode allows
+        # that.
         mode = "thread_local"
         try:
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
@@ -159,13 +167,14 @@ class _Sums:
 
 
 class _Leaves:
-    """Stand-ins for a model's trained parameters, on the same memory, during a capture.
+    """Stand-ins that replace a model's trained parameters during a capture, and share their memory.
 
     Autograd runs the node that accumulates a parameter's gradient on the stream on which the node
-    was made. Megatron's wrapper makes those of the parameters on the default stream, which cannot
-    be captured from another stream. Nor may Megatron's hooks run in a capture. The stand-ins have
-    hooks of their own, which add to ``main_grad`` as Megatron's would. Weights whose matmuls
-    already add their gradients to ``main_grad`` get a dummy gradient, as they do from Megatron.
+    was made. Megatron's wrapper makes the nodes of the real parameters on the default stream, which
+    a capture on another stream must not touch. Megatron's hooks must not run in a capture either.
+    The stand-ins have hooks of their own, which add to ``main_grad`` as Megatron's would. Weights
+    whose matmuls already add their gradients to ``main_grad`` get a dummy gradient, as they do from
+    Megatron.
     """
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
@@ -183,7 +192,8 @@ class _Leaves:
     def _stand_in(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         leaf = torch.nn.Parameter(parameter.detach())
         vars(leaf).update(vars(parameter))
-        # Not ``self``, which holds the leaf: Python cannot collect a cycle through its C++ hooks.
+        # Capture ``sums`` rather than ``self``, which holds the leaf: Python cannot collect a cycle
+        # that goes through the leaf's C++ hooks.
         sums = self._sums
 
         def add(ready: Tensor) -> None:
@@ -200,7 +210,7 @@ class _Leaves:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the stand-ins into the modules within the context."""
+        """Replace the modules' trained parameters by the stand-ins within the context."""
         try:
             for module, name, _, stand_in in self._places:
                 setattr(module, name, stand_in)
@@ -211,7 +221,7 @@ class _Leaves:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Add gradients to ``main_grad`` within the context; outside of it hooks drop them."""
+        """Let hooks add gradients to ``main_grad`` within the context; otherwise they drop them."""
         self._sums.are_taken = True
         try:
             yield
@@ -227,7 +237,7 @@ class _Graph:
     ) -> None:
         self._decode, self._leaves = decode, leaves
         self._inputs = inputs.as_buffers()
-        self._hidden: Tensor | None = None  # with autograd's graph, until its backward
+        self._hidden: Tensor | None = None  # holds autograd's graph until its backward pass
         if leaves is None:
             capture.warm_up(self._infer)
             self.output, self._forward = capture.forward(self._infer)
@@ -238,14 +248,16 @@ class _Graph:
         self.output = output.detach()
         self.replay_backward = capture.backward(self._learn_back)
         device = inputs.tokens.device
-        # An input of the autograd function that requires a gradient, so that its result does, too.
+        # An input that requires a gradient, so that the autograd function's result requires one,
+        # too.
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
     def run(self, inputs: DecoderInputs, replays: Counter[str]) -> Tensor:
-        """Compute the hidden states, in memory that the next replay of any graph may overwrite.
+        """Return the hidden states, in memory that the next replay of any graph may overwrite.
 
         Args:
-            replays: counts the replays of all graphs that share memory.
+            replays: counters of the replays of all graphs that share memory. The backward pass uses
+                them to detect that its activations were overwritten.
         """
         self._inputs.fill(inputs)
         replays["forward"] += 1
@@ -260,7 +272,7 @@ class _Graph:
         return self.output.detach()
 
     def _decode_buffers(self) -> Tensor:
-        # A copy without cached properties, which may hold values of an earlier pack.
+        # Copy the segments without cached properties, which may hold values of an earlier pack.
         context = replace(self._inputs.context, segments=replace(self._inputs.context.segments))
         return self._decode(replace(self._inputs, context=context))
 
@@ -282,13 +294,17 @@ class _Graph:
 
     def _learn_nothing(self) -> None:
         hidden, self._hidden = self._learn(), None
-        # Zeros, because weight gradients of matmuls are added to ``main_grad`` at once.
+        # A gradient of zeros, because matmuls add weight gradients to ``main_grad`` even in this
+        # run.
         self.grad = torch.zeros_like(hidden)
         torch.autograd.backward(hidden, self.grad)
 
 
 class _Replayed(Function):
-    """Replay a graph; the backward pass replays its backward, which adds to ``main_grad``."""
+    """Autograd function that replays a graph; its backward replays the graph of the backward pass.
+
+    The gradients go to ``main_grad``, so autograd gets none.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, graph: _Graph, replays: Counter[str]) -> Tensor:
@@ -316,15 +332,15 @@ class _Key(NamedTuple):
 
 
 class DecoderGraphs:
-    """The graphs of one model, captured as packs of new sizes come.
+    """The CUDA graphs of one model, captured when packs of new sizes occur.
 
     Args:
         modules: the modules that ``decode`` runs.
         why_not: returns why packs cannot run by graphs in training; None if they can.
-        max_graphs: for scoring, and for training.
+        max_graphs: the most graphs for scoring, and the same number for training.
 
     Attributes:
-        eager: packs that ran without a graph.
+        eager: number of packs that ran without a graph.
     """
 
     def __init__(
@@ -340,7 +356,7 @@ class DecoderGraphs:
         self._graphs: dict[_Key, _Graph] = {}
         self._seen: Counter[_Key] = Counter()
         self._leaves: _Leaves | None = None
-        # Listed once, because listing the parameters takes longer than launching a graph.
+        # The parameters are listed once, because listing them takes longer than launching a graph.
         self._parameters: list[torch.nn.Parameter] = []
         self._addresses: dict[bool, list[int]] = {}
         self._warned: set[str] = set()
@@ -350,11 +366,11 @@ class DecoderGraphs:
 
     @property
     def replayed(self) -> int:
-        """Count the packs that ran by a graph."""
+        """Number of packs that ran by a graph."""
         return self._replays["forward"]
 
     def are_used(self, is_training: bool) -> bool:
-        """Tell if packs run by graphs now; log once why not."""
+        """Tell if packs run by graphs now; if not, log the reason once."""
         if self._failed:
             return False
         reason = self._why_not() if is_training else None
@@ -363,7 +379,7 @@ class DecoderGraphs:
         return reason is None
 
     def run(self, inputs: DecoderInputs, is_training: bool) -> Tensor:
-        """Decode a pack of fixed sizes: by a graph from the second pack of its key on."""
+        """Decode a pack padded to fixed sizes, by a graph if its key has occurred before."""
         graph = None if self._failed else self._graph(inputs, is_training)
         if graph is None:
             self.eager += 1
@@ -393,7 +409,8 @@ class DecoderGraphs:
         try:
             graph = _Graph(self._capture, self._decode, inputs, self._leaves if learns else None)
         except RuntimeError as error:
-            # A capture computes nothing, so the pack can still run without a graph.
+            # Nothing was computed during the failed capture, so the pack can still run without a
+            # graph.
             self._failed = True
             self._graphs.clear()
             logger.warning(

@@ -1,4 +1,4 @@
-"""Decoder layers of megatron-core's modules, with shorter code paths through them."""
+"""Decoder layers that call megatron-core's modules by shorter code paths than its own layers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 
 
 class PackedLayer(TransformerLayer):
-    """``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
+    """Decoder layer ``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
 
-    It calls megatron-core's modules one after the other, without the rest of megatron-core's layer,
-    which has 330 operations, most of which take longer to launch than to compute. What a module
-    needs to know of the pack it gets as an argument, from the ``PackContext`` that megatron-core
-    hands to every layer as ``packed_seq_params``.
+    It calls the modules of megatron-core's layer directly. megatron-core's own ``forward`` runs 330
+    operations, and most of them take longer to launch than to compute. megatron-core passes the
+    ``PackContext`` to every layer as ``packed_seq_params``, and the layer passes it on to the
+    modules that need it.
 
     Args:
-        residual_multiplier: factor of what is added to the residual stream.
+        residual_multiplier: factor of the outputs of attention and MLP before they are added.
 
     Attributes:
-        pointwise: the kernels between the matmuls, except for scoring on a CPU.
+        pointwise: kernels of the operations between the matmuls; scoring on a CPU uses others.
     """
 
     pointwise: PointwiseKernels = EAGER
@@ -48,7 +48,9 @@ class PackedLayer(TransformerLayer):
         **unused_options: Any,
     ) -> tuple[Tensor, None]:
         if packed_seq_params is None:
-            raise ValueError("a layer needs the PackContext of its pack as packed_seq_params")
+            raise ValueError(
+                "a layer got no PackContext. Pass the pack's PackContext as packed_seq_params."
+            )
         if isinstance(self.input_layernorm, IdentityOp):
             compute = self._call_engine
         else:
@@ -56,7 +58,7 @@ class PackedLayer(TransformerLayer):
         return compute(hidden_states, packed_seq_params), None
 
     def _call_engine(self, hidden: Tensor, context: PackContext) -> Tensor:
-        """Compute the layer by TransformerEngine's modules, which fuse the norms."""
+        """Compute the layer by calling TransformerEngine's modules, which have the norms inside."""
         attended, _ = self.self_attention(
             self.input_layernorm(hidden), attention_mask=None, packed_seq_params=context
         )
@@ -71,14 +73,15 @@ class PackedLayer(TransformerLayer):
     def _learn(self, hidden: Tensor, context: PackContext) -> Tensor:
         """Compute the layer with gradients.
 
-        Modules are called, not their ``forward``: their hooks wait for weights that Megatron is
-        still gathering.
+        It calls modules rather than their ``forward``, because their hooks wait for weights that
+        Megatron is still gathering.
         """
         attended = self._attend_in_training(self.input_layernorm(hidden), context)
         added, _ = self.self_attention.linear_proj(attended, context=context)
         hidden = self._select_rows(hidden, context)
         if isinstance(self.mlp, MixtureOfExperts):
-            # Not fused, and neither is the split of heads, so that resumed runs round as before.
+            # Neither the sum and norm nor the split of heads is fused for MoE layers, so that runs
+            # resumed from older checkpoints round as before.
             hidden = torch.add(hidden, added, alpha=self._multiplier)
             added, _ = self.mlp(self.pre_mlp_layernorm(hidden), self._balance(context))
         else:
@@ -95,7 +98,7 @@ class PackedLayer(TransformerLayer):
         return hidden, self.pre_mlp_layernorm(hidden)
 
     def _attend_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
-        """Compute attention of the normed ``[T, 1, hidden]`` -> ``[T, 1, heads * c]``."""
+        """Compute attention of normed hidden states, with gradients -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         core = attention.core_attention
         mixed, _ = attention.linear_qkv(normed, context=context)
@@ -110,7 +113,7 @@ class PackedLayer(TransformerLayer):
         return attend(*heads)
 
     def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split what linear_qkv returns as megatron-core's SelfAttention does.
+        """Split the output of linear_qkv into heads, as megatron-core's SelfAttention does.
 
         Args:
             mixed: ``[T, 1, groups * (repeats + 2) * c]``: for each group the channels of its query
@@ -118,7 +121,7 @@ class PackedLayer(TransformerLayer):
 
         Returns:
             Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, normed if the model
-            norms queries and keys, and not rotated yet.
+            norms queries and keys, but before RoPE.
         """
         attention = self.self_attention
         channels = attention.hidden_size_per_attention_head
@@ -126,15 +129,15 @@ class PackedLayer(TransformerLayer):
         widths = [grouped.size(-1) - 2 * channels, channels, channels]
         query, key, value = torch.split(grouped, widths, dim=-1)
         query = query.reshape(*query.shape[:2], -1, channels)
-        if self.config.qk_layernorm:  # else megatron-core has None there, or an IdentityOp
+        if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
             query, key = attention.q_layernorm(query), attention.k_layernorm(key)
         return query, key, value
 
     @property
     def _splits_and_rotates(self) -> bool:
-        """Tell if a kernel makes heads of what linear_qkv returns.
+        """Tell if one fused kernel splits the output of linear_qkv into heads and applies RoPE.
 
-        It does not norm queries and keys, and is not for layers without RoPE.
+        That kernel neither norms queries and keys, nor supports layers without RoPE.
         """
         has_rope = self.self_attention.core_attention.rotation is not None
         has_kernel = self.pointwise.split_and_rotate is not None
@@ -150,7 +153,7 @@ class PackedLayer(TransformerLayer):
         return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
     def _balance(self, context: PackContext) -> Balance:
-        """Return what this layer's router counts."""
+        """Return which tokens the router of this layer counts; the last layer has fewer."""
         return context.balance
 
     def _infer(self, hidden: Tensor, context: PackContext) -> Tensor:
@@ -159,13 +162,14 @@ class PackedLayer(TransformerLayer):
         hidden = self._select_rows(hidden, context)
         is_by_rows = not (self.config.sequence_parallel or isinstance(self.mlp, MixtureOfExperts))
         if hidden.is_cpu and is_by_rows and hidden.size(0) > MOST_ROWS:
-            # Matmuls are cut into such chunks anyway; here what lies between them is not joined.
+            # Matmuls are cut into chunks of this size anyway. Cutting here saves joining them in
+            # between.
             parts = zip(attended.split(MOST_ROWS), hidden.split(MOST_ROWS), strict=True)
             return torch.cat([self._infer_behind_attention(*part) for part in parts])
         return self._infer_behind_attention(attended, hidden)
 
     def _infer_behind_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the rest of the layer behind attention; the rows are independent."""
+        """Compute the rest of the layer after attention, where every row is independent."""
         added = self.self_attention.linear_proj.infer(attended)
         norm = self.pre_mlp_layernorm
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
@@ -186,18 +190,18 @@ class PackedLayer(TransformerLayer):
         return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
     def _add_to_stream(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """Add to the residual stream in place, in its memory or in that of ``added``."""
+        """Add ``added``, times the residual multiplier, to the stream, in place if possible."""
         if self._multiplier == 1 and kernels.can_add(hidden, added):
             kernels.add(hidden, added)
             return hidden
         if self._multiplier != 1:
-            # Rounded twice, as whether torch fuses the multiplication depends on the place in a
-            # vector.
+            # Round twice, after the multiplication and after the sum. If torch chose, it would fuse
+            # the two for some elements and not for others, depending on their place in a vector.
             added = added.to(hidden.dtype) * self._multiplier
         return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
 
     def _attend(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""
+        """Compute attention from linear_qkv's output, for inference -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         core = attention.core_attention
         if mixed.is_cuda and self._splits_and_rotates:
@@ -205,7 +209,7 @@ class PackedLayer(TransformerLayer):
         groups = attention.num_query_groups_per_partition
         grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
         joined, value = grouped[:, :, :-1], grouped[:, :, -1]
-        if self.config.qk_layernorm:  # else megatron-core has None there, or an IdentityOp
+        if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
             query, key = joined[:, :, :-1], joined[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             joined = torch.cat(normed, dim=2)
@@ -218,10 +222,10 @@ class PackedLayer(TransformerLayer):
 
 
 class LastLayer(PackedLayer):
-    """The layer before the head, ``[T, 1, hidden] -> [R, 1, hidden]``; TP splits T and R.
+    """The last decoder layer, ``[T, 1, hidden] -> [R, 1, hidden]``; TP splits T and R.
 
     Behind its attention, which is a ``LastTokenAttention``, it computes only the rows that the
-    reward head reads: everything there works row by row.
+    reward head reads: the MLP and the norms work row by row.
     """
 
     def _balance(self, context: PackContext) -> Balance:
@@ -234,6 +238,6 @@ class LastLayer(PackedLayer):
         group = self.pg_collection.tp
         local = rows - group.rank() * hidden.size(0)
         is_local = (local >= 0) & (local < hidden.size(0))
-        # Masked fill rather than multiplying by 0, which would keep another record's NaN.
+        # Use a masked fill: multiplying by 0 would keep a NaN of another record.
         read = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~is_local[:, None, None], 0.0)
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region(read, group=group)

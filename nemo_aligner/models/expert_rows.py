@@ -1,4 +1,4 @@
-"""Rows of experts: how many each has, and their exchange between expert parallel ranks."""
+"""Rows that experts compute: counts for each expert, and exchange between expert parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from torch.autograd import Function
 
 @dataclass
 class RowCounts:
-    """Number of rows of each expert, whose rows lie one expert after the other.
+    """Number of rows of each expert; the rows are sorted by expert.
 
-    The numbers come to the host only where it needs them, because it has to wait for the GPU.
+    The counts are copied to the host only where it needs them, because the host has to wait for the
+    GPU.
 
     Attributes:
         per_expert: ``[experts]`` int64 on the device; None for a single expert, which has all rows.
-        on_host_counts: the same on the host, once ``on_host`` was called.
+        on_host_counts: the same counts on the host, once ``on_host`` was called.
     """
 
     per_expert: Tensor | None
     on_host_counts: list[int] | None = None
 
     def on_host(self) -> list[int]:
-        """Return the numbers on the host; the first call waits for the device."""
+        """Return the counts on the host; the first call waits for the device."""
         if self.on_host_counts is None:
             assert self.per_expert is not None
             self.on_host_counts = self.per_expert.tolist()
         return self.on_host_counts
 
     def group_ends(self, rows: Tensor, matrices: Tensor) -> Tensor | None:
-        """Return where each expert's rows end, for ``grouped_mm``; None where it is not used.
+        """Return where each expert's rows end, for ``grouped_mm``; None where that is not used.
 
         torch has ``grouped_mm``, one kernel for all experts, from 2.10 on. It takes bf16, and rows
-        and columns have to begin at multiples of 16 bytes. On a CPU it is slower than our loop.
+        and columns have to begin at multiples of 16 bytes. On a CPU it is slower than a loop over
+        the experts.
         """
         if self.per_expert is None or not (rows.is_cuda and rows.dtype is torch.bfloat16):
             return None
@@ -48,12 +50,12 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that the ranks of ``group`` send each other, sorted by expert on both sides.
+    """An exchange in ``group``: every rank sends rows to the ranks that have their experts.
 
     Attributes:
-        sent, received: rows to and from each rank.
-        counts: rows of each of this rank's experts.
-        order: index of the received rows that sorts them by expert; ``inverse`` undoes it.
+        sent, received: number of rows sent to and received from each rank.
+        counts: number of received rows for each of this rank's experts.
+        order, inverse: index that sorts the received rows by expert, and the index that undoes it.
     """
 
     sent: list[int]
@@ -65,7 +67,7 @@ class Exchange:
 
     @classmethod
     def of(cls, counts: Tensor, group: Any) -> Exchange:
-        """Exchange ``counts [E]``, this rank's rows for each of all experts; collective."""
+        """Plan an exchange by ``counts [E]``, this rank's rows for every expert; collective."""
         ranks = group.size()
         received_counts = torch.empty_like(counts)
         dist.all_to_all_single(received_counts, counts, group=group)
@@ -74,7 +76,8 @@ class Exchange:
         order = expert.repeat_interleave(received_counts.flatten()).sort(stable=True).indices
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        # One wait for the GPU instead of three.
+        # Copy all counts to the host at once, so that it waits for the GPU once rather than three
+        # times.
         sent, received, per_expert = (
             torch.cat([local_counts.sum(1), received_counts.sum(1), received_counts.sum(0)])
             .cpu()
@@ -84,12 +87,12 @@ class Exchange:
         return cls(sent.tolist(), received.tolist(), own_counts, order, inverse, group)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Send rows to the ranks of their experts."""
+        """Send rows to the ranks of their experts; return the received rows, sorted by expert."""
         arrived = _AllToAll.apply(rows, self.sent, self.received, self.group)
         return _Permute.apply(arrived, self.order, self.inverse)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """Send the experts' outputs back."""
+        """Send the experts' outputs back to the ranks that sent the rows, in the order of these."""
         sorted_back = _Permute.apply(rows, self.inverse, self.order)
         return _AllToAll.apply(sorted_back, self.received, self.sent, self.group)
 
@@ -108,7 +111,7 @@ class _Permute(Function):
 
 
 class _AllToAll(Function):
-    """Send the next ``sent[r]`` of the rows ``[N, c]`` to each rank r, and receive likewise."""
+    """Send ``rows [N, c]``, the next ``sent[r]`` to each rank r, and receive ``received[r]``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

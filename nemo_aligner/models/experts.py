@@ -2,13 +2,13 @@
 
 megatron-core's own MoE layer (0.16 to 0.19) allocates on CUDA, and a token's output depends on its
 neighbours: an expert multiplies the rows of all tokens that chose it together. Here the router
-computes in fp32, the expert with the lower number wins a tie, tokens are sorted by expert in their
-own order, matmuls are those of ``layers.py``, and a token's expert outputs are added from the most
-probable expert on.
+computes in fp32, the expert with the lower number wins a tie, tokens are sorted by expert but keep
+their order within an expert, matmuls are those of ``layers.py``, and a token's expert outputs are
+added in order of descending probability.
 
-Expert parallelism splits the experts over data parallel ranks, which send each other the tokens.
-Tensor parallelism splits every expert. Its ranks sum their partial results last, where a token has
-one row instead of one for each of its experts.
+Expert parallelism splits the experts over data parallel ranks, which exchange tokens. Tensor
+parallelism splits every expert. Its ranks sum their partial results only after a token's expert
+outputs are combined into one row.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 
 
 class MixtureOfExperts(MegatronModule):
-    """``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
+    """MoE layer ``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
 
     Attributes:
-        shape: set on the class, because megatron-core's constructor call does not pass it.
-        activation: class of the activation between an expert's matmuls; also set on the class.
+        shape: the layer's experts; set on the class, because megatron-core's constructor call does
+            not pass it.
+        activation: class of the activation between an expert's two matmuls; also set on the class.
         invariant_rows: as in ``ColumnLinear``.
     """
 
@@ -65,15 +66,15 @@ class MixtureOfExperts(MegatronModule):
     def forward(
         self, hidden: Tensor, balance: Balance | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Compute the layer's MLP; training needs the ``balance`` that the router counts."""
+        """Compute the MLP; training needs ``balance``, which says what the router counts."""
         return self._compute(hidden.squeeze(1), rows_now(self), balance).unsqueeze(1), None
 
     def infer(self, hidden: Tensor) -> Tensor:
-        """Compute as ``ColumnLinear.infer``."""
+        """Compute the layer's MLP without gradients, like ``ColumnLinear.infer``."""
         return self._compute(hidden.squeeze(1), self.invariant_rows, None).unsqueeze(1)
 
     def _compute(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, in matmuls of ``rows`` rows unless None."""
+        """Compute ``[T, hidden] -> [T, hidden]``, in matmuls of ``rows`` rows if not None."""
         chosen, weights = self.router(tokens, rows, balance)
         is_split, group = self.config.sequence_parallel, self._group
         if is_split:
@@ -81,7 +82,8 @@ class MixtureOfExperts(MegatronModule):
             weights = gather_from_sequence_parallel_region(weights, group=group)
             chosen = gather_from_sequence_parallel_region(chosen, group=group)
         elif group.size() > 1:
-            # Forward nothing; backward the sum over ranks, each with a part of every expert.
+            # Identity in the forward pass. The backward pass sums over the ranks, each of which has
+            # a part of every expert.
             tokens = copy_to_tensor_model_parallel_region(tokens, group=group)
             weights = copy_to_tensor_model_parallel_region(weights, group=group)
         total = self._run_experts(tokens, chosen, weights[:, : self.shape.top_k], rows)
@@ -108,17 +110,17 @@ class MixtureOfExperts(MegatronModule):
                 self.experts(rows_of_experts, RowCounts(counts), rows), weights, places
             )
         exchange = Exchange.of(counts, group)
-        # The same name, so that the rows that were sent are freed.
+        # Reuse the name, so that the rows that were sent are freed.
         rows_of_experts = exchange.send(rows_of_experts)
         rows_of_experts = exchange.send_back(self.experts(rows_of_experts, exchange.counts, rows))
         return _Combine.apply(rows_of_experts, weights, places)
 
 
 class Router(torch.nn.Module):
-    """Chooses each token's experts, in fp32.
+    """Chooses each token's experts and their weights, in fp32.
 
-    Replicated on all ranks. Under sequence parallelism each rank sees only its own tokens, and
-    Megatron sums the gradients of marked parameters over the TP ranks.
+    It is replicated on all ranks. Under sequence parallelism each rank routes only its own tokens,
+    so its parameters are marked for Megatron to sum their gradients over the TP ranks.
 
     Attributes:
         aux_loss_coeff: factor of the load-balancing loss, ``E * sum(f_e * P_e)`` of a pack, with
@@ -134,9 +136,9 @@ class Router(torch.nn.Module):
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
         self._shape = shape
-        # The ranks that share the tokens of one pack.
+        # The process group of the ranks that split the tokens of one pack.
         self._group = parallel_state.get_context_parallel_group()
-        self._part = 0  # which part of the tokens this rank has under sequence parallelism
+        self._part = 0  # index of this rank's part of the tokens under sequence parallelism
         if config.sequence_parallel:
             self._group = parallel_state.get_tensor_and_context_parallel_group()
             self._part = parallel_state.get_tensor_model_parallel_rank()
@@ -155,30 +157,32 @@ class Router(torch.nn.Module):
         """Choose experts for ``tokens [T, hidden]``.
 
         Args:
-            rows: of a matmul; None is all.
-            balance: what the router counts of the pack; needed in training.
+            rows: rows of a batch invariant matmul; None computes all rows at once.
+            balance: which tokens of the pack the router counts; needed in training.
 
         Returns:
-            The experts' numbers ``[T, k]`` int64, and their weights ``[T, k]`` in fp32. With a
-            gated shared expert the weights are ``[T, k + 1]``, the last one being its factor.
+            The chosen experts' numbers ``[T, k]`` int64, and their weights ``[T, k]`` in fp32. With
+            a gated shared expert the weights are ``[T, k + 1]``, and the last one is that expert's
+            factor.
         """
         wide = tokens.float()
         shares = _multiply(wide, self.weight.float(), rows).softmax(-1)
-        # A stable sort, because topk does not define which of two equal values comes first.
+        # Use a stable sort: topk does not define which of two equal values comes first.
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self._shape.top_k].contiguous()
-        if self.training and torch.is_grad_enabled():  # once if it is recomputed, too
+        if self.training and torch.is_grad_enabled():  # counts once even if the layer is recomputed
             assert balance is not None
             shares = self._add_balance_gradient(shares, chosen, balance)
         weights = shares.gather(-1, chosen)
         if self._shape.renormalized:
             total, *less_probable = weights.unbind(-1)
-            for weight in less_probable:  # a loop sums in this order for any T
+            for weight in less_probable:  # a loop, because it sums in the same order for any T
                 total = total + weight
             weights = weights / total[:, None]
         if self.shared_gate is None:
             return chosen, weights
-        # sigmoid(x) as softmax(x, 0): torch's sigmoid on a CPU is not bit-identical for any T.
+        # Compute sigmoid(x) as softmax((x, 0)): torch's sigmoid on a CPU is not bit-identical for
+        # all T.
         logits = F.pad(_multiply(wide, self.shared_gate.float(), rows), (0, 1))
         return chosen, torch.cat([weights, logits.softmax(-1)[:, :1]], dim=1)
 
@@ -208,7 +212,10 @@ def _count_choices(chosen: Tensor, count: int) -> Tensor:
 
 
 class _WithSlope(Function):
-    """Return ``shares [T, E]``; backward, add ``slope [E]`` to the first ``counted`` rows."""
+    """Return ``shares [T, E]``, but add ``slope [E]`` to the gradient of ``counted`` first rows.
+
+    This adds the gradient of the load-balancing loss without computing the loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, shares: Tensor, slope: Tensor, counted: int) -> Tensor:
@@ -230,10 +237,10 @@ def routers(model: Any) -> dict[int, Router]:
 
 
 def take_load(model: Any, num_layers: int) -> Tensor:
-    """Sum the load of all ranks ``[L, E]`` int64, and reset it; collective.
+    """Return the routers' load summed over all ranks, ``[L, E]`` int64, and reset it; collective.
 
     Args:
-        num_layers: L, of the whole model.
+        num_layers: L, the number of layers of the whole model.
     """
     local_routers = routers(model)
     (count,) = {router.load.numel() for router in local_routers.values()}
@@ -252,12 +259,12 @@ def take_load(model: Any, num_layers: int) -> Tensor:
 def describe_load(load: Tensor) -> dict[str, float]:
     """Compute the metrics of ``load [L, E]``, how often each expert of each layer was chosen.
 
-    The last layer is left out where there are others, because only the tokens that the head reads
-    go through its MLP.
+    The last layer is left out unless it is the only one, because only the tokens that the head
+    reads go through its MLP.
 
     Returns:
         ``expert_load_max``: the load of a layer's busiest expert over the layer's mean load, in the
-        worst layer; ``expert_load_mean_max``: the same in the mean of the layers;
+        worst layer; ``expert_load_mean_max``: the same ratio averaged over the layers;
         ``experts_unused``: the fraction of experts that no token chose.
     """
     counted = (load[:-1] if len(load) > 1 else load).double()
@@ -276,7 +283,7 @@ def _multiply(input: Tensor, weight: Tensor, rows: int | None) -> Tensor:
 
 
 class ExpertMLP(MegatronModule):
-    """Gated MLPs, ``[N, hidden] -> [N, hidden]``: partial sums if TP splits them.
+    """Gated MLPs of experts, ``[N, hidden] -> [N, hidden]``; with TP the result is a partial sum.
 
     Args:
         width: ffn channels of each expert.
@@ -284,7 +291,7 @@ class ExpertMLP(MegatronModule):
             shared expert, which every rank has.
 
     Attributes:
-        group: the expert parallel ranks.
+        group: process group of the expert parallel ranks.
     """
 
     def __init__(
@@ -302,7 +309,7 @@ class ExpertMLP(MegatronModule):
         self.linear_fc2 = ExpertLinear(config, (hidden, width), count)
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """Compute ``inputs [N, hidden]``, whose rows are sorted by expert."""
+        """Compute the experts' MLPs of ``inputs [N, hidden]``, whose rows are sorted by expert."""
         inner = self.activation_func(self.linear_fc1(inputs, counts, rows))
         return self.linear_fc2(inner, counts, rows)
 
@@ -311,9 +318,9 @@ class ExpertLinear(torch.nn.Module):
     """One matrix for each expert of this rank, ``weight [experts, ..., in]``.
 
     Args:
-        size: of one expert's matrix, unsharded.
+        size: unsharded size of one expert's matrix.
         count: as in ``ExpertMLP``.
-        axis: the axis of ``weight`` that TP splits, by default that of ffn channels.
+        axis: the axis of ``weight`` that TP splits, by default the axis of the ffn channels.
 
     Attributes:
         first: number of this rank's first expert.
@@ -339,8 +346,8 @@ class ExpertLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(shape, **kind))
         set_tensor_model_parallel_attributes(self.weight, True, axis, 1)
         # Megatron keeps gradients and optimizer states of parameters with ``allreduce=False`` in
-        # separate buffers, reduced over the ranks that have the same experts. Set without expert
-        # parallelism, too, so that a run can be resumed with it.
+        # separate buffers, which are reduced over the ranks that have the same experts. The mark is
+        # set even without expert parallelism, so that a run can be resumed with it.
         self.weight.allreduce = count is None  # type: ignore[attr-defined]
         self._is_shared = count is None
         self.group, self._expert_group, self.axis = group, expert_group, axis
@@ -348,7 +355,7 @@ class ExpertLinear(torch.nn.Module):
         self.register_module("adapter", None)
 
     def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """Compute ``[N, in] -> [N, out]`` for rows sorted by expert."""
+        """Compute ``[N, in] -> [N, out]`` by each row's expert; the rows are sorted by expert."""
         product = self._multiply(inputs, counts, rows)
         return product if self.adapter is None else product + self.adapter(inputs, counts, rows)
 
@@ -357,7 +364,7 @@ class ExpertLinear(torch.nn.Module):
         return self.axis < len(self.size)
 
     def take_part(self, full: Tensor) -> Tensor:
-        """Return this rank's part of ``full [count, *size]``."""
+        """Return the part of ``full [count, *size]`` with this rank's experts and TP shard."""
         local = full[self.first : self.first + len(self.weight)]
         return local.chunk(self.group.size(), self.axis)[self.group.rank()]
 
@@ -406,13 +413,15 @@ class ExpertLinear(torch.nn.Module):
 class _Products(Function):
     """Multiply each row of ``inputs [N, in]`` by its expert's matrix.
 
-    The weight's gradient is added to its ``main_grad``, if Megatron's wrapper gave it one.
+    The backward pass adds the weight's gradient to its ``main_grad``, if Megatron's wrapper made
+    one.
     """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
         ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None)
-        # An attribute, as hooks on saved tensors would return an alias without Megatron's marks.
+        # Keep the weight as an attribute: hooks on saved tensors would return an alias without
+        # Megatron's attributes.
         ctx.weight, ctx.counts = weight, counts
         return _multiply_by_expert(inputs, weight.flatten(1, -2).mT, counts)
 
@@ -429,15 +438,15 @@ class _Products(Function):
             if main is None:
                 to_weight = summed
             else:
-                # The wrapper's hooks need a gradient to be there, and do not read its values: an
-                # expanded scalar takes no memory.
+                # Megatron's hooks require a gradient, but do not read its values. An expanded
+                # scalar takes no memory.
                 weight.grad_added_to_main_grad = True
                 weight.grad = weight.new_empty(()).expand_as(weight)
         return to_given, to_weight, None
 
 
 def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
-    """Multiply each expert's rows ``[n_e, i]`` by its matrix of ``[E, i, o]``: ``[N, o]``."""
+    """Multiply each expert's rows of ``[N, i]`` by its matrix in ``[E, i, o]`` -> ``[N, o]``."""
     ends = counts.group_ends(rows, matrices)
     if ends is not None:
         return F.grouped_mm(rows, matrices, offs=ends)
@@ -449,7 +458,7 @@ def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Te
 
 
 def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) -> None:
-    """Add each expert's ``grad [n_e, o]`` times ``inputs [n_e, i]`` to ``to [E, o, i]``."""
+    """Add each expert's weight gradient, from its rows of both tensors, to ``to [E, o, i]``."""
     ends = counts.group_ends(inputs, to)
     if ends is not None:
         products = F.grouped_mm(grad.mT, inputs, offs=ends)
@@ -463,7 +472,7 @@ def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) 
 
 
 def _split_by_expert(counts: RowCounts, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the parts of ``tensors``, matrices ``[E, o, i]`` or rows ``[N, c]``, of each expert.
+    """Yield each expert's part of ``tensors``, which are matrices ``[E, o, i]`` or rows ``[N, c]``.
 
     Experts without rows are skipped.
     """
@@ -477,8 +486,8 @@ def _split_by_expert(counts: RowCounts, *tensors: Tensor) -> Iterator[tuple[Tens
 class _Spread(Function):
     """Copy tokens ``[T, c]`` to the rows ``[T * k, c]`` of their experts.
 
-    ``sources [T * k]`` is the token of each row, ``places [T, k]`` are the rows of each token. The
-    backward pass of torch's indexing would sum in an undefined order on a GPU.
+    ``sources [T * k]`` is the token of each row, and ``places [T, k]`` are the rows of each token.
+    This class replaces torch's indexing, whose backward pass sums in an undefined order on a GPU.
     """
 
     @staticmethod
@@ -493,7 +502,7 @@ class _Spread(Function):
 
 
 class _Combine(Function):
-    """Sum ``weights [T, k]`` times rows ``[T * k, c]`` at ``places [T, k]``, in fp32."""
+    """Sum each token's rows, which are at ``places [T, k]``, times ``weights [T, k]``, in fp32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Pad packs to a few fixed sizes, so that a CUDA graph captured for one pack runs for others.
 
-A graph's kernels have the shapes of the pack that it was captured with. Everything that shapes
-depend on is therefore rounded up: tokens in steps of an eighth, and all else, which costs next to
-nothing, in coarser steps. No result of the padding is read.
+A graph's kernels have the shapes of the pack that it was captured with. So all sizes that determine
+shapes are rounded up: the number of tokens by at most an eighth, and the others in coarser steps,
+because their padding costs next to nothing. No result of the padding is read.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
 from nemo_aligner.models.attention.segments import chains_of
 
 _TOKEN_STEP = 128
-# Idle blocks of an attention kernel end at once, but cost launch time: one more segment has as many
-# blocks as the longest one, and 128 more tokens are one more block a segment.
+# Blocks of an attention kernel without work end at once, but take time to launch. One more segment
+# adds as many blocks as the longest segment has, and 128 more tokens add one block to each segment.
 _FEWEST_SEGMENTS, _SHORTEST = 16, 512
 _FEWEST_ROWS, _ROW_FACTOR = 16, 4
 
 
 def round_up_tokens(count: int) -> int:
-    """Round up to a multiple of 128 with at most four significant bits: at most an eighth more."""
+    """Round up to a multiple of 128 with at most 4 significant bits, which adds up to an eighth."""
     octave = 1 << max(count - 1, 1).bit_length()
     step = max(_TOKEN_STEP, octave // 16)
     return -(-count // step) * step
 
 
 def round_up_rows(count: int) -> int:
-    """Round up the rows that a head reads: to 16, 64 or 256, and above 256 as tokens."""
+    """Round up the number of rows a head reads: to 16, 64 or 256; larger ones as tokens are."""
     rows = _FEWEST_ROWS
     while rows < min(count, 2 * _TOKEN_STEP):
         rows *= _ROW_FACTOR
@@ -37,13 +37,13 @@ def round_up_rows(count: int) -> int:
 
 
 def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
-    """Pad a pack on the host to fixed sizes, which ``PackedSegments.of`` then pads its bounds to.
+    """Pad a pack on the host to fixed sizes, and note the sizes for ``PackedSegments.of``.
 
     Filler segments are behind the pack's own, and none is longer than ``FixedSizes.length``.
 
     Args:
-        multiple: also a divisor of the number of tokens, so that batch invariant matmuls need no
-            padding.
+        multiple: the padded number of tokens is a multiple of it, so that batch invariant matmuls
+            need no padding of their own.
     """
     if batch.cached is not None:
         batch = _pad_cache_use(batch, batch.cached)
@@ -56,14 +56,15 @@ def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
     if int(filled.prefixes.max()) >= 0:
         step = tokens // 2
         padded_keys = -(-keys // step) * step
-        # A kernel writes gradients only for keys in a segment, so the added keys need segments.
+        # Kernels write gradients only for keys that are in a segment, so the added keys need
+        # segments.
         segments += -(-(padded_keys - keys) // length)
     sizes = FixedSizes(_round_up_segments(segments), padded_keys, length)
     return replace(filled, sizes=sizes)
 
 
 def _round_up_segments(count: int) -> int:
-    """Round up to a power of two, or three quarters of one."""
+    """Round up to a power of two, or to three quarters of a power of two."""
     octave = _round_up_to_power_of_two(count, _FEWEST_SEGMENTS)
     return octave * 3 // 4 if octave > _FEWEST_SEGMENTS and count <= octave * 3 // 4 else octave
 
@@ -81,13 +82,13 @@ def _key_counts(batch: PackedBatch) -> tuple[int, int]:
 
 
 def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
-    """Pad the numbers of cached and stored tokens, by a cached segment and by repeated stores."""
+    """Pad the cached tokens by one more segment, and the stored tokens by repeated stores."""
     taken, missing = use.taken, 0
     if use.lengths:
         missing = _round_up_to_power_of_two(len(taken), _TOKEN_STEP) - len(taken)
     stored, slots = use.stored, use.slots
     if len(stored):
-        # Repeat the last store: whichever copy is written last, the slot has the same values.
+        # Repeat the last store. Whichever copy is written last, the slot gets the same values.
         more = _round_up_to_power_of_two(len(stored), _TOKEN_STEP) - len(stored)
         stored, slots = (torch.cat([index, index[-1:].expand(more)]) for index in (stored, slots))
     lengths, prefixes = use.lengths, batch.prefixes

@@ -1,4 +1,4 @@
-"""Private or short-lived names of torch and megatron-core, each behind a function of this file."""
+"""Private or short-lived names of torch and megatron-core, wrapped in functions of this module."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from nemo_aligner.cpu.products import accumulate_weight_gradients
 from nemo_aligner.distributed.gpu_products import add_weight_gradient, adds_to_fp32
 from nemo_aligner.models.layer_shape import RopeScaling
 
-# Below torch.nn.attention.varlen, which is new in torch 2.10 and complete from 2.12 on.
+# Operators below torch.nn.attention.varlen, which torch has from 2.10 on, and complete only from
+# 2.12 on.
 gpu_flash_attention = torch.ops.aten._flash_attention_forward
 gpu_flash_attention_backward = torch.ops.aten._flash_attention_backward
 
 
 def has_weight_gradient_kernel() -> bool:
-    """Tell if megatron-core has a fused weight gradient kernel: Apex's, or one of ours."""
+    """Tell if megatron-core has a fused weight gradient kernel: Apex's, or this package's."""
     return layers._grad_accum_fusion_available
 
 
@@ -34,9 +35,9 @@ def has_apex_weight_gradients() -> bool:
 
 
 def add_weight_gradients_on_gpu() -> None:
-    """Fuse weight gradients into the matmuls of megatron-core's linear layers, without Apex.
+    """Make megatron-core's linear layers add weight gradients in their matmuls, without Apex.
 
-    For GPUs; ``cpu/backend.py`` does the same for CPUs.
+    This is for GPUs. ``cpu/backend.py`` does the same for CPUs.
     """
     if torch.cuda.is_available() and not has_weight_gradient_kernel() and adds_to_fp32():
         accumulate_weight_gradients(layers, add_weight_gradient)
@@ -44,7 +45,7 @@ def add_weight_gradients_on_gpu() -> None:
 
 @contextmanager
 def fused_output_layer_allowed() -> Iterator[None]:
-    """Allow ``gradient_accumulation_fusion`` without Apex while a model is built.
+    """Allow ``gradient_accumulation_fusion`` without Apex while a model is being built.
 
     GPTModel always builds an output layer, which raises where Apex's kernel is missing, unless it
     is TransformerEngine's. The reward model deletes that layer at once.
@@ -58,9 +59,9 @@ def fused_output_layer_allowed() -> Iterator[None]:
 
 
 def mlp_spec(submodules: MLPSubmodules) -> Any:
-    """Wrap an MLP's submodules in the form that the installed megatron-core expects of a layer."""
+    """Wrap an MLP's submodules in the form that the installed megatron-core expects in a spec."""
     build = getattr(MLP, "as_mlp_submodule", None)
-    if build is None:  # before megatron-core 0.18
+    if build is None:  # megatron-core before 0.18
         return ModuleSpec(module=MLP, submodules=submodules)
     return partial(build, submodules=submodules)
 
@@ -68,7 +69,8 @@ def mlp_spec(submodules: MLPSubmodules) -> Any:
 def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
     """Scale the frequencies of ``rope`` as Llama 3.1 does for long contexts.
 
-    megatron-core's constructor has a parameter for only one of the four numbers, ``factor``.
+    This calls a private method, as megatron-core's constructor takes only ``factor``, not the other
+    three numbers.
     """
     return rope._apply_scaling(
         rope.inv_freq,
@@ -88,9 +90,9 @@ def engine_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return the current hooks that pack and unpack saved tensors; without any, both do nothing.
+    """Return the current hooks that pack and unpack saved tensors; identities if there are none.
 
-    torch calls only the innermost hooks, so hooks inside of others have to call these.
+    torch calls only the innermost hooks, so hooks inside of others have to call the outer ones.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or (
         _return_unchanged,
@@ -105,8 +107,8 @@ def _return_unchanged(saved: Tensor) -> Tensor:
 def keep_weights_out_of_saved_tensors() -> None:
     """Make megatron-core's linear layers work under hooks on saved tensors, in this process.
 
-    Under such hooks autograd passes to the backward an alias of the weight without its Python
-    attributes, and so without Megatron's ``grad_added_to_main_grad``.
+    Under such hooks autograd gives the backward pass an alias of the weight that lacks Megatron's
+    Python attributes, like ``main_grad`` and ``grad_added_to_main_grad``.
     """
     layers.LinearWithGradAccumulationAndAsyncCommunication = _LinearUnderHooks
 
@@ -115,7 +117,7 @@ _MegatronLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 
 class _LinearUnderHooks(_MegatronLinear):  # type: ignore[misc]
-    """megatron-core's autograd function, with a backward pass that gets the weight itself."""
+    """megatron-core's autograd function, but its backward pass gets the weight, not an alias."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Tensor:
@@ -128,7 +130,7 @@ class _LinearUnderHooks(_MegatronLinear):  # type: ignore[misc]
 
 
 class _WithWeight:
-    """A function's context, in which the second saved tensor is the weight itself."""
+    """An autograd context that returns the weight itself as the second saved tensor."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
@@ -143,6 +145,9 @@ class _WithWeight:
 
 
 def allow_recompiles(count: int) -> None:
-    """Let ``torch.compile`` compile a function ``count`` times before it runs it eagerly."""
+    """Let ``torch.compile`` compile a function up to ``count`` times.
+
+    After that many variants torch would run the function without compilation.
+    """
     config = torch._dynamo.config
     config.recompile_limit = max(count, config.recompile_limit)

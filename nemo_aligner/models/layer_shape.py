@@ -1,6 +1,6 @@
 """Position encoding, windows and experts of decoder layers, read from ``model_config.yaml``.
 
-``shape.py`` puts them together into a ``ModelShape``. Neither file imports torch.
+``shape.py`` combines them in a ``ModelShape``. Neither module imports torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Frequency = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency-dependent scaling of the rotary base frequencies."""
+    """Llama 3.1's scaling of RoPE, whose factor depends on the frequency."""
 
     factor: float
     low_freq_factor: float
@@ -40,11 +40,11 @@ class YarnScaling:
     """YaRN (Peng et al. 2023): slow frequencies divided by ``factor``, fast ones unchanged.
 
     Attributes:
-        old_context_len: tokens of the context before the scaling. Frequencies that turn less than
-            ``beta_slow`` times in it are slow, and those that turn more than ``beta_fast`` times
-            are fast; a ramp lies between them.
-        attention_factor: factor of cosines and sines.
-        rounded: the ramp begins and ends at whole channel numbers.
+        old_context_len: context length before the scaling, in tokens. A frequency is slow if it
+            makes less than ``beta_slow`` full turns in this context, and fast if it makes more than
+            ``beta_fast``. Between them the divisor changes linearly.
+        attention_factor: factor by which RoPE's cosines and sines are multiplied.
+        rounded: the linear change begins and ends at whole channel numbers.
     """
 
     factor: float
@@ -62,7 +62,7 @@ class LongRope:
     Attributes:
         short: divisors for sequences of at most ``old_context_len`` tokens.
         long: divisors for longer sequences; None if the config has none.
-        attention_factor: factor of cosines and sines.
+        attention_factor: factor by which RoPE's cosines and sines are multiplied.
     """
 
     short: tuple[float, ...]
@@ -74,10 +74,11 @@ class LongRope:
 def read_longrope(config: Mapping[str, Any], frequencies: int) -> LongRope | None:
     """Read LongRoPE's settings; None if the model has another position embedding.
 
-    NeMo has no keys for it: those that begin with ``longrope_`` are this package's own.
+    NeMo has no keys for LongRoPE; keys that begin with ``longrope_`` are this package's own.
 
     Args:
-        frequencies: how many frequencies the model's RoPE has, and so divisors in each list.
+        frequencies: number of frequencies of the model's RoPE, which each list of divisors must
+            have as its length.
 
     Raises:
         CheckpointError: a list has another length, or a value that is not a positive number.
@@ -113,36 +114,38 @@ def check_longer(tokens: int, until: int, longrope: LongRope | None, is_scaled: 
     """Check that a RoPE that depends on length is defined for sequences longer than ``until``.
 
     Args:
-        tokens: of the longest sequence.
-        until: tokens up to which all sequences have the same RoPE.
-        longrope: None for dynamic NTK-aware scaling.
+        tokens: length of the longest sequence.
+        until: length up to which all sequences have the same RoPE.
+        longrope: LongRoPE's settings; None for dynamic NTK-aware scaling.
         is_scaled: the RoPE has a second kind of scaling.
 
     Raises:
-        ConfigError: LongRoPE has no divisors for them, or a dynamic RoPE is scaled twice.
+        ConfigError: LongRoPE has no divisors for longer sequences, or a dynamic RoPE is scaled
+            twice.
     """
-    missing = (
-        "a single kind of RoPE scaling (it is dynamic and scaled again)" if is_scaled else None
-    )
+    missing = "has a second kind of RoPE scaling next to the dynamic one" if is_scaled else None
     if longrope is not None:
-        missing = "longrope_long_factor" if longrope.long is None else None
+        missing = "lacks longrope_long_factor" if longrope.long is None else None
     if missing is not None:
         raise ConfigError(
-            f"seq_length: got {tokens}, wanted at most {until}: for longer sequences the model's "
-            f"config lacks {missing}"
+            f"seq_length: got {tokens}, wanted at most {until}. RoPE is not defined for longer "
+            f"sequences, because the model's config {missing}."
         )
 
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Queries at position p are multiplied by ``1 + beta ln(1 + floor(p / old_context_len))``."""
+    """Llama 4's scaling of queries by their position.
+
+    It multiplies queries at position p by ``1 + beta ln(1 + floor(p / old_context_len))``.
+    """
 
     beta: float
     old_context_len: int
 
 
 def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling | None:
-    """Read Llama 4's scaling of queries by Megatron-Bridge's keys."""
+    """Read Llama 4's scaling of queries; the keys are Megatron-Bridge's."""
     if config.get("llama_4_scaling_beta") is None:
         return None
     return QueryScaling(
@@ -152,7 +155,7 @@ def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling | None:
 
 
 def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
-    """Read Llama 3.1's scaling by NeMo's keys."""
+    """Read Llama 3.1's RoPE scaling; the keys are NeMo's."""
     if not config.get("scale_positional_embedding"):
         return None
     # The defaults are Llama 3.1's values, which NeMo does not write into its configs.
@@ -165,11 +168,11 @@ def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def read_yarn(config: Mapping[str, Any]) -> YarnScaling | None:
-    """Read YaRN's settings by megatron-core's keys; None if the model has another RoPE.
+    """Read YaRN's settings; None if the model has another RoPE. The keys are megatron-core's.
 
     ``yarn_attention_factor`` is this package's own key, and overrides mscale. Without it the factor
-    is ``m(mscale) / m(mscale_all_dim)``, or ``m(1)`` if one is missing, with
-    ``m(x) = 0.1 x ln(factor) + 1``.
+    is ``m(mscale) / m(mscale_all_dim)``, or ``m(1)`` if one is missing, with ``m(x) = 0.1 x
+    ln(factor) + 1``.
     """
     if config.get("position_embedding_type") != "yarn":
         return None
@@ -195,10 +198,10 @@ def read_yarn(config: Mapping[str, Any]) -> YarnScaling | None:
 
 
 def read_frequency(config: Mapping[str, Any], key: str) -> Frequency:
-    """Read which layers a key chooses: every N-th, or a 0 or 1 for each of them.
+    """Read a key that chooses layers: N for every N-th, or a list with 0 or 1 for each layer.
 
     Raises:
-        CheckpointError: the value is neither.
+        CheckpointError: the value is neither of them.
     """
     value, layers = config.get(key), config.get("num_layers")
     if value is None or (type(value) is int and 0 < value <= MAX_COUNT):
@@ -216,8 +219,8 @@ def is_in(frequency: Frequency, layer_number: int, mark: int) -> bool:
     """Tell if ``frequency`` chooses a layer.
 
     Args:
-        layer_number: from 1.
-        mark: the value, 0 or 1, that chosen layers have in a list of all layers.
+        layer_number: number of the layer, from 1.
+        mark: 0 or 1, whichever marks a chosen layer if ``frequency`` is a list.
     """
     if isinstance(frequency, tuple):
         return frequency[layer_number - 1] == mark
@@ -228,7 +231,7 @@ def read_window(value: Any) -> int | None:
     """Read a window: a number of keys, or NeMo's pair (keys before a token, keys after it).
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: the value is neither of them.
     """
     size = value
     if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
@@ -240,12 +243,12 @@ def read_window(value: Any) -> int | None:
         return size
     raise CheckpointError(
         f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
-        "NeMo's pair of the keys before a token's own and 0"
+        "NeMo's pair [keys before the token, 0]"
     )
 
 
 def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
-    """Read which layers have the window, from either of the two keys for it.
+    """Read which layers have the window, from ``window_pattern`` or ``window_attn_skip_freq``.
 
     Raises:
         CheckpointError: the config has both keys.
@@ -255,20 +258,21 @@ def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[s
     if pattern != "all" and skipped is not None:
         raise CheckpointError(
             f"model_config.yaml: {key}: got {shown(config[key])} and window_pattern={pattern}, "
-            "wanted one of them"
+            "wanted only one of the two keys"
         )
     if window is None:
         pattern, skipped = "all", None
     return {"window_pattern": pattern, key: skipped}
 
 
-# Mixture-of-experts (MoE) layers.
+# Mixture-of-experts (MoE) layers: how their experts are read from the config.
 
 
 # Megatron's keys, in the order of the fields of ``ExpertShape``.
 EXPERT_COUNT = "num_moe_experts"
 EXPERT_TOP_K, EXPERT_WIDTH = "moe_router_topk", "moe_ffn_hidden_size"
-# True: a chosen expert's weight is its probability in the softmax over all experts.
+# If true, a chosen expert's weight is its probability in the softmax over all experts, and the
+# weights are not renormalized.
 PRE_SOFTMAX = "moe_router_pre_softmax"
 SHARED_WIDTH, SHARED_GATE = "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"
 
@@ -278,12 +282,14 @@ class ExpertShape:
     """The experts of a mixture-of-experts layer (Shazeer et al. 2017, arXiv:1701.06538).
 
     Attributes:
-        count: experts of a layer.
-        top_k: number of experts, those with the largest probabilities, that a token goes through.
-        width: ffn channels of an expert.
+        count: number of experts in a layer.
+        top_k: number of experts that a token goes through, the most probable ones.
+        width: number of ffn channels of an expert.
         renormalized: the weights of a token's experts sum to 1.
-        shared_width: ffn channels of an expert that all tokens go through; None without one.
-        shared_gate: the shared expert's output is multiplied by a sigmoid of the token.
+        shared_width: number of ffn channels of the shared expert, which all tokens go through; None
+            if there is none.
+        shared_gate: a learned gate, a sigmoid computed from the token, multiplies the shared
+            expert's output.
     """
 
     count: int
@@ -297,7 +303,8 @@ class ExpertShape:
         """Check that a layout splits the experts evenly.
 
         Raises:
-            ConfigError: it names the setting, and what it should divide.
+            ConfigError: the layout does not. The message names the setting, and what it should
+                divide.
         """
         if self.count % ep != 0:
             raise ConfigError(
@@ -315,10 +322,11 @@ class ExpertShape:
         """Count a layer's parameters.
 
         Args:
-            matrices: of an MLP: 3 if it is gated, else 2.
+            matrices: number of matrices of an MLP: 3 if it is gated, else 2.
 
         Returns:
-            Parameters of the routed experts, of the shared expert, and of router and shared gate.
+            The numbers of parameters of the routed experts, of the shared expert, and of the router
+            with the shared gate.
         """
         shared = matrices * hidden_size * (self.shared_width or 0)
         routed = matrices * hidden_size * self.width * self.count
@@ -326,7 +334,7 @@ class ExpertShape:
 
     @property
     def active_width(self) -> int:
-        """Ffn channels that a token goes through, in its experts and the shared one."""
+        """Number of ffn channels that a token goes through, in routed and shared experts."""
         return self.top_k * self.width + (self.shared_width or 0)
 
     def __str__(self) -> str:
@@ -349,7 +357,9 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
     flags = {name: config.get(name) for name in (PRE_SOFTMAX, SHARED_GATE)}
     for name, value in flags.items():
         if not isinstance(value, bool | None):
-            raise CheckpointError(f"model_config.yaml: {name}: got {shown(value)}, wanted a bool")
+            raise CheckpointError(
+                f"model_config.yaml: {name}: got {shown(value)}, wanted true or false"
+            )
     shared = config.get(SHARED_WIDTH)
     if config.get("post_layernorms") or config.get("activation") == "squared-relu":
         raise CheckpointError(

@@ -4,7 +4,8 @@ A GEMM chooses its kernel, and with it the order of its sums, by the number of r
 invariant model therefore computes in chunks of a fixed number of rows, the last one padded, and
 sums tensor parallel partial results in rank order.
 
-Each class has megatron-core's constructor, because megatron-core builds them from a layer spec.
+Each class has the constructor that megatron-core expects, because megatron-core builds the layers
+from a spec.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def learns(module: torch.nn.Module) -> bool:
-    """Tell if ``module`` is in training mode or gradients are enabled; else it only infers."""
+    """Tell if ``module`` is in training mode or gradients are enabled; if not, it only scores."""
     return module.training or torch.is_grad_enabled()
 
 
@@ -47,14 +48,14 @@ def learns(module: torch.nn.Module) -> bool:
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` in chunks of ``rows`` rows.
 
-    Other chunk sizes are used where a trial found them bit-identical.
+    Other chunk sizes are used where a trial found their results bit-identical.
     """
     multiply = invariant_linear_on_cpu if input.is_cpu else invariant_linear_on_gpu
     return multiply(input, weight, bias, rows)
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
-    """Apply ``function`` to ``input [T, ..., i]`` in chunks of ``rows`` rows, the last padded."""
+    """Apply ``function`` to ``input [T, ..., i]`` in chunks of ``rows`` rows; pad the last one."""
     outputs = [function(_pad_rows(piece, rows)) for piece in input.split(rows)]
     return torch.cat(outputs)[: input.size(0)]
 
@@ -69,7 +70,8 @@ class ColumnLinear(ColumnParallelLinear):
     """Linear layer whose outputs tensor parallelism splits.
 
     Attributes:
-        invariant_rows: rows of a matmul in evaluation mode; None leaves it to megatron-core.
+        invariant_rows: fixed number of rows of a matmul in evaluation mode; None leaves the matmul
+            to megatron-core.
         adapter: LoRA's adapter, whose output is added; None without LoRA.
     """
 
@@ -93,7 +95,8 @@ class ColumnLinear(ColumnParallelLinear):
     def infer(self, input_: Tensor) -> Tensor:
         """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, in ``invariant_rows`` if set.
 
-        Callers use it instead of calling the module, which costs as much as 10 rows of a matmul.
+        Layers call it instead of the module, because a module call costs as much time as 10 rows of
+        a matmul.
         """
         rows = self.invariant_rows
         if rows is None:
@@ -125,7 +128,7 @@ class RowLinear(RowParallelLinear):
     def forward(
         self, input_: Tensor, context: PackContext | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute as ``ColumnLinear.forward``."""
+        """Compute ``[T, 1, i] -> [T, 1, o]``, like ``ColumnLinear.forward``."""
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_)
@@ -134,7 +137,7 @@ class RowLinear(RowParallelLinear):
         return output, bias
 
     def infer(self, input_: Tensor) -> Tensor:
-        """Compute as ``ColumnLinear.infer``."""
+        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, like ``ColumnLinear.infer``."""
         rows = self.invariant_rows
         if rows is None:
             return RowLinear.forward(self, input_)[0]
@@ -161,8 +164,8 @@ def _shard_adapter(
 ) -> dict[str, Any]:
     """Make the checkpoint entry of an adapter's tensor, sharded along ``axis``.
 
-    megatron-core's layers only know the axes of their own tensors, and its MLP does not know that
-    the gated fc1 of an adapter is two matrices in one.
+    megatron-core's layers know only the axes of their own tensors, and its MLP does not know that
+    an adapter's B of a gated fc1 is two matrices in one.
     """
     entries = make_sharded_tensors_for_checkpoint(
         {name: layer.get_parameter(name)},
@@ -178,13 +181,13 @@ def _shard_adapter(
 
 
 def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | None) -> Tensor:
-    """Sum ``partial`` over the TP ranks; with ``is_scattered`` each keeps its part of the tokens.
+    """Sum ``partial`` over the TP ranks; if ``is_scattered``, a rank keeps its part of the tokens.
 
     The sum is in rank order for a batch invariant matmul, where ``rows`` is not None.
     """
     if group.size() == 1:
         return partial
-    # The order does not matter for two ranks; for more, NCCL's algorithm would choose it.
+    # For two ranks the order does not matter. For more, NCCL's algorithm would choose the order.
     if rows is not None and group.size() > 2:
         return sum_in_rank_order(partial, group, is_scattered)
     if is_scattered:
@@ -193,7 +196,7 @@ def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | Non
 
 
 def rows_now(layer: Any) -> int | None:
-    """Return the rows of ``layer``'s matmuls now; None in training, where they are not fixed."""
+    """Return the fixed number of rows of ``layer``'s matmuls; None in training or if not fixed."""
     return None if learns(layer) else layer.invariant_rows
 
 
@@ -216,23 +219,23 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
     share = total.to(partial.dtype)
     if is_scattered:
         return share
-    # Not into ``sent``, which may be the caller's ``partial``.
+    # Do not gather into ``sent``, which may be the caller's ``partial``.
     dist.all_gather_into_tensor(received, share, group=group)
     return received[:rows]
 
 
-# Norms with megatron-core's constructor. They take a residual stream of any dtype and return the
-# model's dtype, in which the next linear layer computes.
+# Norms with the constructor that megatron-core expects. They take a residual stream of any dtype
+# and return the model's dtype, in which the next linear layer computes.
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose output has the model's dtype, whatever the input's.
+    """RMSNorm whose output has the model's dtype, whatever dtype the input has.
 
-    Under sequence parallelism its weight sees only this rank's tokens. It is marked, because
-    Megatron sums the gradients of marked parameters over the TP ranks.
+    Under sequence parallelism each rank norms only its own tokens. The weight is marked, so that
+    Megatron sums its gradients over the TP ranks.
 
     Attributes:
-        pointwise: the kernels that compute it, except in inference on a CPU.
+        pointwise: the kernels that compute the norm, except in inference on a CPU.
     """
 
     pointwise: PointwiseKernels = EAGER
@@ -264,12 +267,12 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         return self.pointwise.rms_norm(x, self.weight, eps, offset, dtype)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
-        """Add to ``x`` in place, and norm the sum; only where ``kernels.can_add``."""
+        """Add to ``x`` in place, and norm the sum; call it only where ``kernels.can_add``."""
         return kernels.add_and_norm(x, added, self._factors(), self._eps, self._dtype)
 
     @property
     def is_kernels(self) -> bool:
-        """Tell if ``kernels.c`` computes this norm now, for inputs that it takes."""
+        """True if ``kernels.c`` computes this norm now, for inputs that the C file supports."""
         return not self.training and self._dtype in kernels.FLOATS
 
     def _factors(self) -> Tensor:
@@ -277,7 +280,10 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
 
 class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
-    """LayerNorm with a bias, stored as ``gamma - 1``; marked like ``SequenceParallelRMSNorm``."""
+    """LayerNorm with a bias, whose weight is stored as ``gamma - 1``, as NeMo's models store it.
+
+    Its parameters are marked like the weight of ``SequenceParallelRMSNorm``.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any

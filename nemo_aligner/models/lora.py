@@ -1,7 +1,7 @@
-"""LoRA adapters of linear layers: forward, initialisation, dropout, and folding into the weights.
+"""LoRA adapters of linear layers: forward pass, initialisation, dropout, and folding into weights.
 
 Tensor parallelism splits B of a column-parallel layer and A of a row-parallel one, like the layer's
-own weight. Ranks exchange only the low-rank product between A and B, ``[T, rank]``.
+own weight. Ranks exchange only A's output, ``[T, rank]``.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
 
-# Adapters.
+# LoRA's adapters.
 
 _ParallelLinear = ColumnLinear | RowLinear
 
 
 class LoraAdapter(torch.nn.Module):
-    """Compute ``scale * B A x`` for ``x [T, 1, in]``, sharded like the adapted linear layer.
+    """Computes ``scale * B A x`` for ``x [T, 1, in]``, sharded like the adapted linear layer.
 
-    The linear layer adds it to its own output. The adapter uses the layer's TP group and its
+    The linear layer adds the result to its own output. The adapter uses the layer's TP group and
     sequence parallelism.
 
     Args:
-        number: of the linear layer in the whole model; dropout's masks depend on it.
-        reads_rows: ``layer`` gets only the rows that the head reads, not the pack's tokens.
+        number: number of the linear layer in the whole model, on which dropout's masks depend.
+        reads_rows: ``layer`` gets only the rows that the head reads, rather than all tokens of a
+            pack.
     """
 
     def __init__(
@@ -76,28 +77,30 @@ class LoraAdapter(torch.nn.Module):
         if self._is_by_outputs:
             split, replicated = replicated, split
         set_tensor_model_parallel_attributes(split, True, 0 if self._is_by_outputs else 1, 1)
-        # Replicated, but sees only this rank's tokens: Megatron sums its gradient over TP.
+        # This matrix is replicated, but each rank uses it only for its own tokens. With this mark
+        # Megatron sums its gradient over TP.
         replicated.sequence_parallel = layer.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, rows: int | None, context: PackContext | None = None) -> Tensor:
         """Compute the adapter's output.
 
         Args:
-            rows: ``rows_now`` of the layer.
-            context: of the pack; dropout in training needs its keys.
+            rows: the result of ``rows_now`` for the layer.
+            context: the pack's context, whose dropout keys are needed in training with dropout.
         """
         scale = self.scale
         if self._dropout is not None and self.training:
             scale /= 1 - self._dropout.rate
             x = self._drop_inputs(x, self._dropout, context)
-        # Scaled in the low rank, where a token has ``rank`` values instead of ``out``.
+        # Scale A's output, which has ``rank`` values a token, rather than B's, which has ``out``.
         low = _multiply(x, self.linear_in, rows) * scale
         if not self._is_by_outputs:
             low = sum_partial(low, self._group, self._is_split, rows)
         elif self._is_split:
             low = gather_from_sequence_parallel_region(low, group=self._group)
         else:
-            # Identity forward; backward the sum over ranks, each with a part of the outputs.
+            # Identity in the forward pass. The backward pass sums over the ranks, each of which has
+            # a part of the outputs.
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _multiply(low, self.linear_out, rows)
 
@@ -120,18 +123,19 @@ class LoraAdapter(torch.nn.Module):
 
 
 def _multiply(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
-    # Called as a module: Megatron waits in a pre-hook for weights that are being gathered.
+    # Call the module: in its pre-hook Megatron waits for weights that are still being gathered.
     return linear(x) if rows is None else invariant_linear(x, linear.weight, None, rows)
 
 
 class ExpertAdapter(MegatronModule):
     """LoRA adapters of experts: each has matrices A ``[rank, in]`` and B ``[..., rank]``.
 
-    Tensor parallelism splits both: one as ``linear`` is split, the other along the rank. So every
-    rank has the whole gradient of its part, and an expert's inputs and outputs are as without LoRA.
+    Tensor parallelism splits both matrices: one along the same axis as ``linear``, the other along
+    LoRA's rank. So every process gets the whole gradient of its part, and the shapes of an expert's
+    inputs and outputs are the same as without LoRA.
 
     Raises:
-        ConfigError: tensor parallelism cannot split the rank.
+        ConfigError: the tensor parallel size does not divide LoRA's rank.
     """
 
     def __init__(self, config: TransformerConfig, linear: ExpertLinear, lora: LoraShape) -> None:
@@ -155,8 +159,8 @@ class ExpertAdapter(MegatronModule):
         low = self.linear_in(inputs, counts, rows) * self.scale
         group = self.linear_in.group
         if group.size() > 1 and self.linear_in.splits_outputs:
-            # Backward: the sum over ranks, each with a part of the outputs, then this rank's part
-            # of that sum.
+            # The backward pass sums over the ranks, each of which has a part of the outputs, and
+            # then takes this rank's part of the sum.
             low = gather_from_tensor_model_parallel_region(low, group=group)
             low = copy_to_tensor_model_parallel_region(low, group=group)
         elif group.size() > 1:
@@ -173,13 +177,16 @@ class ExpertAdapter(MegatronModule):
 
 
 def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = None) -> None:
-    """Attach adapters, all zero, to the target linear layers of ``model``'s decoder."""
+    """Attach adapters to the target linear layers of ``model``'s decoder.
+
+    Their A and B are all zeros until ``draw_adapters`` or a checkpoint fills them.
+    """
     for layer in model.decoder.layers:
         for number, name, linear in _number_linears(layer):
             if isinstance(linear, ExpertLinear) and name in lora.linears:
                 linear.adapter = _make_expert_adapter(model.config, linear, lora, dropout)
             elif name in lora.linears:
-                # Behind its attention the last layer computes only the rows that the head reads.
+                # After its attention the last layer computes only the rows that the head reads.
                 reads_rows = isinstance(layer, LastLayer) and name != LINEARS["linear_qkv"]
                 linear.adapter = LoraAdapter(linear, lora, number, dropout, reads_rows=reads_rows)
 
@@ -196,7 +203,7 @@ def _make_expert_adapter(
 
 
 def _number_linears(layer: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield a layer's linear layers, each with its number in the whole model, and its name."""
+    """Yield the number (in the whole model), name and module of a layer's linear layers."""
     is_mixture = isinstance(layer.mlp, MixtureOfExperts)
     names = {**LINEARS, **EXPERT_LINEARS} if is_mixture else LINEARS
     for index, name in enumerate(names.values()):
@@ -204,7 +211,7 @@ def _number_linears(layer: Any) -> Iterator[tuple[int, str, Any]]:
 
 
 def _list_adapted(model: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the linear layers that have an adapter, numbered."""
+    """Yield the linear layers that have an adapter, each with its number in the whole model."""
     for layer in model.decoder.layers:
         for number, _, linear in _number_linears(layer):
             if linear.adapter is not None:
@@ -215,11 +222,11 @@ def _list_adapted(model: Any) -> Iterator[tuple[int, Any]]:
 def draw_adapters(model: torch.nn.Module, seed: int) -> None:
     """Initialise A from N(0, ``1 / in``) and B with zeros, so that nothing is added at first.
 
-    The result does not depend on the layout: the full A of each layer is drawn on the CPU by its
-    own generator, and every rank takes its part. Where a row-parallel weight has an all-zero input
-    column, A gets one, too, so that query groups that were added for tensor parallelism stay
-    without effect. A column-parallel layer's A is the same on every rank, even on one whose outputs
-    all belong to such groups.
+    The result does not depend on the parallel layout: the full A of each layer is drawn on the CPU
+    by its own generator, and every rank takes its part. Query groups of zeros, which may have been
+    added for tensor parallelism, stay without effect: where a row-parallel weight has an input
+    column of zeros, so does A. A column-parallel layer's A is the same on every rank, even on a
+    rank that has only such groups.
     """
     for number, linear in _list_adapted(model):
         weight = linear.adapter.linear_in.weight
@@ -241,7 +248,7 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
 
 
 def train_adapters_alone(model: Any) -> None:
-    """Freeze ``model`` except adapters and reward head."""
+    """Freeze all of ``model`` except its adapters and its reward head."""
     model.requires_grad_(False)
     for _, linear in _list_adapted(model):
         linear.adapter.requires_grad_(True)
@@ -251,7 +258,7 @@ def train_adapters_alone(model: Any) -> None:
 
 @torch.no_grad()
 def fold_adapters(model: torch.nn.Module) -> None:
-    """Merge the adapters into the weights, rounding once, and remove them."""
+    """Merge the adapters into the weights, and remove them. The sums are rounded only once."""
     for _, linear in _list_adapted(model):
         adapter = linear.adapter
         if isinstance(adapter, ExpertAdapter):
@@ -263,35 +270,36 @@ def fold_adapters(model: torch.nn.Module) -> None:
 
 
 def fold_into_weight(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
-    """Compute ``W + scale * B A`` in fp32, returned in the dtype of ``weight [out, in]``.
+    """Compute ``W + scale * B A`` in fp32, and return it in the dtype of ``weight [out, in]``.
 
-    ``low [rank, in]`` is A, ``high [out, rank]`` is B. The tensors of experts have one more axis in
-    front, the expert.
+    ``low [rank, in]`` is A, ``high [out, rank]`` is B. Tensors of experts have one more axis in
+    front, for the expert.
     """
     low = low.float() if high.dim() < 4 else low.float().unsqueeze(1)
     added = scale * (high.float() @ low)
     return (weight.float() + added).to(weight.dtype)
 
 
-# Dropout without generator state.
+# Dropout that needs no state of a random generator.
 #
-# A mask bit is a hash of the seed, the step, the token's record and position, the linear layer and
-# the channel. It is therefore the same at any layout, under recomputation and after a resume.
+# Each bit of a mask is a hash of the seed, the step, the token's record and position, the linear
+# layer and the channel. So masks are the same for every parallel layout, when activations are
+# recomputed, and after a resume.
 
 _MASK = 2**64 - 1
-# Odd multipliers without a regular bit pattern: SplitMix64's (Steele et al. 2014), and two of 31
-# bits chosen the same way.
+# Odd multipliers without a regular bit pattern: those of SplitMix64 (Steele et al. 2014), and two
+# of 31 bits that are chosen by the same rule.
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SHORT_FIRST, _SHORT_SECOND = 0x2C1B3C6D, 0x297A2D39
 
 
 @dataclass(frozen=True)
 class LoraDropout:
-    """Dropout of A's inputs in training (Srivastava et al. 2014).
+    """Dropout of the inputs of LoRA's A in training (Srivastava et al. 2014).
 
     Attributes:
         rate: fraction of the elements that are zeroed.
-        seed: of the run; every seed gives other masks.
+        seed: the run's seed; every seed gives different masks.
     """
 
     rate: float
@@ -299,7 +307,7 @@ class LoraDropout:
 
     @classmethod
     def from_settings(cls, settings: LoraConfig, seed: int) -> LoraDropout | None:
-        """Convert the settings; None for a rate or a rank of 0."""
+        """Create dropout from the settings; None if the dropout rate or LoRA's rank is 0."""
         drops = settings.rank > 0 and settings.dropout > 0
         return cls(settings.dropout, seed) if drops else None
 
@@ -307,7 +315,7 @@ class LoraDropout:
         """Zero the dropped elements of ``x [T, 1, in]``; the caller scales up the rest.
 
         Args:
-            keys: ``[T]`` int32, of ``token_keys``.
+            keys: ``[T]`` int32 from ``token_keys``.
             linear: number of the linear layer in the model.
             first_channel: index of ``x``'s first channel, where TP ranks split the channels.
         """
@@ -324,22 +332,22 @@ class LoraDropout:
         """Compute the hash key ``[T]`` int32 of every token of a pack, on its device.
 
         Args:
-            step: training step, counted from 0; each draws other masks.
+            step: training step, counted from 0; every step draws different masks.
         """
         lengths = batch.cu_seqlens.diff()
         prefixes = batch.prefixes.tolist()
-        # A segment that is no prefix of another one ends a sample, except the filler at the tail.
+        # A segment that is no other segment's prefix ends a sample, except the filler at the end.
         shared = set(prefixes)
         ends = [number for number in range(len(prefixes)) if number not in shared]
         if batch.filled:
             ends.pop()
         samples = _number_samples(batch.records)
         of_segment = [0] * len(prefixes)
-        if samples:  # a pack without any only feeds other ranks' experts
+        if samples:  # a pack without samples only feeds other ranks' experts
             for number, (record, place) in reversed(list(zip(ends, samples, strict=True))):
                 key = _hash_numbers(self.seed, step, record, place)
                 of_segment[number] = key
-                if prefixes[number] >= 0:  # the first sample of a shared prefix decides its key
+                if prefixes[number] >= 0:  # the key of a shared prefix is its first sample's
                     of_segment[prefixes[number]] = _hash_numbers(key)
         keys = torch.tensor(of_segment, dtype=torch.int64).repeat_interleave(lengths)
         return _hash_tensor(batch.position_ids, to_device(keys, batch.position_ids.device))
@@ -367,7 +375,7 @@ def _hash_numbers(*numbers: int) -> int:
 
 
 def _hash_tensor(numbers: Tensor, keys: Tensor | int) -> Tensor:
-    """Hash int64 ``numbers`` with their ``keys`` into int32, by SplitMix64's finaliser."""
+    """Hash int64 ``numbers`` together with ``keys`` into int32, by SplitMix64's finaliser."""
     mixed = numbers * _as_signed(_STEP) + keys
     mixed = (mixed ^ _shift_right(mixed, 30, 64)) * _as_signed(_FIRST)
     mixed = (mixed ^ _shift_right(mixed, 27, 64)) * _as_signed(_SECOND)
@@ -375,7 +383,7 @@ def _hash_tensor(numbers: Tensor, keys: Tensor | int) -> Tensor:
 
 
 def _shift_right(numbers: Tensor, by: int, bits: int) -> Tensor:
-    """Shift right without sign extension, which torch has only for signed integers."""
+    """Shift right and fill with zeros; torch's shift of signed integers repeats the sign bit."""
     return (numbers >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 

@@ -1,7 +1,7 @@
 """Offload tensors to host memory while their model is idle.
 
-Only the storages are freed and refilled. The tensors stay, so a module, a gradient buffer or an
-optimizer that holds a view of one keeps working.
+Only the memory of their storages is freed and refilled. The tensor objects stay the same, so
+modules, gradient buffers and optimizers that hold them, or views of them, keep working.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nemo_aligner.utils.host_transfer import host_zeros
 
 
 class OffloadPolicy(Enum):
-    """What happens to the contents of tensors that leave the device."""
+    """What happens to the contents of tensors while they are not on the device."""
 
     constant = "constant"  # never changes: copied to the host once
     state = "state"  # copied again after ``note_change``
@@ -27,8 +27,8 @@ class OffloadPolicy(Enum):
 class OffloadGroup:
     """Tensors that are offloaded together and come back bit-identical.
 
-    On a GPU the host copy is page-locked and stays allocated after its first use. Without a GPU
-    nothing is saved: a copy is made within host memory, for tests.
+    On a GPU the host copy is page-locked and stays allocated after its first use. Without a GPU the
+    copy stays within host memory, which saves nothing and only serves tests.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class OffloadGroup:
     ) -> None:
         """Manage the storages of ``tensors``, except those that ``apart_from`` already manages."""
         excluded = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
-        # By storage, because tied weights, and views of one flat buffer, share one. Weights in
-        # oneDNN's layout, which only a CPU has, have no storage.
+        # Collect storages rather than tensors, because tied weights, and views of one flat buffer,
+        # share a storage. Weights in oneDNN's layout, which exists only on a CPU, have no storage.
         by_pointer = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors
             if tensor.layout is torch.strided
         }
-        # With a GPU, tensors in host memory are not offloaded.
+        # On a machine with a GPU, tensors that are in host memory are not offloaded.
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         self._storages: list[UntypedStorage] = [
             storage
@@ -61,7 +61,7 @@ class OffloadGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the storages on the device."""
+        """Bytes of the group's storages when they are on the device."""
         return sum(self._sizes)
 
     @property
@@ -70,17 +70,18 @@ class OffloadGroup:
         return sum(copy.nbytes for copy in self._host)
 
     def note_change(self) -> None:
-        """Mark the host copy as stale."""
+        """Mark the host copy as stale, so that the next ``offload`` copies the tensors again."""
         self._is_stale = True
 
     def offload(self) -> None:
-        """Copy to the host as the policy says, and free the device memory."""
+        """Copy the tensors to the host if the policy requires it, and free the device memory."""
         if not self.is_on_device:
             return
         if self._holds is not OffloadPolicy.scratch and self._is_stale:
             self._copy_to_host()
             self._is_stale = False
-        # The allocator gets the memory, while tensors, views and the optimizer keep the storage.
+        # This gives the memory back to the allocator. Tensors, views and the optimizer keep the
+        # storage.
         for storage in self._storages:
             storage.resize_(0)
         self.is_on_device = False
@@ -103,14 +104,14 @@ class OffloadGroup:
             self._host = host_zeros([self._bytes_of(storage) for storage in self._storages])
         for storage, copy in zip(self._storages, self._host, strict=True):
             copy.copy_(self._bytes_of(storage), non_blocking=True)
-        wait_for_device()  # another stream may reuse the freed memory
+        wait_for_device()  # before another stream reuses the memory that is freed
 
     def _bytes_of(self, storage: UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class OffloadManager:
-    """Lists of offload groups by name; the groups of one name move together."""
+    """Offload groups, listed by name; all groups of a name are offloaded and reloaded together."""
 
     def __init__(self, parts: Mapping[str, Sequence[OffloadGroup]]) -> None:
         self._parts = dict(parts)
@@ -120,7 +121,7 @@ class OffloadManager:
         return all(part.is_on_device for part in self._parts.get(name, ()))
 
     def move(self, here: Sequence[str], away: Sequence[str]) -> None:
-        """Offload the names in ``away``, then reload those in ``here``."""
+        """Offload the groups named in ``away``, then reload those named in ``here``."""
         for name in away:
             for part in self._parts.get(name, ()):
                 part.offload()
@@ -129,7 +130,7 @@ class OffloadManager:
                 part.reload()
 
     def note_change(self, *names: str) -> None:
-        """Mark the host copies of ``names`` as stale."""
+        """Mark the host copies of the groups with these names as stale."""
         for name in names:
             for part in self._parts.get(name, ()):
                 part.note_change()

@@ -1,4 +1,7 @@
-"""PackContext: all that a decoder's layers know of a pack besides its hidden states."""
+"""PackContext: all that a decoder's layers know of a pack besides its hidden states.
+
+It also defines ``Balance``, the part of the context that routers of MoE layers read.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ from nemo_aligner.models.rotary import Tables
 
 @dataclass(frozen=True)
 class Balance:
-    """What a router counts of a pack towards its load and its auxiliary loss.
+    """What a router needs to know of a pack to count its load and weight its auxiliary loss.
 
     Attributes:
-        records: records of the pack, each of which the auxiliary loss counts once.
-        tokens: rows of the layer's MLP, the first ones, that are not filler, over all tensor
-            parallel ranks; 0 for a pack that exists only to feed other ranks' experts.
-        losses_per_record: what the step's loss is divided by, for each of its records. Megatron
-            divides the gradient of the auxiliary loss by the same number.
+        records: number of the pack's records, each of which the auxiliary loss counts once.
+        tokens: how many rows of the layer's MLP are real tokens, over all tensor parallel ranks.
+            They come first, and filler behind them. 0 for a pack that only feeds other ranks'
+            experts.
+        losses_per_record: how many losses of each record the step's mean counts. Megatron divides
+            the gradient of the auxiliary loss by the same count, so the router scales it up by this
+            number.
     """
 
     records: int = 0
@@ -34,20 +39,20 @@ class PackContext:
 
     ``GPTRewardModel`` makes one in each forward pass, and megatron-core hands it to every layer as
     ``packed_seq_params``. A layer passes it on as an argument, so a layer that is recomputed gets
-    the context of its own pack, whatever ran meanwhile.
+    the context of its own pack, whichever pack ran in between.
 
     Attributes:
         segments: the segments that attention sees.
-        read_rows: ``[R]`` int64 rows that the head reads; the last layer computes only these
-            behind its attention.
-        balance: what routers count, in every layer but the last.
-        balance_of_read_rows: what the last layer's router counts.
+        read_rows: ``[R]`` int64 rows that the head reads; the last layer computes only these behind
+            its attention.
+        balance: which tokens routers count, in every layer but the last.
+        balance_of_read_rows: which tokens the last layer's router counts.
         dropout_keys: ``[T]`` int32 hash key of every token for LoRA's dropout; None without it.
-        tables: of each of the model's rotary embeddings, cosines and sines at every token's
-            position in its sequence.
-        query_scale: ``[T, 1, 1]`` factors of queries after RoPE; None is 1.
-        qkv_format: not ``thd``, for which megatron-core would split the pack to rotate each
-            sequence; PackedAttention rotates by ``tables`` instead.
+        tables: cosines and sines of every token, by its position in its sequence; one pair of
+            tables for each of the model's rotary embeddings.
+        query_scale: ``[T, 1, 1]`` factors that multiply queries after RoPE; None is 1.
+        qkv_format: must not be ``thd``, for which megatron-core would split the pack to apply RoPE
+            to each sequence. ``PackedAttention`` applies RoPE by ``tables`` instead.
     """
 
     segments: PackedSegments
@@ -61,5 +66,5 @@ class PackContext:
 
     @cached_property
     def dropout_keys_of_read_rows(self) -> Tensor | None:
-        """``[R]`` int32, the dropout keys of the rows that the head reads."""
+        """Dropout keys ``[R]`` int32 of the rows that the head reads."""
         return None if self.dropout_keys is None else self.dropout_keys[self.read_rows]

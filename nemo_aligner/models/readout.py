@@ -1,4 +1,4 @@
-"""The mean of a reply's hidden states, which a reward head can read instead of the last token."""
+"""The mean of a reply's hidden states, which a reward head can read instead of the last token's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from nemo_aligner.batch.packed import ReplyRows
 def mean_of_replies(hidden: Tensor, replies: ReplyRows) -> Tensor:
     """Average the hidden states ``[M, hidden]`` of the tokens of S replies -> ``[S, hidden]`` fp32.
 
-    There is one reduction per reply, because a segmented sum would round a reply differently next
-    to other replies. In context parallelism every rank has parts of the replies. In training the
-    ranks sum their partial sums, and the gradients of these. In inference they gather the rows
-    first, so that the result is bit-identical to that of one process, however the pack is cut.
+    Every reply is reduced by its own call, because a segmented sum would round a reply differently
+    depending on the other replies. Under context parallelism every rank has parts of the replies.
+    In training each rank sums its part, and an all-reduce adds these sums, as well as their
+    gradients. In inference the ranks gather all rows first, so that the result is bit-identical to
+    that of one process.
 
     Args:
         replies: which rows belong to which reply.

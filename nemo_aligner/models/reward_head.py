@@ -28,13 +28,13 @@ class HeadLayer(torch.nn.Module):
         self.bias = None if bias is None else torch.nn.Parameter(bias.to(device))
 
     def forward(self, hidden: Tensor, rows: int | None) -> Tensor:
-        """Compute ``[S, in] -> [S, out]``, in matmuls of ``rows`` rows unless None.
+        """Compute ``[S, in] -> [S, out]``, in matmuls of ``rows`` rows if not None.
 
         Call the module rather than read its weight: under ``overlap_param_gather`` Megatron waits
         in a forward pre-hook for weights that are still being gathered.
 
         Args:
-            rows: ``rows_now`` of the head.
+            rows: the result of ``rows_now`` for the head.
         """
         if rows is None:
             return F.linear(hidden, self.weight, self.bias)
@@ -42,13 +42,14 @@ class HeadLayer(torch.nn.Module):
 
 
 class RewardHead(HeadLayer):
-    """``[S, hidden] -> [S, outputs]`` in fp32, replicated on all TP ranks.
+    """The reward head, ``[S, hidden] -> [S, outputs]`` in fp32, replicated on all TP ranks.
 
-    By default it is one matrix without bias. ``shape`` can add biases and a hidden layer with a
-    ReLU, which is bit-identical on every processor.
+    By default it is one matrix without bias. ``shape`` can add biases, and a hidden layer with a
+    ReLU, an activation that is bit-identical on every processor.
 
     Attributes:
-        learned: scalars of the objective, see ``add_learned_scalars``; None without.
+        learned: scalars that the objective learns, see ``add_learned_scalars``; None if it learns
+            none.
         invariant_rows: as in ``ColumnLinear``.
     """
 
@@ -58,7 +59,8 @@ class RewardHead(HeadLayer):
         self, hidden_size: int, num_outputs: int, seed: int, shape: HeadShape | None = None
     ) -> None:
         sizes = (shape or HeadShape()).tensors(num_outputs, hidden_size)
-        # Drawn on the CPU from its own generator: every device and layout gets the same head.
+        # Draw on the CPU from a separate generator, so that every device and layout gets the same
+        # head.
         generator = torch.Generator().manual_seed(seed)
         drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
         super().__init__(drawn["weight"], drawn.get("bias"))
@@ -68,10 +70,10 @@ class RewardHead(HeadLayer):
             self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
 
     def add_learned_scalars(self, start: Sequence[float]) -> None:
-        """Append scalars that the objective learns to every row of outputs.
+        """Let the objective learn scalars, which are appended to every row of outputs.
 
         Args:
-            start: their initial values; nothing happens if there are none.
+            start: initial values of the scalars; empty if the objective learns none.
         """
         if start:
             numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
@@ -92,6 +94,6 @@ def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tenso
     tensor = torch.zeros(size, dtype=torch.float32)
     if len(size) == 1:
         return tensor
-    # Keeps the variance of its input through the ReLU (He et al. 2015).
+    # This std keeps the variance of the layer's input through the ReLU (He et al. 2015).
     std = (2 / size[1]) ** 0.5 if name == "hidden.weight" else _HEAD_INIT_STD
     return tensor.normal_(std=std, generator=generator)

@@ -67,16 +67,17 @@ class GPTRewardModel(GPTModel):
     """megatron-core's GPTModel with a reward head instead of the output layer.
 
     Args:
-        num_attributes: outputs of the head.
-        seed: of a new head's weights.
+        num_attributes: number of outputs of the head.
+        seed: seed of a new head's weights.
         reads_every_token: make it a critic, whose head computes a value for each token of a pack.
-        reply_marker: token ids. The head reads the mean over the tokens after their last occurrence
-            instead of the last token.
+        reply_marker: token ids that precede a reply. If given, the head reads the mean over the
+            tokens after the last occurrence of the marker, rather than the last token.
         lora_dropout: dropout of the inputs of LoRA's adapters in training.
 
     Attributes:
-        length_dependent_rope: ``ModelShape``'s, which tells which sequences may share a prefix.
-        graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without.
+        length_dependent_rope: the method of ``ModelShape``, by which the packer tells which
+            sequences may share a prefix.
+        graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without graphs.
         smallest_chunk: fewest rows of a batch invariant matmul on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
     """
@@ -116,16 +117,18 @@ class GPTRewardModel(GPTModel):
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
-        # Rounded to the model's dtype, as in Gemma's own training.
+        # Round the factor to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
         self._embedding_scale = shape.embedding_multiplier
         if shape.apply_embedding_scaling:
             self._embedding_scale *= scale.item()
         if self.pre_process:
-            # Padding rows of the vocabulary are neither read nor loaded; zeros cannot spread a NaN.
+            # Padding rows of the vocabulary are neither read nor loaded. They are set to 0, because
+            # uninitialised memory could hold a NaN and spread it.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
         if self.post_process:
-            # A parameter without a gradient would keep its bucket from being reduced.
+            # Delete the output layer: its parameters would get no gradient, and Megatron would not
+            # reduce the gradient bucket that they are in.
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
         self._step, self._losses_per_record = 0, 1.0
@@ -134,12 +137,12 @@ class GPTRewardModel(GPTModel):
             attach_adapters(self, shape.lora, lora_dropout)
 
     def use_cuda_graphs(self, capture: Capture | None = None) -> None:
-        """Run packs by CUDA graphs from now on, if that is possible; else log why not.
+        """Run packs by CUDA graphs from now on if that is possible; otherwise log the reason.
 
-        Packs then have fixed sizes (``fixed_sizes.py``).
+        Packs are then padded to fixed sizes (``fixed_sizes.py``).
 
         Args:
-            capture: replaces CUDA's in tests.
+            capture: replaces ``CudaCapture`` in tests.
         """
         reason = why_not_graphed(self) if capture is None else None
         if reason is not None:
@@ -155,14 +158,14 @@ class GPTRewardModel(GPTModel):
         """Prepare for the forward passes of a training step.
 
         Args:
-            step: counted from 0; LoRA's dropout draws other masks in each step.
+            step: number of the step, from 0; LoRA's dropout draws different masks in every step.
             losses_per_record: how many losses the step's mean counts for each of its records, which
                 scales the auxiliary loss of a mixture-of-experts model.
         """
         self._step, self._losses_per_record = step, losses_per_record
 
     def forward(self, batch: PackedBatch, pool: KeyValuePool | None = None) -> Tensor:
-        """Score a pack, or this rank's share of it, that lies on this model's device.
+        """Score a pack, or this rank's part of it. The pack has to be on the model's device.
 
         Args:
             pool: the keys and values of the prefixes that the pack reads from a cache.
@@ -184,7 +187,8 @@ class GPTRewardModel(GPTModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # Every rank computes the whole head and gets the same gradient: no reduction needed.
+            # Every rank computes the whole head and gets the same gradient, so nothing has to be
+            # summed.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -199,7 +203,11 @@ class GPTRewardModel(GPTModel):
         return outputs
 
     def _decode(self, inputs: DecoderInputs, by_length: ByLength | None = None) -> Tensor:
-        """Compute all but the head, from nothing of a pack but ``inputs``' tensors and sizes."""
+        """Compute the hidden states that the head reads.
+
+        All that it uses of a pack is in the tensors and sizes of ``inputs``, as CUDA graphs
+        require.
+        """
         positions, dtype = inputs.positions, self.config.params_dtype
         context = replace(
             inputs.context,
@@ -211,7 +219,7 @@ class GPTRewardModel(GPTModel):
         return self.decoder(
             hidden_states=self._embed(inputs.tokens, positions) if self.pre_process else None,
             attention_mask=None,
-            # PackedAttention rotates, in far fewer passes over memory than megatron-core.
+            # RoPE is left to PackedAttention, which needs far fewer passes over memory.
             rotary_pos_emb=None,
             packed_seq_params=context,
         )
@@ -219,21 +227,21 @@ class GPTRewardModel(GPTModel):
     def _make_context(
         self, batch: PackedBatch, rows: Tensor, pool: KeyValuePool | None
     ) -> PackContext:
-        """Describe a pack, whose head reads ``rows``, to the layers; the tables are added later."""
+        """Describe a pack to the layers; its head reads ``rows``. RoPE's tables are added later."""
         read_rows = self._rows_of_head(rows, batch)
         segments = PackedSegments.of(batch, read_rows.device, pool)
         keys, balance, balance_of_rows = None, Balance(), Balance()
         if self.lora_dropout is not None and self.training:
             keys = batch.of_own(self.lora_dropout.token_keys(batch, self._step))
         records = len(batch.records)
-        if records:  # a pack without any only feeds other ranks' experts
+        if records:  # a pack without records only feeds other ranks' experts
             tokens = batch.num_own_tokens - batch.num_own_filled
             balance = Balance(records, tokens, self._losses_per_record)
             balance_of_rows = replace(balance, tokens=len(rows))
         return PackContext(segments, read_rows, balance, balance_of_rows, keys)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
-        """Return which of this rank's rows the head reads, and how many all ranks read."""
+        """Return which of this rank's rows the head reads, and how many rows all ranks read."""
         rows = batch.scored_tokens
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
@@ -251,14 +259,14 @@ class GPTRewardModel(GPTModel):
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
         if self.training and self.config.recompute_granularity == "full":
-            # Reentrant checkpointing gives no gradients unless an input requires one, which is not
-            # so behind a frozen embedding.
+            # Reentrant checkpointing returns gradients only if an input requires one. Behind a
+            # frozen embedding none does.
             embedded.requires_grad_()
         return embedded
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Dtype of the residual stream now: fp32 in inference, where rounding errors would add up.
+        """Dtype of the residual stream: fp32 in inference, so that rounding errors do not add up.
 
         In training an fp32 stream would double the activations saved for the backward pass, and
         TransformerEngine's norms accept only the model's dtype.
@@ -271,9 +279,9 @@ class GPTRewardModel(GPTModel):
     def row_multiple(self, count: int) -> int:
         """Return the multiple to which ``count`` tokens, or rows that the head reads, are padded.
 
-        Sequence parallelism splits them evenly over the ranks. In evaluation the padding also keeps
-        torch from using its kernels for a single row and for the remainder of a vector, and on a
-        GPU it saves batch invariant matmuls from padding one by one.
+        Sequence parallelism has to split the rows evenly over the ranks. In evaluation the padding
+        also keeps torch from using special kernels for a single row or for the remainder of a
+        vector. On a GPU it also means that batch invariant matmuls need no padding of their own.
         """
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         if self.training:
@@ -296,7 +304,7 @@ class GPTRewardModel(GPTModel):
         )
 
     def _rope_of_tokens(self, batch: PackedBatch) -> ByLength | None:
-        """Return which RoPE every token has; None if all sequences have that of short ones."""
+        """Return which RoPE every token has; None if all sequences have that of short sequences."""
         numbers = [] if self._has_one_rotation else rotations_of(batch, self.length_dependent_rope)
         distinct = sorted(set(numbers))
         if distinct in ([], [0]):
@@ -306,13 +314,13 @@ class GPTRewardModel(GPTModel):
         return distinct, batch.of_own(to_device(of_tokens, batch.position_ids.device))
 
     def _query_scale(self, position_ids: Tensor) -> Tensor | None:
-        """Compute the factors of queries at ``position_ids [T]``; None without such scaling."""
+        """Compute factors of queries at ``position_ids [T]``; None without such scaling."""
         if self._query_scaling is None:
             return None
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor, batch: PackedBatch) -> Tensor:
-        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0, or to a fixed size."""
+        """Pad ``rows`` with 0, to a multiple of ``row_multiple`` above 0 or to a fixed size."""
         count = max(rows.numel(), 1)
         padded = count + -count % self.row_multiple(count)
         if batch.sizes is not None:
@@ -322,7 +330,7 @@ class GPTRewardModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        # Skip LanguageModule's version, which expects an output layer.
+        # Skip LanguageModule's sharded_state_dict, which expects an output layer.
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
@@ -340,12 +348,12 @@ def build_reward_model(
     lora_dropout: LoraDropout | None = None,
     pointwise_kernels: PointwiseChoice | None = None,
 ) -> GPTRewardModel:
-    """Build this rank's shard of a reward model, with a new head and uninitialised backbone.
+    """Build this rank's shard of a reward model, with a new head and an uninitialised backbone.
 
     Args:
-        num_attributes: outputs of the head.
+        num_attributes: number of outputs of the head.
         recompute_layers: see ``transformer_config``.
-        seed: of the head's weights.
+        seed: seed of the head's weights.
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
         pointwise_kernels: see ``choose_kernels``.
 
@@ -360,7 +368,8 @@ def build_reward_model(
     gathered = why_gathered(shape, config.params_dtype) if layout.ring else None
     if gathered is not None and is_main():
         logger.warning(
-            f"model.cp_comm_type=p2p is not used, and keys and values are gathered: {gathered}"
+            f"model.cp_comm_type=p2p is not used, because {gathered}. Keys and values are gathered "
+            "instead."
         )
     model = GPTRewardModel(
         config,

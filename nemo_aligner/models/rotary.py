@@ -1,7 +1,8 @@
 """Rotary position embeddings (RoPE): a pack's cosines and sines, and the rotation of heads.
 
-A model has one ``Rotation``, or two where layers with a window have another. ``GPTRewardModel``
-computes their tables once a pack; attention rotates queries and keys by them.
+A model has one ``Rotation``, or two if layers with a window have another RoPE. ``GPTRewardModel``
+computes the tables of cosines and sines once for each pack, and attention rotates queries and keys
+by these tables.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Rotation:
     """A rotary embedding: ``frequencies [r]`` fp32, by which positions are multiplied.
 
     Attributes:
-        stretch: divisor of positions; None is 1.
-        scale: factor of cosines and sines; None is 1.
-        of_longer: frequencies ``[r]`` of long sequences by their number above 0, see
-            ``ModelShape.length_dependent_rope``; None if there are none.
+        stretch: divisor of positions (linear position interpolation); None is 1.
+        scale: factor by which cosines and sines are multiplied; None is 1.
+        of_longer: returns the frequencies ``[r]`` of long sequences, given the number above 0 that
+            ``ModelShape.length_dependent_rope`` returns; None if they are the same for all lengths.
     """
 
     frequencies: Tensor
@@ -48,12 +49,13 @@ class Rotation:
     def tables(
         self, position_ids: Tensor, dtype: torch.dtype, by_length: ByLength | None = None
     ) -> Tables:
-        """Compute the tables ``[T, 1, 1, r]`` at ``position_ids [T]``, in ``dtype``.
+        """Compute cosines and sines ``[T, 1, 1, r]`` at ``position_ids [T]``, in ``dtype``.
 
         Args:
             by_length: the RoPE of every token, if it depends on the length of its sequence.
         """
-        # In fp32 until the end: bf16 has 8 significant bits, so positions above 256 would collide.
+        # Compute in fp32 until the end: bf16 has 8 significant bits, so positions above 256 would
+        # collide.
         positions = position_ids.float()
         if self.stretch is not None:
             positions = positions / self.stretch
@@ -76,7 +78,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
         rope: megatron-core's rotary embedding, with the frequencies of ``rotary_base``.
 
     Returns:
-        One rotation, or two if layers with a window have another; see ``rotation_of``.
+        One rotation, or two if layers with a window have another RoPE; see ``rotation_of``.
     """
     frequencies, scale, of_longer = rope.inv_freq, None, None
     if shape.rope_scaling is not None:
@@ -90,7 +92,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
             (1.0 / (torch.tensor(factors) * powers)).to(frequencies.device)
             for factors in (shape.longrope.short, shape.longrope.long or shape.longrope.short)
         )
-        # Where there are no factors for longer sequences, the settings are rejected earlier.
+        # A config without ``long`` factors is rejected before longer sequences get here.
         frequencies, scale, of_longer = short, shape.longrope.attention_factor, lambda _: long
     elif shape.dynamic_rope_factor is not None:
         exponents = _exponents(len(frequencies)).to(frequencies.device)
@@ -104,7 +106,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
 
 
 def rotation_of(shape: ModelShape, layer_number: int) -> int | None:
-    """Return the index in ``rotations`` of layer 1 to ``num_layers``; None without RoPE."""
+    """Return the index in ``rotations`` for a layer, numbered from 1; None if it has no RoPE."""
     if not shape.rotates(layer_number):
         return None
     has_local = shape.rotary_base_local is not None and shape.window_of(layer_number) is not None
@@ -112,7 +114,7 @@ def rotation_of(shape: ModelShape, layer_number: int) -> int | None:
 
 
 def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the factors ``[T, 1, 1]`` of queries at ``position_ids [T]``."""
+    """Compute factors ``[T, 1, 1]`` of queries at ``position_ids [T]``; see ``QueryScaling``."""
     lengths = torch.floor(position_ids.float() / scaling.old_context_len)
     return (1 + scaling.beta * torch.log1p(lengths)).to(dtype)[:, None, None]
 
@@ -120,7 +122,8 @@ def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype)
 def _exponents(count: int) -> Tensor:
     """Compute the exponents ``[count]`` of the base, by the same operations as transformers.
 
-    Other operations round differently, which shows at positions in the thousands.
+    Other operations would round differently, which changes RoPE visibly at positions in the
+    thousands.
     """
     return torch.arange(0, 2 * count, 2).float() / (2 * count)
 
@@ -128,12 +131,12 @@ def _exponents(count: int) -> Tensor:
 def _dynamic_frequencies(shape: ModelShape, exponents: Tensor, tokens: int) -> Tensor:
     """Compute the frequencies ``[r]`` of a sequence of ``tokens`` by dynamic NTK-aware scaling.
 
-    As transformers does for the first sequence of a process, it multiplies the base by
+    It multiplies RoPE's base, as transformers does for the first sequence of a process, by
     ``(factor tokens / original - (factor - 1)) ** (channels / (channels - 2))``.
     """
     assert shape.dynamic_rope_factor is not None
     factor, channels = shape.dynamic_rope_factor, 2 * len(exponents)
-    # In fp32, as in transformers.
+    # Compute in fp32, as transformers does.
     grown = factor * torch.tensor(tokens) / shape.max_position_embeddings - (factor - 1)
     base = shape.rotary_base * grown ** (channels / (channels - 2))
     return 1.0 / base**exponents
@@ -143,7 +146,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: Yar
     """Scale frequencies as YaRN does: section 3.2 of Peng et al. 2023, "NTK-by-parts"."""
 
     def channel(turns: float) -> float:
-        """Return half the channel whose frequency turns ``turns`` times in the original length."""
+        """Return half the channel whose frequency makes ``turns`` full turns in the old context."""
         wavelength = yarn.old_context_len / (turns * 2 * math.pi)
         return channels * math.log(wavelength) / (2 * math.log(base))
 
@@ -156,7 +159,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: Yar
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
-# The rotation of heads, as an autograd function that saves only the tables.
+# Application of RoPE to heads, as an autograd function that saves only the tables.
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

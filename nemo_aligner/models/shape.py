@@ -1,4 +1,4 @@
-"""Architecture of a model, read from ``model_config.yaml``, checked and typed; imports no torch.
+"""Architecture of a model, read from ``model_config.yaml`` and checked, without importing torch.
 
 ``ModelShape`` describes the decoder, ``HeadShape`` the reward head, and ``LoraShape`` the adapters.
 """
@@ -40,10 +40,10 @@ from nemo_aligner.models.layer_shape import (
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# The decoder.
+# The decoder: its keys in ``model_config.yaml``, and ``ModelShape``.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-# Supported values of each key; the first one is the default where the key is missing.
+# Supported values of each key. The first value is the default if the config lacks the key.
 _SUPPORTED = {
     "normalization": ("rmsnorm", "layernorm1p"),
     "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
@@ -69,7 +69,7 @@ _SUPPORTED = {
     "moe_num_experts": (None, 0),
 }
 
-# Fields added later: models of older checkpoints, which lack them, have these values.
+# Fields that were added later. Checkpoints written before that lack them, and have these values.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
     "pre_layernorms": True,
@@ -83,8 +83,8 @@ class ModelShape:
     """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: the MLP's: ``swiglu``, ``geglu`` (with tanh GELU), or ``squared-relu``, which
-            has no gate.
+        activation: the MLP's activation: ``swiglu``, ``geglu`` (with tanh GELU), or
+            ``squared-relu``, which has no gate.
         normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
             is gamma - 1.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
@@ -98,18 +98,19 @@ class ModelShape:
         window_size: number of keys that a token sees, its own included; None is all before it.
         window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
             from 1.
-        window_attn_skip_freq: layers without the window instead: N for every N-th layer, or a list
-            with a 0 for each layer without it and a 1 for each with it.
+        window_attn_skip_freq: layers without the window, instead of ``window_pattern``: N for every
+            N-th layer, or a list with 0 for each layer without the window and 1 for each with it.
         rotary_base_local: RoPE base of the layers with a window, whose frequencies are not scaled;
             None is the same RoPE in all layers.
         dynamic_rope_factor: factor of dynamic NTK-aware scaling, where the RoPE base grows with the
             length of a sequence of more than ``max_position_embeddings`` tokens.
         query_scaling: scaling of queries by their position; None is no scaling.
-        no_rope_freq: layers without RoPE: N for every N-th layer, or a list with a 1 for each layer
-            without it and a 0 for each with it.
+        no_rope_freq: layers without RoPE: N for every N-th layer, or a list with 1 for each layer
+            without RoPE and 0 for each with it.
         attn_logit_softcapping: c of ``c * tanh(score / c)``; None is no cap.
         query_pre_attn_scalar: scores are divided by its square root; None is ``kv_channels``.
-        experts: of a mixture-of-experts model; None is one MLP of ``ffn_hidden_size`` a layer.
+        experts: experts of a mixture-of-experts model; None is an MLP of ``ffn_hidden_size`` a
+            layer.
         lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
     """
@@ -156,14 +157,14 @@ class ModelShape:
     head: HeadShape | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
-        """Return the fields that a run's checkpoints compare, to check that the model is the same.
+        """Return the fields by which resuming from a checkpoint checks that the model is the same.
 
-        Old checkpoints lack fields that were added later; these are left out at their old values.
+        Fields that old checkpoints lack are left out if they have the values of old models.
         """
         fields = asdict(self)
-        del fields["zero_query_groups"]  # they change no reward
+        del fields["zero_query_groups"]  # zero groups do not change a reward
         if self.longrope is not None:
-            del fields["longrope"]["long"]  # checkpoints of early versions did not read it
+            del fields["longrope"]["long"]  # checkpoints of early versions lack it
         return {name: value for name, value in fields.items() if value != _NAMED_LATER.get(name)}
 
     @classmethod
@@ -227,7 +228,7 @@ class ModelShape:
 
     @property
     def is_gated(self) -> bool:
-        """True if the MLP multiplies its activation by a second projection."""
+        """True if the MLP multiplies its activation by a second linear projection of the input."""
         return self.activation != "squared-relu"
 
     @property
@@ -237,26 +238,26 @@ class ModelShape:
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
-        """Return how many keys a token sees in layer 1 to ``num_layers``; None is all before it."""
+        """Return how many keys a token sees in a layer, numbered from 1; None is all before it."""
         skipped = 2 if self.window_pattern == "alternate" else self.window_attn_skip_freq
         return None if is_in(skipped, layer_number, 0) else self.window_size
 
     def rotates(self, layer_number: int) -> bool:
-        """Tell if layer 1 to ``num_layers`` has RoPE."""
+        """Tell if a layer, numbered from 1, has RoPE."""
         return not is_in(self.no_rope_freq, layer_number, 1)
 
     @property
     def one_rotation_until(self) -> int | None:
-        """Length up to which all sequences have the same RoPE; None if it holds for all lengths."""
+        """Length up to which all sequences have the same RoPE; None if there is no such limit."""
         if self.longrope is not None:
             return self.longrope.old_context_len
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
     def length_dependent_rope(self, tokens: int) -> int:
-        """Number the RoPE of a sequence of ``tokens``; only with equal ones may keys be shared.
+        """Number the RoPE of a sequence of ``tokens``; only equal ones may share keys.
 
-        It is 0 up to ``one_rotation_until``. Longer sequences have 1 in LongRoPE, and their length
-        in dynamic NTK-aware scaling.
+        The number is 0 up to ``one_rotation_until``. For longer sequences it is 1 with LongRoPE,
+        and their length with dynamic NTK-aware scaling.
 
         Raises:
             ConfigError: RoPE is not defined for such long sequences; see ``check_longer``.
@@ -272,7 +273,7 @@ class ModelShape:
         """Check that a layout splits the model evenly.
 
         Raises:
-            ConfigError: it does not. The message names the setting, and what it should divide.
+            ConfigError: the layout does not. The message says what a setting should divide.
         """
         key = "model.tensor_model_parallel_size"
         if self.experts is not None:
@@ -292,8 +293,8 @@ class ModelShape:
         ):
             if count % tp != 0:
                 raise ConfigError(
-                    f"{key}: got {tp}, wanted a divisor of the model's {count} {name} "
-                    f"(a conversion with tensor-parallel {tp} adds query groups of zeros)"
+                    f"{key}: got {tp}, wanted a divisor of the model's {count} {name}. "
+                    f"Convert it with --tensor-parallel={tp}, which adds query groups of zeros."
                 )
         if self.num_layers % pp != 0:
             raise ConfigError(
@@ -302,7 +303,7 @@ class ModelShape:
             )
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Return the rows of the embedding table when it is split over ``tp`` ranks."""
+        """Return the embedding table's number of rows when it is split over ``tp`` ranks."""
         multiple = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // multiple) * multiple
 
@@ -312,7 +313,7 @@ class ModelShape:
         return layers + self.norm_parameters(self.hidden_size) + self.hidden_size * self.vocab_size
 
     def layer_parameters(self) -> tuple[int, int]:
-        """Count a layer's parameters: those that TP shards, and those replicated on all ranks."""
+        """Count a layer's parameters: those that TP shards, and those that all ranks replicate."""
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
         places = 2 * self.pre_layernorms + 2 * self.post_layernorms
         norms = places * self.norm_parameters(self.hidden_size)
@@ -325,7 +326,7 @@ class ModelShape:
         return split + sum(parts), norms + replicated
 
     def qk_norm_widths(self) -> tuple[int, int]:
-        """Return the channels of a norm of queries and of one of keys, over all TP ranks."""
+        """Return how many channels a norm of queries and one of keys has, over all TP ranks."""
         if not self.qk_layernorm_across_heads:
             return self.kv_channels, self.kv_channels
         return (
@@ -338,10 +339,10 @@ class ModelShape:
         return width * (2 if self.normalization == "layernorm1p" else 1)
 
     def query_key_cost(self) -> float:
-        """Return the FLOPs of attention for a query and a key, relative to a token's linear layers.
+        """Return attention's FLOPs for a query and a key, relative to a token's linear layers.
 
-        That is two multiply-adds per channel of every head, divided by one per parameter that a
-        token goes through. For models with windows it is an upper bound.
+        The ratio is two multiply-adds per channel of every head, divided by one for each parameter
+        that a token goes through. For models with windows it is an upper bound.
         """
         width = self.ffn_hidden_size if self.experts is None else self.experts.active_width
         linear = self._attention_parameters() + self._mlp_matrices * self.hidden_size * width
@@ -352,14 +353,14 @@ class ModelShape:
         return 3 if self.is_gated else 2
 
     def _attention_parameters(self) -> int:
-        """Count the parameters of the matrices of a layer's attention."""
+        """Count the parameters of the weight matrices of a layer's attention."""
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         return self.hidden_size * (2 * heads + 2 * groups)
 
 
 def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields that describe a layer's modules."""
+    """Read the fields of ``ModelShape`` that describe a layer's modules."""
     normalization = config.get("normalization", "rmsnorm")
     window = read_window(config.get("window_size"))
     return {
@@ -391,9 +392,9 @@ def _read_zero_groups(config: Mapping[str, Any]) -> int:
     return read_count(value, "model_config.yaml: zero_query_groups", expected, 0, largest)
 
 
-# The reward head, where it is more than one matrix.
+# The reward head, if it is more than one matrix.
 
-# Key in ``model_config.yaml``. It is missing where the head is one matrix, as in older archives.
+# Key in ``model_config.yaml``. Models whose head is one matrix, and older archives, lack it.
 _KEY = "reward_head"
 
 
@@ -411,7 +412,7 @@ class HeadShape:
 
     @classmethod
     def from_settings(cls, config: HeadConfig) -> HeadShape | None:
-        """Convert the settings; None for a head of one matrix."""
+        """Convert the settings to a shape; None for a head of one matrix."""
         head = cls(config.bias, config.mlp_size)
         return None if head == cls() else head
 
@@ -432,7 +433,7 @@ class HeadShape:
 
 
 def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
-    """Read the head from a model config; None for a head of one matrix.
+    """Read the head's shape from a model config; None for a head of one matrix.
 
     Raises:
         CheckpointError: the section has an unknown key or a value out of range.
@@ -442,7 +443,7 @@ def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
         return None
     location = f"model_config.yaml: {_KEY}"
     if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
-        raise CheckpointError(f"{location}: got {shown(section)}, wanted bias and mlp_size")
+        raise CheckpointError(f"{location}: got {shown(section)}, wanted bias and mlp_size only")
     bias, size = section.get("bias", False), section.get("mlp_size")
     if not isinstance(bias, bool):
         raise CheckpointError(f"{location}.bias: got {shown(bias)}, wanted true or false")
@@ -453,7 +454,7 @@ def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
 
 
 def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
-    """Copy a model config with this head's section; None removes the section."""
+    """Copy a model config, with the section of ``head``; None removes the section."""
     remaining = {key: value for key, value in config.items() if key != _KEY}
     return remaining if head is None else {**remaining, _KEY: asdict(head)}
 
@@ -467,20 +468,20 @@ def head_to_train(
 
 
 def check_is_linear(head: HeadShape | None, location: str, format_name: str) -> None:
-    """Check that the head is one matrix, as ``format_name`` can store no other.
+    """Check that the head is one matrix, because ``format_name`` can store no other head.
 
     Raises:
         CheckpointError: the head has a hidden layer. The message names the file ``location``.
     """
     if head is not None and head.mlp_size is not None:
         raise CheckpointError(
-            f"{location}: its head is {head}, wanted one matrix: {format_name} can store no other"
+            f"{location}: its head is {head}, wanted one matrix, as {format_name} stores no other"
         )
 
 
 # LoRA: rank, scale, and the linear layers that have an adapter.
 
-# Section in ``model_config.yaml``.
+# Name of LoRA's section in ``model_config.yaml``.
 LORA_KEY = "lora"
 # Suffixes of the two matrices after the linear layer's own name, as in NeMo 2.
 LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"
@@ -504,7 +505,7 @@ _WHERE = f"model_config.yaml: {LORA_KEY}"
 class LoraShape:
     """LoRA (Hu et al. 2021, arXiv:2106.09685): ``W x`` becomes ``W x + alpha / rank * B A x``.
 
-    ``A [rank, in]`` and ``B [out, rank]`` of the linear layers named ``targets`` are trained.
+    Each linear layer named in ``targets`` trains its ``A [rank, in]`` and ``B [out, rank]``.
     """
 
     rank: int
@@ -513,7 +514,7 @@ class LoraShape:
 
     @classmethod
     def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
-        """Convert the settings; None for rank 0."""
+        """Convert the settings to a shape; None if the rank is 0, which means no LoRA."""
         if settings.rank == 0:
             return None
         targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
@@ -526,7 +527,7 @@ class LoraShape:
 
     @property
     def linears(self) -> list[str]:
-        """Module names of the targets within a decoder layer, dense or with experts."""
+        """Module names of the targets in a decoder layer, both in a dense and in an MoE layer."""
         names = [LINEARS[target] for target in self.targets]
         return names + [
             EXPERT_LINEARS[target] for target in self.targets if target in EXPERT_LINEARS
@@ -544,7 +545,7 @@ class LoraShape:
         return shapes
 
     def to_config(self) -> dict[str, Any]:
-        """Convert to the section of ``model_config.yaml``."""
+        """Convert to LoRA's section of ``model_config.yaml``, which ``read_lora`` reads."""
         return {**asdict(self), "targets": list(self.targets)}
 
     def __str__(self) -> str:
@@ -552,12 +553,12 @@ class LoraShape:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Tell by its name if a tensor belongs to a LoRA adapter."""
+    """Tell from a tensor's name if it belongs to a LoRA adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 
 def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
-    """Read LoRA from a NeMo model config; None if it has no adapters.
+    """Read LoRA's section of a NeMo model config; None if the model has no adapters.
 
     Raises:
         CheckpointError: the section is not one that ``LoraShape.to_config`` writes.
@@ -581,19 +582,19 @@ def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
 
 
 def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
-    """Copy a NeMo model config with the section of ``lora``; None removes the section."""
+    """Copy a NeMo model config, with the section of ``lora``; None removes the section."""
     remaining = {key: value for key, value in config.items() if key != LORA_KEY}
     return remaining if lora is None else {**remaining, LORA_KEY: lora.to_config()}
 
 
 def check_lora(stored: LoraShape | None, requested: LoraShape | None, source: object) -> None:
-    """Check that the adapters in the settings are those that the model comes with.
+    """Check that the settings request the adapters that the model already has, if it has any.
 
     Raises:
-        CheckpointError: both exist, and differ.
+        CheckpointError: the settings request different adapters.
     """
     if stored is not None and requested is not None and stored != requested:
         raise CheckpointError(
             f"{source}: the model has LoRA adapters of {stored}, but model.lora has {requested}. "
-            "Set the same to train them further, or model.lora.rank=0 to fold them and train all."
+            "Set the same adapters, or model.lora.rank=0 to fold them and train all weights."
         )

@@ -1,4 +1,4 @@
-"""Training steps and inference on packs: the only callers of Megatron's pipeline schedules.
+"""Training steps and inference on packs; only this module calls Megatron's pipeline schedules.
 
 ``forward_backward`` is a training step without the update, ``infer`` computes rewards, and
 ``infer_values`` a critic's values. ``gather_rewards`` brings the rewards of all ranks together.
@@ -28,7 +28,8 @@ from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import Arriving, to_device, to_host_later
 
 _MOST_PARTS = 50
-# Packs of a part for each stage after the first, so that the pipeline's bubble is a sixteenth.
+# Packs that a part should have for each pipeline stage after the first, so that the pipeline's
+# bubble is only a sixteenth.
 _PACKS_PER_STAGE = 16
 
 RewardLoss = Callable[[Tensor, Records], tuple[Tensor, Tensor]]
@@ -44,13 +45,15 @@ def forward_backward(
     """Accumulate this data parallel rank's gradients over the micro-batches of one step.
 
     After the last micro-batch Megatron sums gradients over the data parallel ranks and divides by
-    the global count. The result is the gradient of the exact mean, however records were packed.
+    the global count. The result is the gradient of the exact mean over all records, however they
+    were packed.
 
     Args:
         model: the model inside Megatron's data parallel wrapper.
         batches: this rank's micro-batches, on the host.
-        loss: a function of a micro-batch's rewards; or, for a loss over all rewards of the step,
-            its gradient ``[rows, A]`` float32 on the host (``losses.base.reward_gradient``).
+        loss: a function of a micro-batch's rewards; or, if the loss depends on all rewards of the
+            step together, its gradient by these, ``[rows, A]`` float32 on the host
+            (``losses.base.reward_gradient``).
 
     Returns:
         Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
@@ -63,7 +66,7 @@ def forward_backward(
 def forward(
     model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
 ) -> Tensor | None:
-    """Compute the rewards of ``forward_backward`` on ``batches``, without a gradient."""
+    """Compute the same rewards as ``forward_backward`` on ``batches``, without gradients."""
     return _run(model, batches, layout, None)
 
 
@@ -76,8 +79,9 @@ def infer(
 ) -> Tensor | None:
     """Compute rewards ``[S, A]`` float32 of this data parallel rank's ``batches``, in their order.
 
-    They are the head's raw output, without the offsets of a scoring contract. Returns None without
-    ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
+    Rewards are the head's raw output, without the offsets of a scoring contract. The result is None
+    if there are no ``batches``, and on all pipeline stages but the last. The model stays in
+    evaluation mode.
 
     Args:
         pool: keys and values of the prefix cache, which the packs read and write.
@@ -87,7 +91,7 @@ def infer(
 
 
 def _stop_training(model: torch.nn.Module) -> None:
-    # Module.eval takes a millisecond, much of the time of a call with one short sample.
+    # Module.eval takes a millisecond, which is much of the time to score a single short sample.
     if model.training:
         model.eval()
 
@@ -100,9 +104,10 @@ def infer_in_parts(
     after_part: Callable[[float], None],
     pool: KeyValuePool | None = None,
 ) -> Tensor | None:
-    """Run ``infer`` in ``parts``, calling ``after_part`` after each with the fraction done.
+    """Run ``infer`` in ``parts``, and after each part call ``after_part`` with the fraction done.
 
-    Every rank calls it after the same parts, so it may run collectives, and raise on all ranks.
+    All ranks call ``after_part`` after the same parts, so it may run collectives and may raise on
+    all ranks together.
     """
     rewards_of_parts = []
     for part in range(parts):
@@ -115,9 +120,9 @@ def infer_in_parts(
 
 
 def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout) -> int:
-    """Return into how many parts to split the inference of ``num_tokens``, alike on every rank.
+    """Return into how many parts to split the inference of ``num_tokens``; equal on all ranks.
 
-    The pipeline drains between two parts, so each needs enough packs to keep the stages busy.
+    The pipeline drains between two parts, so each part needs enough packs to keep the stages busy.
     """
     packs = num_tokens // (micro_batch_tokens * layout.dp)
     least = max(1, _PACKS_PER_STAGE * (layout.pp - 1))
@@ -130,8 +135,8 @@ def infer_values(
 ) -> list[Tensor] | None:
     """Compute a critic's values ``[T, A]`` float32 for every token of each of ``batches``.
 
-    They are raw, like those of ``infer``. Returns None on all pipeline stages but the last. Leaves
-    the model in evaluation mode.
+    Values are the head's raw output, like the rewards of ``infer``. The result is None on all
+    pipeline stages but the last. The model stays in evaluation mode.
     """
     _stop_training(model)
     if not batches and layout.ep == 1:
@@ -139,7 +144,7 @@ def infer_values(
     values = _run_schedule(model, batches, layout, _value_step, forward_only=True)
     if not layout.is_last_stage:
         return None
-    # Sequence or context parallelism may have appended a padding segment.
+    # Sequence or context parallelism may have appended a padding segment, whose values are cut off.
     pairs = zip(values, batches, strict=False)
     return [pack_values[: batch.num_tokens] for pack_values, batch in pairs]
 
@@ -153,7 +158,7 @@ def gather_rewards(
     """Gather the rewards of all data parallel ranks, in the order of the records.
 
     Args:
-        rewards: result of ``forward_backward`` or ``infer`` on this rank's ``batches``.
+        rewards: the result of ``forward_backward`` or ``infer`` on this rank's ``batches``.
         shape: ``(S, A)`` of the result.
 
     Returns:
@@ -168,7 +173,7 @@ def gather_rewards_later(
     shape: tuple[int, int],
     layout: ParallelLayout,
 ) -> Arriving[Tensor]:
-    """``gather_rewards`` without waiting for the device."""
+    """Do the same as ``gather_rewards``, but return before the rewards are on the host."""
     return to_host_later(_gather_on_device(rewards, batches, shape, layout))
 
 
@@ -179,8 +184,9 @@ def _gather_on_device(
     layout: ParallelLayout,
 ) -> Tensor:
     gathered = torch.zeros(shape, device=current_device())
-    # One rank writes each row and all others have 0 there, so the sum is exact. Tensor and context
-    # parallel ranks all have the same rewards; pipeline stages before the last have none.
+    # Each row is written by one rank and is 0 on all others, so the sum is exact. Tensor and
+    # context parallel ranks have equal rewards, so one of them writes. Earlier pipeline stages have
+    # none.
     if rewards is not None and layout.tp_rank == 0 and layout.cp_rank == 0:
         rows = torch.cat([batch.rows for batch in batches])
         gathered[to_device(rows, rewards.device)] = rewards
@@ -221,7 +227,8 @@ def _run_schedule(
         data_iterator=iter(padded),
         model=[model],
         num_microbatches=len(padded),
-        # Micro-batches differ in length (variable_seq_lengths); these two are required but unused.
+        # Micro-batches differ in length (variable_seq_lengths). Megatron requires these two
+        # arguments, but does not use them.
         seq_length=padded[0].num_own_tokens,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -233,13 +240,13 @@ def _run_schedule(
     shapes = [(batch.num_own_tokens // ranks, 1, config.hidden_size) for batch in padded]
     messages = PipelineMessages(config, shapes, inside.stream_dtype)
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
-    # Its sends read this step's tensors, so they have to finish before the tensors are freed.
+    # Sends still read this step's tensors, so they have to finish before the tensors are freed.
     messages.finish()
     return outputs
 
 
 def _prepare_pack(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
-    """Pad a pack, or cut it for this rank of a context parallel group."""
+    """Pad a pack, or cut out the tokens that this rank of a context parallel group computes."""
     multiple = model.row_multiple(batch.num_tokens // layout.cp)
     if model.graphs is not None and model.graphs.are_used(model.training):
         return pad_to_fixed_sizes(batch, multiple)
@@ -262,7 +269,7 @@ def _pad_number_of_packs(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
 
 
 def _attach_reply_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
-    """Attach the rows of the replies, for a head that reads their mean."""
+    """If the head reads the mean of the replies, attach the rows of the replies to a pack."""
     if model.reply_marker is not None:
         batch = replace(batch, replies=find_reply_rows(batch, model.reply_marker))
     return batch
@@ -271,7 +278,8 @@ def _attach_reply_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch
 def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
     """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
 
-    If a sequence begins with cached tokens, the cached part must end before the last marker.
+    If a sequence begins with cached tokens, they must end before the last marker of the sequence,
+    because no hidden states exist for cached tokens.
     """
     rows, lengths = [], []
     for sequence in _list_sequence_rows(batch):
@@ -304,7 +312,7 @@ def _value_step(
     batches: Iterator[PackedBatch], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     output = model(next(batches).to(current_device()))
-    # A copy, because the schedule scales its input in place.
+    # Return a copy, because the schedule scales its input in place.
     return output, lambda values, **unused: (values.sum(), values.clone())
 
 
@@ -333,19 +341,21 @@ def _forward_step(
         else:
             total, count = loss(rewards, batch.records)
         if batch.share is not None and batch.share.rank > 0:
-            # All ranks of the context parallel group have this loss, and each the gradient of its
-            # own tokens, whose sum is the whole gradient. So the records count on one rank only.
+            # All ranks of the context parallel group have this loss. Each has the gradient of its
+            # own tokens only, and the sum over ranks is the whole gradient. So only one rank counts
+            # the records.
             count = torch.zeros_like(count)
         # Under ``calculate_per_token_loss`` Megatron takes a sum and a count. It backpropagates the
         # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the
-        # count over all micro-batches and ranks. A mean in each micro-batch would give records in
-        # short ones more weight. The count has to be an int: Megatron adds it to its own in place.
+        # count over all micro-batches and ranks. A mean in each micro-batch would instead give the
+        # records of short micro-batches more weight. The count has to be an int, because Megatron
+        # adds it in place to an int.
         return total, count.to(torch.int), detached
 
     return model(batch, pool), finish
 
 
 def _loss_of_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
-    """Return a loss and its count, whose gradient by ``rewards [S, A]`` is ``gradient``."""
+    """Return a loss whose gradient by ``rewards [S, A]`` is ``gradient``, and its count."""
     total = (rewards * to_device(gradient, rewards.device)).sum()
     return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

@@ -1,4 +1,4 @@
-"""A reward model in training: frozen layers, routers, and Megatron's data parallel wrapper."""
+"""Prepare a reward model for training: freeze layers and routers, and wrap it in Megatron's DDP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
 
 
 def set_routers(model: GPTRewardModel, *, trained: bool, aux_loss_coeff: float) -> None:
-    """Freeze the routers of a mixture-of-experts model, or train them with an auxiliary loss."""
+    """Freeze the routers of a mixture-of-experts model, or train them with an auxiliary loss.
+
+    Args:
+        trained: train the routers; else freeze them.
+        aux_loss_coeff: factor of the auxiliary loss, see ``Router``.
+    """
     for router in routers(model).values():
         router.weight.requires_grad_(trained)
         router.aux_loss_coeff = aux_loss_coeff
@@ -39,10 +44,12 @@ def check_freezing(count: int, num_layers: int) -> None:
     """Check that freezing ``count`` of ``num_layers`` layers leaves one to train.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: ``count`` leaves no layer to train.
     """
     if count >= num_layers:
-        raise ConfigError(f"model.freeze_layers: got {count}, wanted less than {num_layers}")
+        raise ConfigError(
+            f"model.freeze_layers: got {count}, wanted less than {num_layers}, the number of layers"
+        )
 
 
 def wrap_for_training(
@@ -51,10 +58,10 @@ def wrap_for_training(
     """Wrap ``model`` in Megatron's DDP: fp32 gradients, sharded for the distributed optimizer.
 
     With several data parallel ranks the buffers are cut into buckets of about ``bucket_size``
-    parameters (Megatron's choice by default). A bucket's gradients are reduced while those of
+    parameters; None lets Megatron choose the size. A bucket's gradients are reduced while those of
     earlier layers are computed, and its updated weights are gathered while earlier layers run.
     """
-    # A gradient is also a sum over the ranks of a context parallel group.
+    # Context parallel ranks count, too: a gradient is also a sum over them.
     overlaps = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -65,18 +72,19 @@ def wrap_for_training(
     )
     wrapped = DistributedDataParallel(model.config, config, model)
     if overlaps:
-        # Megatron's schedules use it for all micro-batches but the last, whose backward pass
-        # reduces the gradients of all of them.
+        # Megatron's schedules apply no_sync_func to all micro-batches but the last. The last
+        # backward pass then reduces the gradients of all micro-batches together.
         model.config.no_sync_func = wrapped.no_sync
         _gather_in_order_of_use(wrapped)
     return wrapped
 
 
 def unwrap_after_training(wrapped: DistributedDataParallel) -> None:
-    """Release model, gradients and process groups in a process that keeps running.
+    """Free the model, its gradients and process groups in a process that keeps running.
 
-    Megatron's hooks on autograd nodes hold a reference to the wrapper. That cycle goes through C++,
-    where Python's collector cannot see it, so the wrapper's attributes are cleared instead.
+    Megatron's hooks on autograd nodes hold a reference to the wrapper. This reference cycle goes
+    through C++, where Python's garbage collector cannot see it, so this function clears the
+    wrapper's attributes.
     """
     vars(wrapped).clear()
 

@@ -1,7 +1,7 @@
 """Attention over packed sequences, with shared and cached prefixes.
 
-``packed.py`` is the core attention of a layer. It rotates queries and keys, and computes a layer's
-heads by the fastest backend that fits, which ``backends.py`` chooses from its table.
+``packed.py`` is the core attention of a layer. It applies RoPE to queries and keys, and computes
+attention by the fastest backend that fits, which ``backends.py`` chooses from its table.
 ``segments.py`` describes a pack to the backends: its segments, their prefixes, the pool of cached
 keys and values, and what ranks of a context parallel group send each other.
 
@@ -9,9 +9,9 @@ The backends, in the order of the table:
 
 - ``ring.py`` splits a pack over ranks, which pass keys and values around (training, with
   ``model.cp_comm_type=p2p``).
-- ``nemo_aligner/cpu`` has those of a CPU: ``kernel_attention.py`` and ``block_attention.py`` for
-  scoring, ``training_attention.py`` for training.
-- ``varlen.py`` takes whole packs on a GPU, by torch's variable-length kernel or by flash-attn's.
+- ``nemo_aligner/cpu`` has the backends for a CPU: ``kernel_attention.py`` and
+  ``block_attention.py`` for scoring, ``training_attention.py`` for training.
+- ``varlen.py`` takes whole packs on a GPU, by the variable-length kernel of torch or of flash-attn.
 - ``one_by_one.py`` takes one segment at a time, by SDPA or by explicit scores, and computes every
-  case that no other backend does.
+  case that no other backend supports.
 """

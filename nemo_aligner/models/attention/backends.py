@@ -1,10 +1,10 @@
 """The table of attention backends, and the only place where one of them is chosen.
 
-A backend is one entry of ``BACKENDS``: which features of the scores it has, where it runs, a
-function from a layer's heads to its output, and what it prepares once for each pack.
-``choose_backend`` returns the first entry that fits a ``Case``, so the table lists the fastest
-first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then runs it on
-the same packs as all others.
+Each backend is an entry of ``BACKENDS``. The entry says which features of the scores the backend
+supports, where it runs, how it computes the output of a layer's heads, and what it prepares once
+for each pack. ``choose_backend`` returns the first entry that fits a ``Case``, so the table lists
+the fastest first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then
+runs it on the same packs as all others.
 
 New kinds of decoders are added here, too. A new feature of the scores, like a learned sink for each
 head, is a new ``Feature``: entries that do not name it are never chosen for it. Values of another
@@ -34,7 +34,7 @@ from nemo_aligner.models.shape import ModelShape
 
 
 class Feature(Enum):
-    """What the scores of a layer have besides their scale; see ``Scores``."""
+    """A feature of a layer's attention scores that not every backend supports; see ``Scores``."""
 
     WINDOW = "sliding windows"
     SOFT_CAP = "logit soft-capping"
@@ -44,16 +44,16 @@ class Feature(Enum):
 class Case:
     """All that the choice of a backend depends on.
 
-    Except for ``uses_ring`` nothing in it depends on the pack, so that a sequence gets the same
-    backend in every batch. In training only, a window that covers all keys of the pack is left out
-    of ``scores``.
+    In scoring nothing in it but ``uses_ring`` depends on the pack, so that a sequence gets the same
+    backend in every batch. In training ``scores`` has no window where it would cover all keys of
+    the pack.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        dtype: of queries, keys and values.
-        query_heads, key_heads: heads of this rank.
-        channels: of one head.
-        learns: the pass is for training, with gradients; else a pack is scored.
+        dtype: dtype of queries, keys and values.
+        query_heads, key_heads: number of query heads and of key heads on this rank.
+        channels: number of channels of one head.
+        learns: the pass computes gradients, for training; else it only scores the pack.
         uses_ring: keys and values travel around the ranks of a context parallel group.
     """
 
@@ -84,7 +84,8 @@ class Heads:
     """Queries, keys and values of one layer, for the n tokens whose queries this rank computes.
 
     Attributes:
-        layer_number: the layer whose keys and values in the segments' pool are read and written.
+        layer_number: the layer; its keys and values in the pool of cached tokens are read and
+            written.
         rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]`` after RoPE; or both as
             ``joined [n, groups, repeats + 1, c]``, with each group's query heads and then its key.
         value: ``[n, groups, c]``.
@@ -96,7 +97,7 @@ class Heads:
 
     @property
     def query(self) -> Tensor:
-        """Queries ``[n, heads, c]``; a copy if they are joined."""
+        """Queries ``[n, heads, c]``; a copy if ``rotated`` is one joined tensor."""
         if isinstance(self.rotated, Tensor):
             return self.rotated[:, :, :-1].flatten(1, 2)
         return self.rotated[0]
@@ -108,7 +109,7 @@ class Heads:
 
     @property
     def joined(self) -> Tensor:
-        """Queries and keys ``[n, groups, repeats + 1, c]``; a copy if they are not joined."""
+        """Queries and keys ``[n, groups, repeats + 1, c]``; a copy if ``rotated`` is a pair."""
         if isinstance(self.rotated, Tensor):
             return self.rotated
         query, key = self.rotated
@@ -116,7 +117,7 @@ class Heads:
 
 
 def _plan_nothing(segments: PackedSegments, case: Case) -> None:
-    """Make the plan of a backend that prepares nothing."""
+    """Plan nothing: the ``plan`` of backends that prepare nothing for a pack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +125,12 @@ class Backend(Generic[Plan]):
     """One way to compute attention.
 
     Attributes:
-        features: of the scores that it has; it is not chosen for scores with any other feature.
-        runs: tells if it computes a case with these features on this machine.
-        compute: computes the output ``[n, heads, c]`` of the pack's heads by the pack's plan.
+        features: the features of scores that the backend supports; it is not chosen for scores with
+            any other feature.
+        runs: tells if the backend computes a case with these features on this machine.
+        compute: computes the output ``[n, heads, c]`` from a layer's heads and the pack's plan.
         plan: makes a pack's plan, which all layers of the same case share.
-        takes_packs: one call computes a whole pack; else each segment is a call.
+        takes_packs: one kernel call computes a whole pack; else every segment needs its own call.
     """
 
     name: str
@@ -139,8 +141,8 @@ class Backend(Generic[Plan]):
     takes_packs: bool = True
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-        """Compute the output ``[n, heads, c]`` of a layer's heads."""
-        # Looking up a plan takes some microseconds in every layer.
+        """Compute the output ``[n, heads, c]`` of a layer's heads, by the pack's plan."""
+        # A backend without a plan skips the lookup, which would take microseconds in every layer.
         has_plan = self.plan is not _plan_nothing
         plan = segments.plan(self, case) if has_plan else cast(Plan, None)
         return self.compute(heads, segments, case, plan)
@@ -154,15 +156,15 @@ def choose_backend(case: Case) -> Backend[Any]:
     """Choose the fastest backend that fits.
 
     Raises:
-        ValueError: none does.
+        ValueError: no backend fits.
     """
     for backend in BACKENDS:
         if backend.fits(case):
             return backend
-    raise ValueError(f"no attention backend computes {case}; they are listed in {__name__}")
+    raise ValueError(f"no attention backend supports {case}. Add one to BACKENDS in {__name__}.")
 
 
-# Adapters: from a layer's heads to the arguments of the functions in the other files.
+# Adapters, which pass a layer's heads to the functions of the other modules.
 
 
 def _in_ring(heads: Heads, segments: PackedSegments, case: Case, plan: ring.RingPlan) -> Tensor:
@@ -238,10 +240,13 @@ _AttendToAll = Callable[[Tensor, Tensor, Tensor, PackedSegments, Case, Plan], Te
 def _to_all_keys(
     attend: _AttendToAll[Plan], reads_index: bool = False
 ) -> Callable[[Heads, PackedSegments, Case, Plan], Tensor]:
-    """Make a backend's function of ``attend``, which needs the keys and values of all segments.
+    """Wrap ``attend``, which needs the keys and values of all segments, as a ``Backend.compute``.
+
+    The wrapper gathers keys and values over context parallel ranks, and adds the cached ones.
 
     Args:
-        reads_index: it reads them at ``PackedSegments.kv_index``, if there is one.
+        reads_index: ``attend`` reads keys and values at ``PackedSegments.kv_index`` if it is not
+            None.
     """
 
     def attend_to_all_keys(
@@ -267,7 +272,7 @@ _AttendVarlen = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tenso
 def _by_varlen(
     attend: _AttendVarlen,
 ) -> Callable[[Heads, PackedSegments, Case, None], Tensor]:
-    """Make a backend's function of a varlen kernel, which reads a pack's bounds and no plan."""
+    """Wrap a variable-length kernel, which needs only a pack's bounds, as a ``Backend.compute``."""
 
     def attend_without_plan(
         query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, case: Case, plan: None
@@ -277,7 +282,7 @@ def _by_varlen(
     return _to_all_keys(attend_without_plan, reads_index=True)
 
 
-# Where backends run.
+# Conditions under which backends run.
 
 
 def _is_scored_by_c_file(case: Case) -> bool:
@@ -291,10 +296,10 @@ def _is_scored_on_cpu(case: Case) -> bool:
 
 
 def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
-    """Make the ``runs`` of a FlashAttention 2 kernel.
+    """Make the ``Backend.runs`` of a FlashAttention 2 kernel.
 
     Args:
-        is_there: tells if the kernel is installed, given whether it needs windows.
+        is_there: tells if the kernel is installed; its argument says if windows are needed, too.
     """
 
     def runs(case: Case) -> bool:
@@ -356,21 +361,21 @@ BACKENDS: tuple[Backend[Any], ...] = (
 
 
 def rotates_by_c_file(case: Case) -> bool:
-    """Tell if the C file rotates heads in place, which are to be scored on a CPU."""
+    """Tell if ``kernels.c`` applies RoPE to the heads in place; it does where it can score them."""
     return C_FILE.fits(case)
 
 
-# Which backends a model's layers will get on this GPU, before it runs.
+# Which backends a model's layers will use on this GPU, to know before the model is built.
 
 
 def scores_of(shape: ModelShape, layer_number: int) -> Scores:
-    """Return how layer 1 to ``num_layers`` computes its scores."""
+    """Return how attention computes its scores in a layer, numbered from 1 to ``num_layers``."""
     window = shape.window_of(layer_number)
     return Scores(shape.softmax_scale, window, shape.attn_logit_softcapping)
 
 
 def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield the case of every layer on a GPU."""
+    """Yield the ``Case`` of every layer for scoring on a GPU."""
     heads = shape.num_attention_heads, shape.num_query_groups
     for layer_number in range(1, shape.num_layers + 1):
         scores = scores_of(shape, layer_number)
@@ -390,14 +395,15 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
         reason = f"torch {torch.__version__} has no kernel for {missing.value}: "
         reason += "install flash-attn >= 2.6"
     if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
-        reason += "; SDPA has no fused kernel for it either, and scores are made twice"
+        reason += "; SDPA has no fused kernel for it either, and scores are computed twice"
     return f"attention runs one segment at a time, which is slow: {reason}"
 
 
 def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Return why keys and values cannot go around a ring; None if they can.
+    """Return why keys and values cannot go around a ring of ranks; None if they can.
 
-    Results are merged by their log-sum-exp, so a kernel has to return it and take it back.
+    The ring merges partial results by their log-sum-exp, so a kernel has to return the log-sum-exp
+    and to take it in its backward pass.
     """
     if shape.attn_logit_softcapping is not None:
         return f"no kernel in torch supports {Feature.SOFT_CAP.value}"

@@ -1,7 +1,8 @@
-"""Attention segment by segment, where no kernel takes a whole pack: SDPA, or explicit scores.
+"""Attention one segment at a time, by SDPA or explicit scores, where no kernel takes a whole pack.
 
-A GPU needs it in fp32, before Ampere, for head sizes that FlashAttention 2 lacks, and for windows
-and soft caps without a kernel; a CPU for windows and soft caps in training.
+A GPU needs it for fp32, for architectures before Ampere, for head sizes that FlashAttention 2
+lacks, and for windows and soft caps where no kernel is installed for them. A CPU needs it for
+windows and soft caps in training.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def attend(
 ) -> Tensor:
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
-    C tokens are cached, and T are the pack's. ``masks`` are those of ``plan_masks``.
+    C is the number of cached tokens, T that of the pack's tokens. ``plan_masks`` makes ``masks``.
     """
     attend_segment = _choose_segment_kernel(case)
     parts = segments.queries
@@ -63,9 +64,9 @@ def attend(
 
 
 def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
-    """Make the mask ``[n, m]`` of every part of the pack's segments; equal sizes share one.
+    """Make the mask ``[n, m]`` of each part of a segment; parts of equal sizes share a mask.
 
-    None is a causal mask over the part's own keys, which SDPA makes itself.
+    None stands for a causal mask over the part's own keys, which SDPA makes itself.
     """
     attend_segment, device = _choose_segment_kernel(case), segments.cu_seqlens.device
     has_fused_kernel = (
@@ -94,9 +95,9 @@ _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def _choose_segment_kernel(case: Case) -> _AttendSegment:
-    """Choose a kernel for single segments that saves little for its backward pass.
+    """Choose a kernel for single segments that saves little memory for its backward pass.
 
-    See ``takes_equal_heads`` for SDPA's kernels.
+    The comment at ``takes_equal_heads`` lists what SDPA's kernels support.
     """
     is_on_cpu = case.device == "cpu"
     if case.scores.soft_cap is not None:
@@ -123,8 +124,8 @@ def _attend_by_explicit_scores(
 def _attend_by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    # Not cuDNN's kernel: it gave wrong gradients for lengths that an earlier pack had, too (torch
-    # 2.11, H200), probably because of a plan that it had cached for other strides.
+    # cuDNN's kernel is left out: it gave wrong gradients for lengths that an earlier pack also had
+    # (torch 2.11, H200), probably from a plan that it had cached for other strides.
     with sdpa_kernel(_SDPA_KERNELS) if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             query,
@@ -183,12 +184,13 @@ def _checkpointed(attend: _AttendSegment, *arguments: Any) -> Tensor:
 
 
 def _causal_bias(queries: int, keys: int) -> CausalBias:
-    """Build torch's causal bias with the last query at the last key, for SDPA on a GPU.
+    """Build torch's causal bias for SDPA on a GPU, with the last query at the last key.
 
     A mask would make a reward in fp32 depend on its batch. With a mask, the memory-efficient kernel
     scales scores before it adds the mask; without one, it scales them in the exponent. A sample
-    without a shared or cached prefix needs no mask, only ``is_causal``. This object passes the kind
-    of mask, like ``is_causal``. Where that kernel does not run, torch makes a mask from it.
+    without a shared or cached prefix needs no mask, only ``is_causal``. torch's ``CausalBias``
+    tells the kernel that the mask is causal, as ``is_causal`` does. Where the memory-efficient
+    kernel does not run, torch makes a mask from the bias.
     """
     bias = causal_lower_right(1, 1)
     # Set after construction, because torch's constructor allocates 8 bytes of host memory for each
@@ -212,25 +214,25 @@ def _make_mask(queries: int, keys: int, case: Case, device: torch.device) -> Ten
 
 
 def _visibility_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Make a bool mask ``[queries, keys]`` of the keys that queries see; both end at one place."""
+    """Make a bool mask ``[queries, keys]`` of visible keys; the last query is at the last key."""
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return mask if window is None else mask.triu(behind - window + 1)
 
 
-# How torch chooses SDPA's kernel on a GPU: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-# Flash attention takes grouped heads, in 16 bits, from Ampere on, up to 256 channels, and no mask
-# (check_for_attn_mask). The memory-efficient kernel takes fp32, any number of channels, and masks,
-# but needs as many key heads as query heads (check_batch_size_and_num_heads_dense<false>). cuDNN's
-# takes only 16 bits. All else goes to the math kernel, which saves heads * n * m scores for the
-# backward pass.
+# How torch chooses SDPA's kernel on a GPU (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
+# Flash attention takes grouped heads, but only in 16 bits, from Ampere on, up to 256 channels, and
+# without a mask (check_for_attn_mask). The memory-efficient kernel takes fp32, any number of
+# channels, and masks, but needs as many key heads as query heads
+# (check_batch_size_and_num_heads_dense<false>). cuDNN's kernel takes only 16 bits. All other cases
+# go to the math kernel, which saves heads * n * m scores for the backward pass.
 def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
-    """Tell if SDPA's memory-efficient kernel runs on this GPU, given ungrouped heads."""
+    """Tell if this GPU runs SDPA's memory-efficient kernel, given as many key as query heads."""
     major = torch.cuda.get_device_capability()[0]
     is_half = dtype in (torch.bfloat16, torch.float16)
     if dtype is torch.bfloat16 and major < _AMPERE:
         return False
-    # minimum_gemm_alignment: 128 bits if there are tensor cores for the dtype.
+    # torch's minimum_gemm_alignment is 128 bits if there are tensor cores for the dtype.
     has_tensor_cores = major >= _AMPERE or (is_half and major >= _VOLTA)
     alignment = 16 // dtype.itemsize if has_tensor_cores else 1
     return (is_half or dtype is torch.float32) and channels % alignment == 0

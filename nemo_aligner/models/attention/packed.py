@@ -1,6 +1,7 @@
-"""Core attention of a layer over packed sequences: a module of megatron-core's layers.
+"""Core attention of a layer over packed sequences, as a module for megatron-core's layers.
 
-It rotates queries and keys, and hands a layer's heads to one of the backends in ``backends.py``.
+It applies RoPE to queries and keys, and hands a layer's heads to one of the backends in
+``backends.py``.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of ``query [T, 1, heads, c]`` to ``key``, ``value [T, 1, groups, c]``.
+    """Core attention of ``query [T, 1, heads, c]`` to ``key`` and ``value [T, 1, groups, c]``.
 
-    Rotates query and key to their positions, if the layer has RoPE. Then each segment attends
-    causally to itself and to its chain of prefixes. Returns ``[T, 1, heads * c]``.
+    It applies RoPE to queries and keys, if the layer has RoPE. Then each segment attends causally
+    to itself and to its chain of prefixes. It returns ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class PackedAttention(MegatronModule):
 
     @property
     def has_kernel(self) -> bool:
-        """True on a GPU where one kernel takes whole packs."""
+        """True if this machine has a GPU kernel that takes whole packs of this layer."""
         config = self.config
         heads = config.num_attention_heads, config.num_query_groups
         kind = "cuda", config.params_dtype, *heads, config.kv_channels
@@ -66,7 +67,9 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> Tensor:
         if packed_seq_params is None:
-            raise ValueError("attention needs the PackContext of its pack as packed_seq_params")
+            raise ValueError(
+                "attention got no PackContext. Pass the pack's PackContext as packed_seq_params."
+            )
         if self.rotation is not None:
             tables = packed_seq_params.tables[self.rotation]
             query, key = (rotate(heads, *tables) for heads in (query, key))
@@ -74,7 +77,7 @@ class PackedAttention(MegatronModule):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: PackContext) -> Tensor:
-        """Attend as ``forward`` does, by rotated queries ``[T, heads, c]`` and keys."""
+        """Attend like ``forward``, for queries ``[T, heads, c]`` and keys with RoPE applied."""
         if context.query_scale is not None:
             query = query * context.query_scale
         case = self._case(query, query.size(1), key.size(1), context.segments)
@@ -85,13 +88,14 @@ class PackedAttention(MegatronModule):
 
         Args:
             joined: ``[T, groups, repeats + 1, c]``: for each group its query heads, then its key,
-                not rotated yet; may be overwritten.
+                before RoPE. The tensor may be overwritten.
             value: ``[T, groups, c]``.
         """
         groups, width = joined.shape[1:3]
         case = self._case(joined, groups * (width - 1), groups, context.segments)
         if self.rotation is not None:
-            # The C file rotates in place, wherever it could also compute the layer's scores.
+            # The C file rotates in place. It does so wherever it could also compute the layer's
+            # scores.
             rotate_heads = kernels.rotate if rotates_by_c_file(case) else rotate
             joined = rotate_heads(joined, *context.tables[self.rotation])
         if context.query_scale is not None:
@@ -99,7 +103,7 @@ class PackedAttention(MegatronModule):
         return self._attend(Heads(self.layer_number, joined, value), context, case)
 
     def infer_on_gpu(self, joined: Tensor, value: Tensor, context: PackContext) -> Tensor:
-        """``infer_on_cpu`` on a GPU, whose kernels read keys and values where they lie."""
+        """Do what ``infer_on_cpu`` does, on a GPU, whose kernels read strided keys."""
         if self.rotation is not None:
             joined = rotate(joined, *context.tables[self.rotation])
         query, key = joined[:, :, :-1].flatten(1, 2), joined[:, :, -1]
@@ -109,10 +113,11 @@ class PackedAttention(MegatronModule):
         self, heads: Tensor, query_heads: int, key_heads: int, segments: PackedSegments
     ) -> Case:
         scores, is_learning = self.scores, learns(self)
-        # Only in training: in inference the backend must not depend on the pack.
+        # Drop a window that has no effect, but only in training: in scoring the backend must not
+        # depend on the pack.
         if is_learning and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
-        # With a prefix cache every rank has whole sequences of it.
+        # No ring with a prefix cache: there every rank stores whole sequences of keys and values.
         uses_ring = self.is_ring and segments.share is not None and segments.cached is None
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
         return Case(*kind, scores, is_learning, uses_ring)
@@ -123,7 +128,7 @@ class PackedAttention(MegatronModule):
         )
 
     def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:
-        """``[T, heads, c] -> [T, 1, heads * c]``."""
+        """Reshape ``[T, heads, c]`` to ``[T, 1, heads * c]``; a subclass selects rows."""
         return attended.flatten(1).unsqueeze(1)
 
 

@@ -1,9 +1,10 @@
 """Attention that passes keys and values around a ring of ranks (RingAttention, Liu et al. 2023).
 
-Each rank of a context parallel group has the queries of its share of a pack. It has the keys and
-values of one share at a time, while those of the next share arrive. A query's results for the
-shares are merged by their log-sum-exp. In the backward pass the shares go around once more, with
-the gradients of their keys and values, to which each rank adds its part.
+Context parallelism splits a pack over the ranks of a group, and each rank computes the queries of
+its part. The keys and values of the parts go around: a rank works on those of one part while those
+of the next part arrive. A query's results for all parts are merged by their log-sum-exp. In the
+backward pass the keys and values go around once more, together with their gradients, to which each
+rank adds its contribution. In the code a rank's part of the pack is called its share.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from nemo_aligner.utils.host_transfer import to_device
 def attend(
     query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None
 ) -> Tensor:
-    """Attend ``query [n, heads, c]`` of this rank's share to its sequences -> ``[n, heads, c]``.
+    """Attend this rank's ``query [n, heads, c]`` to the keys of all ranks -> ``[n, heads, c]``.
 
     Args:
-        key, value: ``[n, groups, c]`` of the same tokens, rotated to their positions.
-        plan: the pack's, see ``plan_ring``.
+        key, value: ``[n, groups, c]`` of the same tokens; RoPE is already applied to queries and
+            keys.
+        plan: the pack's plan from ``plan_ring``.
         scale: factor of the scores; None is ``c ** -0.5``.
     """
     attended: Tensor = _Ring.apply(query, key, value, plan, scale)
@@ -75,7 +77,7 @@ class _Ring(Function):
             )
             if arriving is not None:
                 to_arrived += arriving()
-                del arriving  # frees the tensor that was sent
+                del arriving  # free the tensor that was sent
             arriving = _pass_on(to_arrived, _GRADIENTS)
         assert arriving is not None
         to_key, to_value = arriving()
@@ -98,7 +100,8 @@ def _pass_around(local: Tensor) -> Iterator[tuple[int, Tensor]]:
     for step in range(ranks):
         arriving = None
         if step + 1 < ranks:
-            # The previous tensor was read and sent, so its memory can be received into.
+            # The previous tensor has been read and sent, so the next one can be received into its
+            # memory.
             arriving = _pass_on(current, _KEYS, previous)
         yield (rank - step) % ranks, current
         if arriving is not None:
@@ -112,7 +115,7 @@ def _pass_on(current: Tensor, tag: int, received: Tensor | None = None) -> Calla
         received: memory to receive into; None allocates it.
 
     Returns:
-        A function that waits for both, and returns what was received.
+        A function that waits for both transfers, and returns the received tensor.
     """
     group = parallel_state.get_context_parallel_group()
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
@@ -133,7 +136,7 @@ def _wait_for_arrival(requests: Sequence[dist.Work], current: Tensor, received: 
     return received
 
 
-# Planning: which keys of a share the queries of this rank see.
+# Planning: which keys of each rank the queries of this rank see.
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,9 @@ class _Piece:
     """Adjacent tokens of a segment that lie on one rank.
 
     Attributes:
-        segment: number of their segment.
-        row: of the first token among the rank's tokens.
-        position: of the first token in its sequence.
+        segment: number of the segment.
+        row: index of the first token among the rank's tokens.
+        position: position of the first token in its sequence.
     """
 
     segment: int
@@ -166,7 +169,10 @@ RingPlan: TypeAlias = Sequence[Sequence[Any]]
 
 
 def plan_ring(segments: PackedSegments, window: int | None) -> RingPlan:
-    """Plan a pack with a ``share`` and without cached tokens, for layers with this ``window``."""
+    """Plan a pack that context parallelism splits, for layers with this ``window``.
+
+    The pack must have a ``share`` and no cached tokens.
+    """
     device = segments.cu_seqlens.device
     if window is not None and window >= segments.max_kv_length:
         window = None
@@ -182,7 +188,7 @@ def plan_ring(segments: PackedSegments, window: int | None) -> RingPlan:
 
 
 def _list_pieces(segments: PackedSegments, rank: int, longest: int | None) -> Iterator[_Piece]:
-    """Yield the tokens of a rank in pieces of at most ``longest`` tokens; None is no limit."""
+    """Yield a rank's tokens as pieces of one segment, of at most ``longest`` tokens if given."""
     assert segments.share is not None
     row = 0
     for part in queries_of(segments.lengths, 0, replace(segments.share, rank=rank)):
@@ -199,12 +205,12 @@ def _list_blocks(
     chains: Sequence[tuple[int, ...]],
     window: int | None,
 ) -> list[Block]:
-    """List the blocks of queries of this rank and keys of a share that they see.
+    """List the blocks of this rank's queries and the keys of some rank that they see.
 
     Args:
-        local: pieces of this rank.
-        pieces: of the share.
-        chains: prefixes of every segment.
+        local: pieces of this rank's tokens.
+        pieces: pieces of the tokens of the rank that the keys come from.
+        chains: the prefixes of every segment, as segment numbers.
 
     Returns:
         First the causal blocks of pieces on themselves, then blocks where every query sees every
@@ -224,7 +230,7 @@ def _list_blocks(
             if key == query:
                 causal.append(Block(query.rows, key.rows, is_causal=True))
             elif key.end > query.position:
-                continue  # the keys come after the queries
+                continue  # the query cannot see keys that come after it
             elif window is None or query.end - key.position <= window:
                 seen_by[key].append(query)
             elif query.position - key.end + 1 < window:
@@ -238,7 +244,7 @@ def _list_blocks(
 
 
 def _window_block(query: _Piece, key: _Piece, window: int) -> Block:
-    """Return the block of a piece's queries and keys that a window allows to see each other."""
+    """Return the block of those queries and keys of two pieces that see each other in a window."""
     distance = query.position - key.end + 1
     queries = min(query.length, window - distance)
     keys = min(key.length, window - distance)
@@ -252,7 +258,7 @@ def _window_block(query: _Piece, key: _Piece, window: int) -> Block:
 
 
 def _join_runs(pieces: Sequence[_Piece]) -> Iterator[slice]:
-    """Join the rows of adjacent pieces, and yield them in order."""
+    """Join the row ranges of pieces that are next to each other, and yield the ranges in order."""
     start, end = pieces[0].row, pieces[0].row
     for piece in pieces:
         if piece.row != end:
@@ -272,10 +278,11 @@ def _add_on_cpu(
     lse: Tensor,
     scale: float | None,
 ) -> None:
-    """Merge the attention to a share's keys into ``out [n, heads, c]`` and ``lse [n, heads]``.
+    """Merge the attention to one rank's keys into ``out [n, heads, c]`` and ``lse [n, heads]``.
 
     Args:
-        inputs: queries ``[n, heads, c]``, keys and values ``[m, groups, c]``.
+        blocks: which queries see which of these keys.
+        inputs: queries ``[n, heads, c]``, and that rank's keys and values ``[m, groups, c]``.
     """
     groups = inputs[1].size(1)
     *heads, o = (as_heads(x, groups) for x in (*inputs, out))
@@ -290,11 +297,12 @@ def _add_gradients_on_cpu(
     gradients: Sequence[Tensor],
     scale: float | None,
 ) -> None:
-    """Add a share's part to the gradients of queries, keys and values.
+    """Add what one rank's keys contribute to the gradients of queries, keys and values.
 
     Args:
+        blocks: which queries see which of these keys.
         saved: the output's gradient, queries, keys, values, and the output.
-        gradients: those of queries, keys and values, which are added to.
+        gradients: gradients of queries, keys and values, to which this function adds.
     """
     groups = saved[2].size(1)
     heads, to = ([as_heads(x, groups) for x in tensors] for tensors in (saved, gradients))
@@ -307,17 +315,17 @@ def _view_by_groups(lse: Tensor, groups: int) -> Tensor:
     return lse.unflatten(1, (groups, -1)).permute(2, 1, 0)
 
 
-# Computation on a GPU, many blocks by one call of its kernel.
+# Computation on a GPU, many blocks in one kernel call.
 
 
 @dataclass(frozen=True)
 class _Call:
-    """B blocks of one kind, which one call of the kernel computes.
+    """B blocks that one kernel call computes: all causal or none, and with the same window.
 
     Attributes:
-        queries, keys: their rows.
+        queries, keys: rows of the blocks' queries and keys.
         bounds: ``[B + 1]`` int32 bounds of the blocks among the queries, and among the keys.
-        longest: the most queries and the most keys of a block.
+        longest: upper bounds of a block's number of queries and of keys.
         is_causal, window_left: as in ``Block``.
     """
 
@@ -333,9 +341,9 @@ class _Call:
         queries, first, longest_queries = _lay_out([block.queries for block in blocks], device)
         keys, second, longest_keys = _lay_out([block.keys for block in blocks], device)
         if blocks[0].window_left is not None:
-            # The kernel limits how many keys after a query's own place are seen by the longest
-            # length (flash_api.cpp, set_params_fprop). All are seen here, and with more queries
-            # than keys that place can be below 0.
+            # The kernel limits how many keys after its own position a query sees, by the longest
+            # length (flash_api.cpp, set_params_fprop). Here a query sees all of these keys, and its
+            # position can be below 0 if a block has more queries than keys. So raise the limit.
             longest_keys += longest_queries
         kind = blocks[0].is_causal, blocks[0].window_left
         return cls(queries, keys, (first, second), (longest_queries, longest_keys), *kind)
@@ -346,10 +354,10 @@ class _Call:
 
 
 def _lay_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | slice, Tensor, int]:
-    """Return the rows of the slices, their bounds among these, and the longest length."""
+    """Return the rows of all slices, each slice's bounds among them, and the longest length."""
     sizes = [span.stop - span.start for span in slices]
     bounds = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
-    longest = max(2, *sizes)  # with one query the kernel splits the keys
+    longest = max(2, *sizes)  # for a single query the kernel would split the keys
     if len(slices) == 1:
         return slices[0], bounds, longest
     index = torch.cat([torch.arange(span.start, span.stop) for span in slices])
@@ -357,7 +365,10 @@ def _lay_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | sl
 
 
 def _group_disjoint(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Group blocks of one kind so that no two in a group have a query or a key in common."""
+    """Group blocks of the same kind so that no two in a group share a query or a key.
+
+    One kernel call computes a group. Its results are added in place, so no row may occur twice.
+    """
     rounds: list[tuple[list[Block], set[int]]] = []
     for block in sorted(blocks, key=lambda block: block.queries.start):
         kind = block.is_causal, block.window_left
@@ -366,7 +377,8 @@ def _group_disjoint(blocks: Sequence[Block]) -> list[list[Block]]:
             if (
                 (last.is_causal, last.window_left) == kind
                 and last.queries.stop <= block.queries.start
-                and block.keys.stop not in ends  # blocks on the same piece of keys end alike
+                # blocks with keys of the same piece have the same end
+                and block.keys.stop not in ends
             ):
                 members.append(block)
                 ends.add(block.keys.stop)
@@ -400,7 +412,7 @@ def _add_on_gpu(
         merged = out[call.queries].mul_(torch.exp(previous_lse - total).unsqueeze(-1))
         merged.addcmul_(added, torch.exp(added_lse - total).unsqueeze(-1))
         lse[call.queries] = total
-        if not isinstance(call.queries, slice):  # not a view
+        if not isinstance(call.queries, slice):  # an indexed copy, not a view
             out[call.queries] = merged
 
 
@@ -412,7 +424,8 @@ def _add_gradients_on_gpu(
     scale: float | None,
 ) -> None:
     grad, query, key, value, out = saved
-    no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # for dropout: there is none
+    # seed of the kernel's dropout, which is off
+    no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)
     for call in calls:
         added_gradients = gpu_flash_attention_backward(
             grad[call.queries],

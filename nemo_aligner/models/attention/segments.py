@@ -1,4 +1,8 @@
-"""A pack as attention sees it: its segments, the pool of cached keys, and context parallelism."""
+"""A pack as attention sees it: its segments, the pool of cached keys, and context parallelism.
+
+A segment is a run of tokens that sequences share, or that is the end of one sequence. A segment
+attends to itself and to its prefix segments, some of which may be cached from earlier packs.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +34,15 @@ Plan = TypeVar("Plan")
 
 
 def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
-    """List each segment's prefixes as segment numbers, from the sequence's beginning.
+    """List the prefixes of each segment as segment numbers, from the start of the sequence.
 
     Args:
         prefixes: number of each segment's prefix, -1 for none.
-        cached: number of cached segments. They have the numbers from 0 on and no prefix themselves.
+        cached: number of cached segments. They are numbered first, from 0, and have no prefix.
     """
     chains: list[tuple[int, ...]] = []
     for prefix in prefixes:
-        # A prefix precedes every segment that begins with it.
+        # Prefixes are listed before the segments that begin with them, so their chains are known.
         earlier = chains[prefix - cached] if prefix >= cached else ()
         chains.append((*earlier, prefix) if prefix >= 0 else ())
     return chains
@@ -49,7 +53,7 @@ class Queries(NamedTuple):
 
     Attributes:
         segment: number of the segment; cached segments are counted first.
-        start: place of the part's first token in the segment.
+        start: index of the part's first token in the segment.
         length: number of tokens.
     """
 
@@ -63,7 +67,7 @@ class Queries(NamedTuple):
 
 
 def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[int]:
-    """List which RoPE each segment has, by the length of the sequences that it is a part of.
+    """List which RoPE each segment has, by the length of the sequences that contain the segment.
 
     Args:
         by_length: ``ModelShape.length_dependent_rope``.
@@ -78,32 +82,36 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
     shared = set(prefixes)
     for number, chain in enumerate(chains_of(prefixes, len(cached)), len(cached)):
         if number in shared:
-            continue  # no other segment begins with a sequence's last one
+            continue  # shared by several sequences, so it is not the end of one
         sequence = (*chain, number)
         rotation = by_length(sum(lengths[part] for part in sequence))
         if any(rotations.setdefault(part, rotation) != rotation for part in sequence):
-            raise ValueError("sequences with different RoPE share a prefix in a pack")
+            raise ValueError(
+                "sequences with different RoPE share a prefix in a pack. Build the pack with "
+                "pack_sequences, which keeps them apart."
+            )
     return [rotations[number] for number in range(len(cached), len(lengths))]
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSegments:
-    """Segments of a pack, as attention sees them.
+    """The segments of a pack, in the form that attention kernels need.
 
-    What several layers compute alike is a cached property, or a ``plan`` of their backend.
+    Values that all layers need are cached properties, or a ``plan`` of the layers' backend.
 
     Attributes:
         lengths: tokens of every segment.
-        prefixes: number of each segment's prefix, -1 for none; numbers count cached ones first.
+        prefixes: number of each segment's prefix, -1 for none. Cached segments are numbered first.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
         kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, prefixes included.
-        kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T of the
-            pack; None if keys and tokens are the same.
-        cached: tokens that the pack takes from ``pool``, and those it stores there.
-        share: the tokens whose queries this rank of a context parallel group computes. The bounds
-            of queries are then of these, and T is the whole pack's for keys and for all else.
-        sizes: that bounds and ``kv_index`` are filled up to; their length is the upper bound of
-            ``max_length`` and ``max_kv_length``. None is as many as there are.
+        kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T tokens
+            of the pack; None if the keys are just the pack's tokens in their order.
+        cached: which tokens the pack reads from ``pool``, and which of its own it stores there.
+        share: under context parallelism, the tokens whose queries this rank computes.
+            ``cu_seqlens`` then counts only these; keys and T are still those of the whole pack.
+        sizes: fixed sizes to which the bounds and ``kv_index`` are padded for CUDA graphs;
+            ``sizes.length`` then stands for ``max_length`` and ``max_kv_length``. None is no
+            padding.
     """
 
     lengths: tuple[int, ...]
@@ -126,7 +134,9 @@ class PackedSegments:
             ValueError: the batch uses cached keys, and there is no ``pool``.
         """
         if batch.cached is not None and pool is None:
-            raise ValueError("a pack uses cached keys, but there is no pool to read them from")
+            raise ValueError(
+                "a pack uses cached keys, but got no pool to read them from. Pass a KeyValuePool."
+            )
         lengths = tuple(batch.cu_seqlens.diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
         queries = keys = batch.cu_seqlens
@@ -142,7 +152,8 @@ class PackedSegments:
             queries = keys = to_device(queries, device)
         else:
             queries, keys = all_to_device([queries, keys], device)
-            # A copy of its own: autograd keeps the bounds for the backward pass, but not this.
+            # Copied separately from the bounds: autograd keeps the bounds for the backward pass,
+            # and would keep the index with them in one buffer.
             index = to_device(index, device)
         return cls(
             lengths,
@@ -157,7 +168,7 @@ class PackedSegments:
         )
 
     def plan(self, backend: Backend[Plan], case: Case) -> Plan:
-        """Return the backend's plan of this pack for layers of this ``case``, which share it."""
+        """Return the backend's plan of this pack, made once for all layers of this ``case``."""
         key = backend, case
         if key not in self._plans:
             self._plans[key] = backend.plan(self, case)
@@ -168,9 +179,9 @@ class PackedSegments:
         return {}
 
     def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepend a layer's cached keys and values to ``[T, groups, c]``: ``[C + T, groups, c]``.
+        """Prepend a layer's cached keys and values to the pack's: ``[C + T, groups, c]`` each.
 
-        Also stores in the pool those of the pack's tokens that are to be cached.
+        Also store in the pool the keys and values of those pack tokens that are to be cached.
         """
         if key.is_cuda and self.cached is not None and self.pool is not None:
             keys, values = self.pool.exchange(layer_number, key, value, self.cached)
@@ -186,14 +197,13 @@ class PackedSegments:
         return keys, values
 
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> Tensor | None:
-        """Store the keys and values of tokens that are to be cached in the pool.
+        """Store in the pool the keys and values of those pack tokens that are to be cached.
 
         Args:
             key, value: ``[T, groups, c]`` of all tokens of the pack.
 
         Returns:
-            The layer's pooled keys and values ``[2, slots, groups, c]``; None if the pack neither
-            reads nor stores any.
+            The layer's part of the pool, ``[2, slots, groups, c]``; None if the pack uses no cache.
         """
         if self.cached is None or self.pool is None:
             return None
@@ -207,39 +217,39 @@ class PackedSegments:
 
     @cached_property
     def _stored_places(self) -> tuple[Tensor | slice, Tensor | slice]:
-        """Tokens of the pack to store, and their slots, as slices where possible."""
+        """Return the rows of the tokens to store, and their slots, as slices where possible."""
         assert self.cached is not None
         return _as_slice(self.cached.stored), _as_slice(self.cached.slots)
 
     @cached_property
     def all_lengths(self) -> tuple[int, ...]:
-        """Tokens of every segment by number: the cached ones, then the pack's own."""
+        """Number of tokens of every segment: first the cached segments, then the pack's own."""
         return self.lengths if self.cached is None else self.cached.lengths + self.lengths
 
     @cached_property
     def chains(self) -> list[tuple[int, ...]]:
-        """Prefixes of every segment of the pack, from the sequence's beginning."""
+        """The prefixes of every segment of the pack, from the start of the sequence."""
         return chains_of(self.prefixes, len(self.all_lengths) - len(self.lengths))
 
     @cached_property
     def queries(self) -> list[Queries]:
-        """Parts of the pack's own segments whose queries are computed here, in their order."""
+        """The parts of the pack's own segments whose queries this rank computes, in their order."""
         return queries_of(self.lengths, len(self.all_lengths) - len(self.lengths), self.share)
 
     def chain(self, part: Queries) -> tuple[int, ...]:
-        """Prefixes of the segment of ``part``."""
+        """Return the prefixes of the segment that ``part`` belongs to."""
         return self.chains[part.segment - len(self.all_lengths) + len(self.lengths)]
 
     @cached_property
     def max_length(self) -> int:
-        """The most queries of a part."""
+        """The largest number of queries in a part; it selects kernels and sizes their grids."""
         if self.sizes is not None:
             return self.sizes.length
         return max(part.length for part in self.queries)
 
     @cached_property
     def max_kv_length(self) -> int:
-        """The most keys of a query of the whole pack; alike on all ranks, to choose kernels by."""
+        """The most keys that a query sees; the same on all ranks, as kernels are chosen by it."""
         if self.sizes is not None:
             return self.sizes.length
         return max(
@@ -248,18 +258,18 @@ class PackedSegments:
         )
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values ``[T, groups, c]`` of a pack from the ranks that share it."""
+        """Gather a pack's keys and values ``[T, groups, c]`` from the ranks that split it."""
         if self.share is None:
             return key, value
         return gather_keys(key, value, self.share.gathered)
 
     @cached_property
     def gathered_layout(self) -> tuple[PackedSegments, Tensor]:
-        """The same segments for keys that are gathered in the order of ``kv_index``.
+        """Describe the same segments for keys that are gathered in the order of ``kv_index``.
 
         Returns:
-            The segments, whose keys and tokens are the same, and ``[K]`` int64, where each of these
-            keys lies among the tokens of all ranks, rank by rank.
+            Segments without a ``kv_index``, which these keys do not need, and ``[K]`` int64: the
+            index of each of these keys among the tokens of all ranks, rank by rank.
         """
         assert self.share is not None
         assert self.kv_index is not None
@@ -277,8 +287,8 @@ def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) 
     """List the parts of a pack's segments whose queries this rank computes.
 
     Args:
-        lengths: tokens of the pack's segments, which are numbered from ``cached`` on.
-        share: of a rank in context parallelism; None is all segments.
+        lengths: tokens of the pack's own segments.
+        share: the tokens that this rank computes under context parallelism; None is all of them.
     """
     if share is None:
         return [Queries(number, 0, length) for number, length in enumerate(lengths, cached)]
@@ -296,10 +306,10 @@ def _index_keys(
     """Count each part's keys, and index them in order of position.
 
     Args:
-        lengths: of all segments, the cached ones first.
+        lengths: lengths of all segments, the cached ones first.
 
     Returns:
-        The number of keys of every part, and the index ``[K]`` int64 of all of them.
+        The number of keys of every part, and the index ``[K]`` int64 of the keys of all parts.
     """
     cached = len(lengths) - len(prefixes)
     chains = chains_of(prefixes, cached)
@@ -319,11 +329,12 @@ def _index_keys(
 def _pad_bounds(
     queries: Tensor, keys: Tensor, index: Tensor | None, sizes: FixedSizes
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Add segments without queries to the bounds ``[G + 1]``, and keys to the ``index [K]``.
+    """Pad bounds ``[G + 1]`` and the key ``index [K]`` to fixed sizes, by segments without queries.
 
     Returns:
-        Bounds ``[sizes.segments + 1]`` int32 of queries and keys, and the index ``[sizes.keys]``.
-        The segments that are added have the keys that are added, at most ``sizes.length`` each.
+        Bounds ``[sizes.segments + 1]`` int32 of queries and of keys, and the index
+        ``[sizes.keys]``. The added keys belong to the added segments, at most ``sizes.length`` keys
+        to each.
     """
     spare = sizes.segments + 1 - len(queries)
     padded = torch.cat([queries, queries[-1:].expand(spare)])
@@ -383,21 +394,21 @@ class KeyValuePool:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def touch(self) -> None:
-        """Write to all of it once, because a CPU's memory is only allocated when first written."""
+        """Write to the whole pool once: Linux allocates a CPU's memory only at the first write."""
         for layer in self._layers.values():
             layer.zero_()
 
     def layer(self, number: int) -> Tensor:
-        """Return the keys and values ``[2, slots, groups, c]`` of a layer."""
+        """Return a layer's keys and values in all slots, ``[2, slots, groups, c]``."""
         return self._layers[number]
 
     def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
-        """Store and read a layer's keys and values together, in one kernel each.
+        """Store a layer's keys and values by one kernel, and read them by another.
 
-        For GPUs, where the time of small packs is the time to launch their kernels.
+        Used on GPUs, where small packs take as long as their kernels take to launch.
 
         Args:
-            number: of the layer.
+            number: number of the layer.
             key, value: ``[T, groups, c]`` of the pack.
             use: which tokens to read and to store.
 
@@ -410,23 +421,25 @@ class KeyValuePool:
         return torch.cat([layer.index_select(1, use.taken), local], dim=1) if use.lengths else local
 
 
-# Context parallelism: collectives of the ranks that share a pack.
+# Context parallelism: collectives of the ranks that split a pack.
 
 
 def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Gather a layer's keys and values, ``[n, groups, c]`` on each rank, at ``index [K]``.
 
     ``index`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K, groups,
-    c]``. Their gradients are summed over the ranks, each of which has other queries.
+    c]``. In the backward pass their gradients are summed over the ranks, because each rank has
+    other queries.
     """
     return _gather(torch.stack([key, value], dim=1), index)
 
 
 @contextmanager
 def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the result of ``gather_keys``, of which autograd saves only this rank's part.
+    """Yield the result of ``gather_keys`` while autograd saves only this rank's part of it.
 
-    The backward pass gathers again, so a rank keeps ``1 / ranks`` of a layer's keys and values.
+    The backward pass gathers keys and values once more, so a rank keeps only ``1 / ranks`` of them
+    in each layer.
     """
     local = torch.stack([key, value], dim=1)
     gathered = _gather(local, index)
@@ -451,7 +464,7 @@ def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
-    """The storage of ``tensor``, compared by identity."""
+    """Return the identity of a tensor's storage, which autograd's hooks compare."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -461,7 +474,7 @@ def _gather(local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Gather(Function):
-    """Gather ``local [n, 2, groups, c]`` of every rank at ``index [K]``: two ``[K, groups, c]``."""
+    """Gather ``local [n, 2, groups, c]`` of all ranks at ``index [K]``: two ``[K, groups, c]``."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -489,10 +502,10 @@ class _Gather(Function):
 
 
 def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Collect the rows ``local [r, A]`` of every rank at ``rows [r]`` of ``[count, A]``.
+    """Put each rank's ``local [r, A]`` at its ``rows [r]`` of one ``[count, A]``.
 
-    All ranks have the result, and compute the same loss from it. So the gradient of ``local`` is
-    the result's gradient at this rank's rows, without a sum over the ranks.
+    All ranks get the result, and compute the same loss from it. So the gradient of ``local`` is the
+    result's gradient at this rank's rows, without a sum over the ranks.
     """
     laid = local.new_zeros(count, local.size(1)).index_copy(0, rows, local)
     total: Tensor = _Sum.apply(laid)

@@ -1,8 +1,8 @@
 """Attention of a whole pack by one call of variable-length FlashAttention 2 on a GPU.
 
-torch has the kernel as an operator from 2.8 on, and behind a public function from 2.10 on. Windows
-came in 2.11, and the function takes grouped heads from 2.12 on. The package flash-attn has windows
-and soft caps from 2.6 on.
+torch has the kernel as an operator from 2.8 on, and behind a public function from 2.10 on. Both
+have windows from 2.11 on, and the function takes grouped heads from 2.12 on. The package flash-attn
+supports windows and soft caps from its version 2.6 on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AMPERE = (8, 0)
 
 
 def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
-    """Return why FlashAttention 2 cannot run such heads on this GPU; None if it can."""
+    """Return why FlashAttention 2 cannot run heads of this dtype and size here; None if it can."""
     if torch.cuda.get_device_capability() < _AMPERE:
         return "the GPU is older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -36,18 +36,19 @@ def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
 def has_public_function(with_window: bool) -> bool:
     """Tell if torch's public function takes grouped heads, and also windows if ``with_window``.
 
-    Without ``enable_gqa`` it would need a copy of the keys for each query head.
+    Without its argument ``enable_gqa`` the function would need a copy of the keys for each query
+    head.
     """
     return "enable_gqa" in _varlen_parameters() and has_operator(with_window)
 
 
 def has_operator(with_window: bool) -> bool:
-    """Tell if the operator below that function can be used, with windows if ``with_window``."""
+    """Tell if torch's private operator can be used, and with windows if ``with_window``."""
     return not with_window or "window_size" in _varlen_parameters()
 
 
 def has_flash_attn(with_window: bool) -> bool:
-    """Tell if flash-attn is installed with soft caps, and so with windows."""
+    """Tell if flash-attn with soft caps is installed; such versions also support windows."""
     return _flash_attn() is not None
 
 
@@ -64,7 +65,7 @@ def _varlen_parameters() -> frozenset[str]:
 def by_public_function(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend by the public function of torch 2.12 and newer."""
+    """Attend by torch's public function, in torch 2.12 and newer."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(  # type: ignore[return-value]
@@ -78,7 +79,7 @@ def by_public_function(
 def by_operator(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend by the operator below it, which takes grouped heads in torch 2.8 to 2.11, too."""
+    """Attend by torch's private operator, which torch 2.8 to 2.11 need for grouped heads."""
     windows: dict[str, Any] = {}
     if scores.window is not None:
         keys_before, keys_after = _window(scores)
@@ -96,7 +97,7 @@ def by_operator(
 def by_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend by flash-attn."""
+    """Attend by the package flash-attn, which supports windows and soft caps."""
     attend = _flash_attn()
     assert attend is not None
     return attend(
@@ -122,27 +123,28 @@ def _flash_attn() -> Callable[..., Tensor] | None:
 def packed_arguments(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-    """Return the arguments that all three kernels have in common.
+    """Return the arguments that torch's function, torch's operator and flash-attn have in common.
 
-    They align the causal mask to the end of the keys, as shared and cached prefixes require.
+    All three align the causal mask to the end of the keys, as shared and cached prefixes require.
 
     Returns:
-        The query, keys and values with those of prefixes, the bounds of queries and of keys, and
-        upper bounds of a segment's queries and keys.
+        The queries, the keys and the values, prefixes included; the segments' bounds among queries
+        and among keys; and upper bounds of the number of queries and of keys in a segment.
     """
     if segments.kv_index is None:
         if torch.is_grad_enabled():
-            # A saved view would keep the projection's whole output until the backward.
+            # Autograd saves this tensor. If it were a view, the whole output of linear_qkv would
+            # stay in memory until the backward pass.
             value = value.contiguous()
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
-    # The upper bounds select the kernel, so exact ones would make it depend on the pack: with one
-    # query per sequence it splits the keys, and it drops a window as long as the keys.
+    # Raise both upper bounds, because exact ones would let the pack select the kernel's algorithm:
+    # with one query per sequence it splits the keys, and it drops a window as long as the keys.
     max_keys = max(segments.max_kv_length, 1 + (scores.window or 0))
     return query, key, value, *bounds, max(2, segments.max_length), max_keys
 
 
 def _window(scores: Scores) -> tuple[int, int]:
-    """Return how many keys a query sees before its own place (-1 for all) and after it."""
+    """Return how many keys a query sees before its own position (-1 for all) and after it."""
     return (-1 if scores.window is None else scores.window - 1), 0

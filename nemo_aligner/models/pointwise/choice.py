@@ -1,4 +1,4 @@
-"""The choice between implementations of the pointwise operations."""
+"""Choose between the implementations of the pointwise operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTING = "model.pointwise_kernels"
 
 
 def available_kernels(device: torch.device | None = None) -> tuple[PointwiseChoice, ...]:
-    """List the implementations that can run on ``device``, by default this rank's."""
+    """List the implementations that can run on ``device``, which defaults to this rank's device."""
     return tuple(choice for choice in PointwiseChoice if why_unavailable(choice, device) is None)
 
 
@@ -43,10 +43,10 @@ def why_unavailable(choice: PointwiseChoice, device: torch.device | None = None)
 
 @cache
 def load_kernels(choice: PointwiseChoice) -> PointwiseKernels:
-    """Build an implementation; packages that only it needs are imported here.
+    """Build an implementation; packages that only this implementation needs are imported here.
 
     Raises:
-        ImportError: such a package is missing, or too old.
+        ImportError: such a package is missing or too old.
     """
     if choice is PointwiseChoice.eager:
         return EAGER
@@ -67,10 +67,11 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
     """Choose the implementation for this rank's device.
 
     Args:
-        choice: the setting. None is ``triton`` on a GPU where it works, and ``eager`` elsewhere.
+        choice: the value of ``model.pointwise_kernels``. None chooses ``triton`` on a GPU where it
+            works, and ``eager`` elsewhere.
 
     Raises:
-        ConfigError: the stated choice cannot run here.
+        ConfigError: the implementation in ``choice`` cannot run here.
     """
     if choice is None:
         return _default_of_all_ranks(current_device())
@@ -122,7 +123,7 @@ _TRIED_ROWS, _TRIED_WIDTH = 48, 256
 
 
 def try_kernels(kernels: PointwiseKernels, device: torch.device) -> None:
-    """Run all operations forward and backward on ``device``, and check batch invariance.
+    """Run all operations forward and backward on ``device``, and check their batch invariance.
 
     Raises:
         RuntimeError: a row's result is not bit-identical in a batch of one, or a kernel failed.
@@ -154,7 +155,8 @@ def _results(kernels: PointwiseKernels, rows: Tensor) -> dict[str, Tensor]:
             "gated_silu": kernels.gated_silu(leaf),
         }
         if kernels.split_and_rotate is not None:
-            # Four groups, each of two query heads, a key and a value head, with 32 channels a head.
+            # The rows hold four groups of heads with 32 channels each: two query heads, a key and a
+            # value.
             angles = torch.ones(rows.size(0), 1, 1, 16, device=rows.device)
             tables = angles.cos().to(dtype), angles.sin().to(dtype)
             parts = kernels.split_and_rotate(leaf, *tables, 4, 32)

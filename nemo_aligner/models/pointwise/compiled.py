@@ -1,8 +1,8 @@
 """The pointwise operations as plain formulas, each compiled by ``torch.compile``.
 
 Forward and backward are compiled separately, inside an autograd function. So torch does not trace
-through autograd, the code says what is saved between them, and no guards on autograd's state are
-checked in each call.
+through autograd, this module decides what is saved for the backward pass, and calls need not check
+guards on autograd's state.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nemo_aligner.models.pointwise.operations import PointwiseKernels
 
 
 class CompiledKernels:
-    """``fused.Kernels`` by ``torch.compile`` with a ``backend``.
+    """``fused.Kernels`` that ``torch.compile`` compiles with a ``backend``.
 
-    torch compiles for the first number of tokens, and for any number when a second one comes. With
-    packs of a single size only the first version, which is slightly faster, is ever used.
+    torch first compiles for one number of tokens, and when another number occurs, for any number.
+    If all packs have the same size, only the first version is used, which is slightly faster.
     """
 
     def __init__(self, backend: str) -> None:
-        # A function is compiled for each width, dtype and set of options that a model has.
+        # torch compiles a function once for each width, dtype and set of options that a model has.
         allow_recompiles(64)
 
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ class CompiledKernels:
 
 
 def compiled_kernels(backend: str = "inductor") -> PointwiseKernels:
-    """Build the implementation; torch compiles an operation when it is first called."""
+    """Build this implementation; torch compiles each operation when it is first called."""
     return fused_kernels(PointwiseChoice.compile.value, CompiledKernels(backend))
 
 
@@ -55,7 +55,7 @@ def norm_forward(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``fused.Kernels.norm_forward``."""
+    """Compute ``fused.Kernels.norm_forward``, whose docstring describes it."""
     total = x if added is None else torch.add(x, added, alpha=alpha)
     wide = total.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -71,7 +71,7 @@ def norm_backward(
     offset: float,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``fused.Kernels.norm_backward``."""
+    """Compute ``fused.Kernels.norm_backward``, whose docstring describes it."""
     wide = grad.float()
     normed = total.float() * scale
     weighted = wide * (weight.float() + offset)
@@ -83,13 +83,13 @@ def norm_backward(
 
 
 def silu_forward(x: Tensor) -> Tensor:
-    """Compute ``fused.Kernels.silu_forward``."""
+    """Compute ``fused.Kernels.silu_forward``, whose docstring describes it."""
     gate, linear = x.float().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * linear).to(x.dtype)
 
 
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute ``fused.Kernels.silu_backward``."""
+    """Compute ``fused.Kernels.silu_backward``, whose docstring describes it."""
     gate, linear = x.float().chunk(2, dim=-1)
     wide, sigmoid = grad.float(), torch.sigmoid(gate)
     to_gate = wide * linear * sigmoid * (1 + gate * (1 - sigmoid))
@@ -99,7 +99,7 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 def split_forward(
     mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``fused.Kernels.split_forward``."""
+    """Compute ``fused.Kernels.split_forward``, whose docstring describes it."""
     heads = mixed.view(mixed.size(0), groups, -1, channels)
     rotated = _rotate(heads[:, :, :-1], cos, sin)
     query, key = rotated[:, :, :-1].flatten(1, 2), rotated[:, :, -1]
@@ -107,7 +107,7 @@ def split_forward(
 
 
 def split_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``fused.Kernels.split_backward``."""
+    """Compute ``fused.Kernels.split_backward``, whose docstring describes it."""
     groups = key.size(1)
     rotated = torch.cat([query.unflatten(1, (groups, -1)), key.unsqueeze(2)], dim=2)
     heads = torch.cat([_rotate(rotated, cos, -sin), value.unsqueeze(2)], dim=2)

@@ -1,7 +1,8 @@
-"""Pointwise parts of a layer as autograd functions that save only their input.
+"""Pointwise operations in plain torch, as autograd functions that save hardly more than inputs.
 
-Written as plain torch operations, each would save several tensors of its input's size and make as
-many passes over memory. On a CPU that is a third of a layer's memory and a tenth of its time.
+Without these functions, autograd would save several tensors of the input's size for each operation,
+and pass over memory as many times. On a CPU that takes a third of a layer's memory and a tenth of
+its time.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-# Most elements that one thread computes: at::internal::GRAIN_SIZE, and GELU's own (Activation.cpp).
+# The most elements that one thread computes: at::internal::GRAIN_SIZE, and GELU's own limit
+# (Activation.cpp).
 _GRAIN, _GELU_GRAIN = 2**15, 2**14
 
 
 def gated_silu(x: Tensor) -> Tensor:
-    """``[..., 2 f] -> [..., f]``: ``silu(gate) * linear`` (SwiGLU, Shazeer 2020), gate first.
+    """Compute SwiGLU, ``silu(gate) * linear``, from gate and linear: ``[..., 2 f] -> [..., f]``.
 
-    Only ``x`` is saved for the backward pass.
+    Shazeer 2020, arXiv:2002.05202. Only ``x`` is saved for the backward pass.
     """
     return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
 
 
 def gated_gelu(x: Tensor) -> Tensor:
-    """GEGLU (Shazeer 2020) with GELU's tanh approximation, as in Gemma; see ``gated_silu``."""
+    """Compute GEGLU (Shazeer 2020) with tanh GELU, as in Gemma; see ``gated_silu``."""
     return _Gated.apply(x, _gelu, _gelu_backward)
 
 
 def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` to ``x [T, ..., c]`` on a CPU; a row's result is the same for any T.
 
-    torch splits the elements evenly over its threads, and a thread computes the elements that do
-    not fill a vector by another exponential. Padding with zero rows until every thread gets whole
-    rows keeps these elements in the same places of each row.
+    torch splits the elements evenly over its threads. A thread uses a different exponential for its
+    last elements, if they do not fill a vector register. Zero rows are added until every thread
+    gets whole rows. Then these elements are at the same place in every row.
     """
     if x.size(0) == 0:
         return function(x)
@@ -51,14 +53,14 @@ def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _splits_by_rows(rows: int, width: int) -> bool:
-    """Check that each thread gets whole rows, by torch's general grain size and by GELU's."""
+    """Check that each thread gets whole rows, by torch's grain size and that of its GELU."""
     numbers, threads = rows * width, torch.get_num_threads()
     by_grains = min(threads, -(-numbers // _GRAIN))
     return rows % by_grains == 0 and (numbers <= _GELU_GRAIN or rows % threads == 0)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Compute ``relu(x)^2`` (Primer, So et al. 2021); saves ``relu(x)`` for the backward pass."""
+    """Compute ``relu(x)^2`` (Primer, So et al. 2021); save ``relu(x)`` for the backward pass."""
     return F.relu(x).square()
 
 
@@ -67,7 +69,10 @@ _gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="t
 
 
 class _Gated(Function):
-    """``activation(gate) * linear``; ``derivative`` is the backward of ``activation``."""
+    """Autograd function for ``activation(gate) * linear``.
+
+    ``derivative`` is torch's operator for the backward pass of ``activation``.
+    """
 
     @staticmethod
     def forward(
@@ -93,10 +98,10 @@ class _Gated(Function):
 
 @dataclass(frozen=True)
 class Shared:
-    """A norm of rows that lie in parts on several ranks.
+    """How a norm's rows are split over ranks, each of which has some channels of every row.
 
     Attributes:
-        width: channels of a whole row.
+        width: number of channels of a whole row.
         total: function that sums ``[..., 1]`` over the ranks.
     """
 
@@ -113,9 +118,10 @@ def rms_norm(
 ) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (Zhang and Sennrich 2019).
 
-    Computes in fp32 and returns ``dtype``, by default that of ``x``. Saves ``x`` and one value per
-    row for the backward pass. On CUDA torch's fused kernel is used if ``weight`` has the dtype of
-    ``x`` or ``x`` is fp32, unless the rows are ``shared`` by ranks.
+    The norm is computed in fp32 and returned in ``dtype``, by default the dtype of ``x``. For the
+    backward pass it saves ``x`` and one value per row. On CUDA torch's fused kernel is used if
+    ``weight`` has the dtype of ``x`` or ``x`` is fp32, unless ``shared`` says that rows are split
+    over ranks.
     """
     dtype = x.dtype if dtype is None else dtype
     if shared is None and x.is_cuda and x.dtype in (weight.dtype, torch.float32):
@@ -126,7 +132,7 @@ def rms_norm(
 def offset_rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype
 ) -> Tensor:
-    """Compute ``rms_norm`` by ``weight + offset`` in fp32; Gemma's models store gamma - 1."""
+    """Compute ``rms_norm`` with the weight ``weight + offset`` in fp32; Gemma stores gamma - 1."""
     return rms_norm(x, weight.float() + offset if offset else weight, eps, dtype)
 
 
@@ -139,7 +145,7 @@ def add_rms_norm(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``x + alpha * added`` and its ``offset_rms_norm``."""
+    """Compute the sum ``x + alpha * added`` and its ``offset_rms_norm``."""
     total = torch.add(x, added, alpha=alpha)
     return total, offset_rms_norm(total, weight, eps, offset, dtype)
 

@@ -1,6 +1,6 @@
 """The pointwise operations as autograd functions around fused forward and backward kernels.
 
-They save the same tensors for the backward pass as the eager functions: the input of a norm or of
+For the backward pass they save the same tensors as the eager functions: the input of a norm or of
 SwiGLU, one value per row of a norm, and RoPE's tables.
 """
 
@@ -52,26 +52,26 @@ class Kernels(Protocol):
 
         Args:
             grad: gradient of the norm's output.
-            grad_sum: gradient of the sum from elsewhere, which is added; None is 0.
-            total: the sum.
+            grad_sum: gradient of the sum from its other uses, which is added; None is 0.
+            total: the sum that ``norm_forward`` returned.
             scale: the rows' factors from ``norm_forward``.
         """
 
     def silu_forward(self, x: Tensor) -> Tensor:
-        """Compute ``eager.gated_silu``."""
+        """Compute SwiGLU, like ``eager.gated_silu``."""
 
     def silu_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Compute the gradient of ``x``."""
+        """Compute the gradient of ``x`` from the gradient of SwiGLU's output."""
 
     def split_forward(
         self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``operations.SplitOperation``."""
+        """Compute ``operations.SplitOperation``, which describes shapes and layout."""
 
     def split_backward(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """Compute the gradient ``[T, 1, groups * (repeats + 2) * channels]`` from its parts'."""
+        """Compute the gradient of ``mixed`` from the gradients of queries, keys and values."""
 
 
 class _RMSNorm(Function):
@@ -170,7 +170,7 @@ class _SplitAndRotate(Function):
 
 
 def fused_kernels(name: str, kernels: Kernels) -> PointwiseKernels:
-    """Make an implementation from ``kernels``; the eager functions compute other dtypes."""
+    """Make an implementation from ``kernels``; it calls the eager functions for other dtypes."""
 
     def rms_norm(
         x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype

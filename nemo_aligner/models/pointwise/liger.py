@@ -1,6 +1,6 @@
 """The pointwise operations by liger-kernel 0.8.5 or newer (Hsu et al. 2024, arXiv:2410.10989).
 
-It has autograd functions of its own, whose norms compute in fp32 if they are called ``gemma``.
+liger-kernel brings its own autograd functions. Its norms compute in fp32 in the mode ``gemma``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from nemo_aligner.models.pointwise.fused import FLOATS
 from nemo_aligner.models.pointwise.operations import PointwiseKernels
 
 _IN_FP32 = "gemma"
-# Do not overwrite the output's gradient: behind a sum, autograd passes one tensor to both summands.
+# liger must not overwrite the output's gradient: after a sum, autograd passes the same tensor to
+# both summands.
 _IN_PLACE = False
-# One program per row for any number of rows, so that a row's result does not depend on the number.
+# Run one program for each row, however many rows there are, so that a row's result does not depend
+# on the number of rows.
 _BY_ROWS = True
 
 
@@ -40,7 +42,7 @@ def _add_rms_norm(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
-    # liger's sum has the dtype of ``added``, and no factor alpha.
+    # liger's kernel returns the sum in the dtype of ``added``, and supports no factor alpha.
     if x.dtype is added.dtype and alpha == 1 and x.dtype in FLOATS:
         normed, total = LigerFusedAddRMSNormFunction.apply(
             added, x, weight, eps, offset, _IN_FP32, _IN_PLACE
@@ -53,7 +55,7 @@ def _add_rms_norm(
 def _gated_silu(x: Tensor) -> Tensor:
     if x.dtype not in FLOATS:
         return eager.gated_silu(x)
-    # Flattened, because liger returns a gradient with two dimensions.
+    # Flatten to two dimensions, because liger returns a gradient with two.
     return LigerFusedGateUpSiLUMulFunction.apply(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
@@ -63,7 +65,7 @@ def _split_and_rotate(
     tokens, half = mixed.size(0), cos.size(-1)
     grouped = mixed.view(tokens, groups, -1, channels)
     query, key, value = grouped.split([grouped.size(2) - 2, 1, 1], dim=2)
-    # Copies, because liger rotates in place. Its layout is [batch, heads, tokens, channels].
+    # Copy the heads, because liger rotates in place. It wants [batch, heads, tokens, channels].
     query, key = (
         tensor.clone(memory_format=torch.contiguous_format)
         .view(1, tokens, -1, channels)

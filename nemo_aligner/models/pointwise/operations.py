@@ -18,7 +18,7 @@ from nemo_aligner.models.pointwise import eager
 
 
 class NormOperation(Protocol):
-    """Norm ``x [..., c]`` by ``weight [c] + offset`` and return it in ``dtype``."""
+    """Compute RMSNorm of ``x [..., c]`` with ``weight [c] + offset``, returned in ``dtype``."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype
@@ -26,7 +26,7 @@ class NormOperation(Protocol):
 
 
 class AddNormOperation(Protocol):
-    """Compute ``x + alpha * added``, in the dtype of ``x``, and the norm of that sum."""
+    """Compute the sum ``x + alpha * added``, in the dtype of ``x``, and the norm of the sum."""
 
     def __call__(
         self,
@@ -43,8 +43,9 @@ class AddNormOperation(Protocol):
 class SplitOperation(Protocol):
     """Split ``mixed [T, 1, groups * (repeats + 2) * channels]``, and rotate queries and keys.
 
-    Each group's channels are those of its query heads, its key and its value. ``cos`` and ``sin``
-    ``[T, 1, 1, r]`` rotate the first ``2 r`` channels of a head, as ``rotary.rotate`` does.
+    For each group ``mixed`` has the channels of its query heads, then of its key and its value.
+    RoPE rotates the first ``2 r`` channels of a head by ``cos`` and ``sin``, both ``[T, 1, 1, r]``,
+    like ``rotary.rotate``.
 
     Returns:
         Queries ``[T, groups * repeats, channels]``, keys and values ``[T, groups, channels]``, all
@@ -64,7 +65,7 @@ class PointwiseKernels:
 
     Attributes:
         gated_silu: ``[..., 2 f] -> [..., f]``, see ``eager.gated_silu``.
-        split_and_rotate: None if attention splits and rotates by separate operations.
+        split_and_rotate: None if attention splits heads and applies RoPE by separate operations.
     """
 
     name: str

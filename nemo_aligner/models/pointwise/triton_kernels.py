@@ -15,18 +15,18 @@ from torch import Tensor
 from nemo_aligner.config.model import PointwiseChoice
 from nemo_aligner.models.pointwise.fused import fused_kernels
 
-# Elements of a tile. Narrow rows share a tile, so that every thread has a few elements.
+# Number of elements in a tile. Narrow rows share a tile, so that every thread has work.
 _TILE = 1024
-# Programs of a norm's backward pass, about one wave on a GPU with 132 multiprocessors. Each goes
-# through every n-th tile of rows, and writes one row of partial sums.
+# Number of programs in a norm's backward pass, about one wave on a GPU with 132 multiprocessors.
+# Each program handles every n-th tile of rows, and writes one row of partial sums.
 _PROGRAMS, _PROGRAMS_OF_WIDE_ROWS = 1024, 512
 _WIDE = 4096
-# The most heads that one program rotates.
+# Largest number of heads that one program rotates.
 _MOST_HEADS = 16
 
 
 def _warps(elements: int) -> int:
-    """Return the warps of a program that reduces a tile of ``elements``."""
+    """Return how many warps a program uses that reduces a tile of ``elements`` elements."""
     for max_elements, warps in ((1024, 4), (4096, 8), (16384, 16)):
         if elements <= max_elements:
             return warps
@@ -34,7 +34,7 @@ def _warps(elements: int) -> int:
 
 
 class TritonKernels:
-    """Implements ``fused.Kernels`` by the kernels below."""
+    """Implements ``fused.Kernels`` by the Triton kernels in this module."""
 
     @staticmethod
     def norm_forward(
@@ -188,7 +188,8 @@ def _launch_rotation(
 TRITON = fused_kernels(PointwiseChoice.triton.value, TritonKernels())
 
 
-# Kernels. ``num_rows`` is not specialized, so that any number of rows runs the same machine code.
+# Kernels. Triton must not specialize ``num_rows``, so that the same machine code runs for any
+# number of rows.
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -215,7 +216,7 @@ def _norm_forward(
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if HAS_ADDED:
         x += alpha * tl.load(added_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        # Norm the rounded sum, which is what the residual stream holds.
+        # Norm the sum as rounded for the residual stream, so that the norm sees what is stored.
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + places, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -313,14 +314,14 @@ def _rotate(
     HEADS: tl.constexpr,
     IS_BACKWARD: tl.constexpr,
 ):
-    """Split and rotate one token's heads; in the backward pass rotate back and join them."""
+    """Split ``mixed`` into one token's heads and apply RoPE; backward do the reverse."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     group, place = head // (REPEATS + 2), head % (REPEATS + 2)
     is_head = group < GROUPS
     is_query, is_key = is_head & (place < REPEATS), is_head & (place == REPEATS)
     is_value = is_head & (place == REPEATS + 1)
-    # Where each head begins in ``mixed``, and in queries, keys or values.
+    # Address of each head in ``mixed``, and in queries, keys or values.
     mixed = mixed_ptr + ((token * GROUPS * (REPEATS + 2) + head) * CHANNELS)[:, None]
     query = query_ptr + ((token * GROUPS * REPEATS + group * REPEATS + place) * CHANNELS)[:, None]
     key = key_ptr + ((token * GROUPS + group) * CHANNELS)[:, None]
@@ -343,7 +344,7 @@ def _rotate(
     _store(heads, pair[None, :], turned_x, parts, fits, IS_BACKWARD)
     _store(heads, pair[None, :] + HALF, turned_y, parts, fits, IS_BACKWARD)
     if REST > 0:
-        # The channels that are not rotated.
+        # Copy the channels that are not rotated.
         unrotated = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         fits = unrotated < CHANNELS
         _store(
@@ -358,7 +359,7 @@ def _rotate(
 
 @triton.jit
 def _load(heads, columns, parts, fits, IS_BACKWARD: tl.constexpr):
-    """Load columns of each head as fp32: from one tensor, or backward from three."""
+    """Load columns of each head as fp32, from ``mixed``, or backward from query, key and value."""
     mixed, query, key, value = heads
     is_query, is_key, is_value = parts
     if not IS_BACKWARD:
@@ -372,7 +373,7 @@ def _load(heads, columns, parts, fits, IS_BACKWARD: tl.constexpr):
 
 @triton.jit
 def _store(heads, columns, x, parts, fits, IS_BACKWARD: tl.constexpr):
-    """Store columns of each head: to three tensors, or backward to one."""
+    """Store columns of each head to query, key and value, or in the backward pass to ``mixed``."""
     mixed, query, key, value = heads
     is_query, is_key, is_value = parts
     x = x.to(mixed.dtype.element_ty)
