@@ -150,7 +150,7 @@ class RewardLearner:
         return {**metrics, "lr": lr, "tokens": float(tokens)}
 
     def _losses_per_record(self, plan: StepPlan) -> float:
-        """Count the loss terms per record of the step, as a pair of steps or turns may have many.
+        """Count the losses of the step relative to its records; a rating has one for each label.
 
         The auxiliary loss of a mixture-of-experts model is scaled by this number. Other models have
         no such loss and get 1.

@@ -2,7 +2,8 @@
 
 Such a value ends a run, and the error names the records that caused it. The record that contributes
 most is named first. An example is a label of 1e38: it spoils the mean that is subtracted from all
-labels, so every record has a huge loss, but the record with that label has the largest.
+labels, so that no record's loss is finite in fp32. But in float64 the record with that label has by
+far the largest loss.
 """
 
 from __future__ import annotations
@@ -191,7 +192,8 @@ def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
 def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
     """True if all rewards and their loss are finite."""
     total, _ = loss(rewards, records)
-    # Check the rewards, too: the loss masks a record without labels, even if its reward is NaN.
+    # Check the rewards, too: the loss leaves out a record without labels, even if its reward is
+    # NaN.
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
@@ -221,7 +223,8 @@ def gradient_error(
     broken = gather_objects(not _has_finite_gradients(model))
     blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):
-        # All ranks compute the same record, because Megatron's collectives need every rank.
+        # All ranks compute the same record. Megatron sums gradients over the ranks, so records on
+        # different ranks would not be told apart.
         dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
         compute_gradients(packs)

@@ -174,9 +174,9 @@ def export(
 ) -> dict[str, float]:
     """Write the reward model's ``.nemo`` with the weights of the best checkpoint.
 
-    Without validation data no checkpoint is the best, and the newest one is taken. If
-    ``average_best`` is above 1, the model gets the mean of the weights of that many best
-    checkpoints. Its metrics are then measured by another validation.
+    If no checkpoint was validated, the newest one is taken. If ``average_best`` is above 1, the
+    model gets the mean of the weights of that many best checkpoints, and another validation
+    measures it.
 
     Returns:
         The model's metrics on the test sets, named ``set/metric``.
