@@ -252,8 +252,8 @@ def _build_data(
     # between two versions of this package.
     previous_contract = resumed if model.data.template in BUILT_IN_TEMPLATES else None
     contract = build_contract(model, base.tokenizer, config.precision, start, previous_contract)
-    # The objective may set the contract's ``aggregate``, so build it before the contract is compared
-    # with that of the reward model to start from.
+    # The objective may set the contract's ``aggregate``, so build the objective before the contract
+    # is compared with that of the reward model to start from.
     objective = build_objective(
         model, contract.attributes, contract.attribute_weights, contract.has_steps
     )

@@ -159,7 +159,7 @@ def resumed_state(fresh: RunState, previous: RunState) -> RunState:
 def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> RunState:
     """Build the state of a new run before its first step; ``shape`` is that of the model to train.
 
-    Besides starting a run, this is what the state of a checkpoint is compared with.
+    A new run starts with it. When a run resumes, its checkpoint's state is compared with it.
     """
     return RunState(
         step=0,

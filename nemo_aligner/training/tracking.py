@@ -2,8 +2,8 @@
 
 W&B and MLflow give each run an id. ``tracking.json`` in the run's folder keeps these ids, so that a
 resumed training run continues the same run at each service. A resumed run repeats the steps after
-its checkpoint. The services cannot delete the old values of these steps, so they have them twice;
-``metrics.jsonl`` has each step once.
+its checkpoint. The services cannot delete the old values of these steps, so these steps appear
+twice there. ``metrics.jsonl`` has each step once.
 """
 
 from __future__ import annotations
