@@ -188,7 +188,7 @@ def _check_finished(outcome: Outcome) -> None:
 def _open_trained_model(config: TrainConfig) -> RewardModel:
     """Return the model of a finished run, with the run's parallel layout and numerics.
 
-    So it gives the same rewards as in the run's last validation.
+    So it computes rewards in the same way as the run's validations did.
     """
     model, folder = config.model, Path(config.exp_manager.explicit_log_dir)
     settings = {
