@@ -105,8 +105,8 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 def single_process() -> Iterator[None]:
     """Create a process group of one rank for a conversion, unless there is a group already.
 
-    Unlike ``launch``, it returns freed memory to the system at once, so that a conversion, which
-    reads a whole checkpoint part by part, never holds much of it.
+    Unlike ``launch``, it returns freed memory to the system, because a conversion reads a large
+    checkpoint part by part and should never hold much of it.
 
     Raises:
         ConfigError: this process is one of several ranks.
@@ -166,7 +166,7 @@ def _split_cores(local_world_size: int) -> None:
 
 
 def _tear_down(hook: Callable[..., Any]) -> None:
-    """Destroy layout and process group, and restore ``hook``, the excepthook from before them."""
+    """Destroy layout and process group, and restore the excepthook that torch has replaced."""
     destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
