@@ -345,7 +345,8 @@ def export_archive(
     if output.suffix.lower() == ".gguf":
         if adapter_of is not None or head is not None:
             raise ConfigError(
-                f"{output}: got an adapter or a head's form, wanted none: a .gguf file has neither"
+                f"{output}: a .gguf file has neither a peft adapter nor another form of the head. "
+                "Omit adapter_of and head"
             )
         from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
 

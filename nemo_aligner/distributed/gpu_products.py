@@ -201,8 +201,9 @@ def _try_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[int, ...
     ]
     if not groups:
         logger.warning(
-            "model.batch_invariant may not hold: with a weight of %s in %s, no chunk size gives "
-            "bit-identical rows at every position; please report the GPU and the version of cuBLAS",
+            "model.batch_invariant may not hold: rewards may depend on the other samples in a "
+            "batch, because with a weight of shape %s in %s no chunk size gives bit-identical "
+            "rows. Please report the GPU and the version of cuBLAS",
             tuple(weight.shape),
             weight.dtype,
         )

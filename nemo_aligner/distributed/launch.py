@@ -114,7 +114,9 @@ def single_process() -> Iterator[None]:
     is_there = dist.is_initialized()
     count = dist.get_world_size() if is_there else find_process(os.environ).world_size
     if count > 1:
-        raise ConfigError(f"got {count} processes, wanted one for a conversion")
+        raise ConfigError(
+            f"a conversion: got {count} processes, wanted one. Start it without torchrun or srun"
+        )
     if is_there:
         yield
         return

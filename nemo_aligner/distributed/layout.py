@@ -101,8 +101,9 @@ def check_sizes(
     dp = world_size // least
     if dp * cp % ep != 0:
         raise ConfigError(
-            f"model.expert_model_parallel_size: got {ep}, wanted a divisor of the {dp * cp} data "
-            f"parallel ranks that {world_size} processes leave, e.g. --processes {tp * pp * ep}"
+            f"model.expert_model_parallel_size: got {ep}, wanted a divisor of {dp * cp}, which is "
+            f"the number of data and context parallel ranks with {world_size} processes. Change "
+            f"this size, or start another number of processes, e.g. --processes {tp * pp * ep}"
         )
     return dp
 

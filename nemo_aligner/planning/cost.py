@@ -143,8 +143,8 @@ def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
     size = 2 * length - prefix
     if size > budget:
         raise ConfigError(
-            f"model.micro_batch_tokens: got {budget}, wanted at least {size}, a pair of two "
-            f"sequences of {length} tokens"
+            f"model.micro_batch_tokens: got {budget}, wanted at least {size}, the tokens of a pair "
+            f"of two sequences of {length} tokens"
         )
     count = -(-pairs // (budget // size))
     fullest = -(-pairs // count)

@@ -293,10 +293,10 @@ class PlanRequest:
             ("inter_node", self.inter_node > 0, above_zero),
             ("host", self.host > 0, above_zero),
             ("reserve", reserve >= 0, "0 or more"),
-            ("gpu_memory", self.gpu_memory > reserve, f"more than the {reserve:g} of reserve"),
-            ("micro_batch_tokens", budget >= pair, f"{pair} (a pair) or more"),
+            ("gpu_memory", self.gpu_memory > reserve, f"more than reserve, which is {reserve:g}"),
+            ("micro_batch_tokens", budget >= pair, f"{pair} or more, so that a pair fits"),
             ("lora_rank", self.lora_rank >= 0, "0 (no LoRA) or more"),
-            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 with LoRA"),
+            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 if lora_rank is set"),
             ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
         ]
         for name, is_valid, allowed in checks:
@@ -473,8 +473,9 @@ def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Can
     """
     if not candidates:
         return (
-            f"gpus: got {gpus}, wanted a number that the model's heads, query groups and layers "
-            f"divide into, with at most {planner.batch} data parallel ranks (the pairs of a step)"
+            f"gpus: got {gpus}, wanted a number that a layout can use. Tensor and pipeline "
+            "parallel sizes must divide the model's heads, query groups and layers, and a step of "
+            f"{planner.batch} pairs has work for at most {planner.batch} data parallel ranks"
         )
     offloading = replace(planner, activations_offload=True)
     evaluated = [*candidates, *offloading.candidates(gpus)]

@@ -157,7 +157,8 @@ def _initialize_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
     if not pretrained.head_is_new:
         raise ConfigError(
             f"pretrained_checkpoint.load_rm_head_weights: got {source}, but training starts from "
-            "a reward model, which has a head already. Set pretrained_checkpoint.new_head=true, too"
+            "a reward model, which already has a head. Set pretrained_checkpoint.new_head=true, "
+            "too, to replace it by a new head"
         )
     names = start_from.rm_head_names
     init_head_from(pretrained.model, source, run.data.contract, run.shape, names)

@@ -53,7 +53,7 @@ from nemo_aligner.training.resume import check_may_resume, load_checkpoint, writ
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
-_ADVICE = "the weights are those from before it. Look at its returns, or lower model.optim.lr"
+_ADVICE = "the weights did not change in this step. Look at its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColum
 
 # A critic's run: opening, saving and resuming it.
 
-_EXPECTED = "Start from a reward model, or from a critic that critic_save has written"
+_EXPECTED = "Start from a reward model, or from a critic that the endpoint critic_save has written"
 
 
 @dataclass(frozen=True)

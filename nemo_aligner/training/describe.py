@@ -46,7 +46,7 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
         f"{config.precision.value}, {run.layout}"
     ]
     if head_is_new and source is not None:
-        lines.append(f"the head starts from that of {source}")
+        lines.append(f"the head starts from the head of {source}")
     if config.precision is not Precision.fp32 and lacks_bf16():
         lines.append("note: this CPU has no 16-bit matmuls; fp32 is many times faster")
     if config.precision is Precision.fp32 and torch.cuda.is_available():
@@ -85,8 +85,8 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
         *_describe_imbalance(imbalance, num_inspected, options.pipeline_model_parallel_size),
     ]
     lines += [
-        f"{dataset.name}: {len(dataset)} of {dataset.counts['kept']} records, the same ones each "
-        "time"
+        f"{dataset.name}: validates on {len(dataset)} of {dataset.counts['kept']} records, always "
+        "the same ones"
         for dataset in data.validation
         if len(dataset) < dataset.counts["kept"]
     ]
@@ -101,7 +101,8 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
     if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
         lines += [
             "note: model.freeze_layers saves memory but no time",
-            "  model.activations_checkpoint_granularity=full runs the backward pass for them, too",
+            "  with model.activations_checkpoint_granularity=full, frozen layers have a backward "
+            "pass, too",
         ]
     monitor = checkpoints.monitor
     lines.append(
@@ -207,7 +208,7 @@ def render_candidates(
             result += "  (on other validation records)"
         lines.append(f"  step {saved.state.step:<8}{result}")
     if len(ranked) > _MOST_LISTED:
-        lines.append(f"  and {len(ranked) - _MOST_LISTED} that are not as good")
+        lines.append(f"  and {len(ranked) - _MOST_LISTED} checkpoints with worse metrics")
     lines[1 : 1 + chosen] = [f"{line}  (chosen)" for line in lines[1 : 1 + chosen]]
     return "\n".join(lines)
 

@@ -185,7 +185,7 @@ def _check_output(config: TrainConfig, shape: ModelShape) -> str:
     # The ``save_top_k`` best checkpoints, the newest one, and one that is being written.
     count = config.exp_manager.checkpoint_callback_params.save_top_k + 2
     free = shutil.disk_usage(existing).free
-    note = "" if count * checkpoint_bytes <= free else ": TOO FEW for them"
+    note = "" if count * checkpoint_bytes <= free else ": TOO LITTLE for them"
     return (
         f"output: {config.exp_manager.explicit_log_dir}; a checkpoint takes up to "
         f"{show_bytes(checkpoint_bytes)}, and up to {count} exist at once; {show_bytes(free)} are "
@@ -201,7 +201,8 @@ def _describe_start(folder: RunFolder, total_steps: int) -> list[str]:
     step = latest.state.step
     if step >= total_steps:
         begins = (
-            f"begins: after step {step} of {latest.path}, the last: only the model will be written"
+            f"begins: after step {step} of {latest.path}, the last step; only the model will be "
+            "written"
         )
     else:
         begins = f"begins: after step {step} of {latest.path}, with {total_steps - step} steps left"

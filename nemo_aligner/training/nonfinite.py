@@ -28,7 +28,7 @@ from nemo_aligner.utils.errors import TrainingError
 
 _MOST_NAMED = 5  # records that an error names
 _ADVICE = "the weights did not change in this step. Look at the records, or lower model.optim.lr"
-_FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
+_FP16_ADVICE = "; fp16 ends at 65504, but fp32 and bf16 hold far larger values"
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
     columns = zip(labels.names, missing.any(0).tolist(), strict=True)
     names = " or ".join(name for name, is_missing in columns if is_missing)
     return (
-        f" ({int(missing.any(1).sum())} of its {len(missing)} records have no {names}: a missing "
-        "label is NaN, which the loss must mask)"
+        f" ({int(missing.any(1).sum())} of the {len(missing)} records that cause it have no "
+        f"{names}: a missing label is NaN, which the loss must mask)"
     )
 
 

@@ -345,9 +345,11 @@ def _find_monitor(
             full_name = f"{datasets[0].name}/{monitor}"
         available = validation_metric_names(objective, datasets)
         if full_name not in available:
+            names = f"one of {', '.join(available)}" if available else "null"
+            reason = "" if available else ", because there is no validation data"
             raise ConfigError(
-                f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, wanted one of "
-                f"{', '.join(available) or 'none, as there is no validation data'}"
+                f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, "
+                f"wanted {names}{reason}"
             )
         monitor = full_name
     return monitor, _find_mode(settings.mode, monitor)

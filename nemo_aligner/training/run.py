@@ -159,8 +159,9 @@ def finish(
         return export(path, checkpoints, learner, pretrained, average_best)
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved. The same "
-        f"command continues from there. With trainer.rm.max_steps={outcome.step} it ends there: "
-        f"it validates that step and writes {MODEL_NAME}"
+        "command continues from there. To finish here instead, add "
+        f"trainer.rm.max_steps={outcome.step} to it: it then validates this step and writes "
+        f"{MODEL_NAME}"
     )
     return {}
 

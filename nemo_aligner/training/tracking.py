@@ -172,8 +172,8 @@ def _read_ids(path: Path) -> dict[str, str]:
         return {name: str(run["id"]) for name, run in read_json(path, str(path)).items()}
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: got {type(error).__name__}: {error}, wanted the id of the run at each "
-            "service. Delete the file to begin a new run there"
+            f"{path}: the file does not have the id of the run at each service "
+            f"({type(error).__name__}: {error}). Delete the file to start a new run at each service"
         ) from error
 
 
