@@ -42,7 +42,7 @@ def _set_before_cuda_starts() -> None:
 
 # Library warnings that users cannot act on. Only the ones listed here are hidden.
 
-# (beginning of the message as a regular expression, category)
+# Warnings to hide, as (beginning of the message as a regular expression, category).
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # TransformerEngine and Apex are optional here.
     (r"Transformer Engine and Apex are not installed", UserWarning),

@@ -30,7 +30,7 @@ class _Done(dist.Work):
         return True
 
 
-# The methods are declared as C++ overloads, whose signatures no Python method can match.
+# Typed as Any, because mypy rejects Python methods that override C++ overloads.
 _ProcessGroup: Any = dist.ProcessGroup
 
 

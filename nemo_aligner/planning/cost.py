@@ -384,7 +384,7 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
         forward += linear + attention + adapters
         if not has_backward(plan, stage, layer):
             continue
-        # A frozen layer passes the gradient on but computes none for its weights.
+        # A frozen layer passes the gradient on, but computes no gradient of its own weights.
         is_trained = layer >= plan.freeze_layers and shape.lora is None
         backward += linear * (2 if is_trained else 1) + 2 * (attention + adapters)
         if is_recomputed(shape, plan, layer):

@@ -446,7 +446,7 @@ def _is_readable(gauge: Callable[[], float]) -> bool:
     return True
 
 
-# The clock of a run: its time limit, and the time of each part of a step.
+# The time limit of a run, and the time that each part of a step takes.
 
 _MAX_TIME = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 

@@ -26,7 +26,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import RewardLoss
 from nemo_aligner.utils.errors import TrainingError
 
-_MOST_NAMED = 5  # records that an error names
+_MOST_NAMED = 5  # most records that an error names
 _ADVICE = "the weights did not change in this step. Look at the records, or lower model.optim.lr"
 _FP16_ADVICE = "; fp16 ends at 65504, but fp32 and bf16 hold far larger values"
 

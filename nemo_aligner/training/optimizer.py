@@ -31,7 +31,7 @@ from nemo_aligner.utils.host_transfer import wait_for_host_copies
 # Taking a step, and saving and loading the optimizer's state.
 
 _SKIPPED = "skipped_steps"
-_EPSILON = 1e-6  # added to a norm that divides, as in Megatron and torch
+_EPSILON = 1e-6  # added to the gradient norm before dividing by it, as in Megatron and torch
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Optimizer:
                 return Update(math.nan, applied=False, skipped=skipped)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
-        factor = self._clip_grad / (norm + _EPSILON)  # Pascanu et al. 2013
+        factor = self._clip_grad / (norm + _EPSILON)  # clipping as in Pascanu et al. 2013
         if 0 < factor < 1 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
         wait_for_host_copies()  # a save may still be copying weights and moments

@@ -188,7 +188,7 @@ class ShardedState:
         """Copy the rows that ``to_load`` requested into the shards; this empties ``loaded``."""
         for shard, segment in self._segments():
             number = self._numbers[segment.parameter]
-            stored = loaded.pop(number)  # frees its memory after the copy
+            stored = loaded.pop(number)  # popped, so that its memory is freed after the copy
             for key in _STATE:
                 parts = zip(stored[key], self._slices[number, key], strict=True)
                 values = torch.cat([rows.flatten()[elements] for rows, elements in parts])
@@ -275,7 +275,7 @@ def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedT
                 data=rows,
                 local_shape=tuple(rows.shape),
                 global_offset=tuple(offset),
-                axis_fragmentations=None,  # arbitrary rows form no regular grid
+                axis_fragmentations=None,  # because the selected rows form no regular grid
             ),
             slice(first - above * row, last - above * row),
         )

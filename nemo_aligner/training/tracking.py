@@ -64,7 +64,7 @@ def _open_mlflow(
     has_server = {"tracking_uri", "save_dir"} & {*options} or "MLFLOW_TRACKING_URI" in os.environ
     if not has_server:
         path = folder.resolve()
-        # MLflow 3 does not support plain files any more.
+        # Use SQLite, because MLflow 3 cannot log to plain files any more.
         arguments["tracking_uri"] = f"sqlite:///{path / 'mlflow.db'}"
         arguments["artifact_location"] = (path / "mlflow_artifacts").as_uri()
     arguments.update(options)

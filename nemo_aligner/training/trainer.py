@@ -203,7 +203,7 @@ class SupervisedTrainer:
         if self._freed is not None:
             self._freed.end_step()
         timing = self._timers.take()
-        # The tokens of all ranks' packs. Packs have no padding, so no padding is counted.
+        # Number of tokens of the batch on all ranks, without padding.
         tokens = metrics.pop("tokens")
         seconds = timing["timing/train_step"]
         metrics["tokens_per_second"] = tokens / seconds

@@ -70,7 +70,7 @@ def shown(value: object) -> str:
     """Return the ``repr`` of a value for an error message, cut to a limited length."""
     try:
         return short(repr(value))
-    except (ValueError, RecursionError):  # an int of 5,000 digits, or deeply nested lists
+    except (ValueError, RecursionError):  # repr of an int of 5,000 digits, or of deep nesting
         return type(value).__name__
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import CheckpointError, one_line
 
-# Parts of messages by which a full disk is recognised. torch's zip writer raises the first ones and
-# hides the system's error; safetensors quotes the system's error, which is the last one.
+# Parts of error messages that mean a full disk. Those in _CUT_OFF are of torch's zip writer, which
+# hides the system's error. That in _FULL is the system's error, which safetensors quotes.
 _CUT_OFF = ("unexpected pos", "PytorchStreamWriter failed", "iostream error")
 _FULL = ("No space left on device",)
 
