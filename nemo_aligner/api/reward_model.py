@@ -1,6 +1,7 @@
-"""``nemo_aligner.RewardModel``: a reward model in this process, to score, evaluate and export.
+"""``nemo_aligner.RewardModel``: load a reward model in this process, score, evaluate and export it.
 
-torch is imported only when a model is loaded: the command line imports this module for its options.
+torch is imported only when a model is loaded, so that the command line, which imports this module,
+starts quickly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.evaluation.sources import RewardSource
 
-# The settings of ``evaluate`` that are not about the model; the model is loaded already.
+# The settings of ``nemo-aligner evaluate`` that ``RewardModel.evaluate`` takes. Settings of the
+# model are missing, because the model is loaded already.
 _EVALUATION_SETTINGS = (
     "data", "task", "threshold", "threshold_from", "aggregate", "swapped", "robustness_pairs",
     "output", "output_rewards", "report",
@@ -47,12 +49,14 @@ _SHARD_BYTES = 5 * 10**9
 
 
 class RewardModel:
-    """A reward model in this process; made by ``train`` or ``from_pretrained``.
+    """A reward model in this process, as ``train`` or ``from_pretrained`` returns it.
 
-    Rewards are bit-identical to those of the server. Weights are loaded at the first use, and
-    unloaded by ``close``; training or an export in this process also unloads them, until the next
-    use. Several models may be loaded if they have the same parallel layout; a model with another
-    layout unloads them. Under torchrun every rank makes the same calls and gets the same results.
+    Its rewards are bit-identical to those of the server. Under torchrun, every rank makes the same
+    calls and gets the same results.
+
+    Weights are loaded when they are needed. ``close``, training and an export in this process
+    unload them; the next use loads them again. Several models can be loaded together if they have
+    the same parallel layout. Loading a model with another layout unloads all others.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -63,7 +67,7 @@ class RewardModel:
 
         Raises:
             SettingsError: the settings are invalid, or name no model.
-            ConfigError: they name a server.
+            ConfigError: the settings name a server instead of a model.
         """
         self._settings = dict(settings)
         self._config = load_settings(EvaluateConfig, self._settings)
@@ -73,7 +77,8 @@ class RewardModel:
                 "server: a RewardModel runs in this process. For a server use RewardClient of "
                 "nemo_aligner.serving.client"
             )
-        # Reported here, so that each use does not report them again.
+        # Report settings without an effect now, so that ``evaluate`` does not report them each
+        # time.
         self._idle = frozenset(idle_settings(self._config))
         for note in idle_notes(self._config):
             say(note)
@@ -89,9 +94,9 @@ class RewardModel:
         """Load a reward model.
 
         Args:
-            path: a ``.nemo`` archive, or the folder that it unpacks to
-            hf_model: instead of ``path``, a Hugging Face folder or hub name; the model is run by
-                transformers
+            path: a ``.nemo`` archive, or a folder into which one was unpacked
+            hf_model: instead of ``path``, a Hugging Face folder or hub name; transformers then
+                runs the model
             settings: settings of ``nemo-aligner evaluate`` that are about the model, by their keys,
                 such as ``**{"precision": "bf16", "model.tensor_model_parallel_size": 2}``
 
@@ -116,14 +121,14 @@ class RewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the A columns of its rewards."""
+        """Names of the A attributes that the model scores, which are the columns of rewards."""
         return self._source().attributes
 
     def contract(self) -> ScoringContract:
         """Return the scoring contract.
 
         Raises:
-            ConfigError: the model is run by transformers, so it has no contract.
+            ConfigError: the model is a Hugging Face model (``hf_model``), which has no contract.
         """
         contract = self._source().contract
         if contract is None:
@@ -162,13 +167,14 @@ class RewardModel:
             steps: return the rewards of every turn or step, for a model that has them.
 
         Returns:
-            Rewards ``[N, A]`` float32, a column for each of ``attributes``. With ``steps`` a list
-            of N ``StepRewards``: ``rewards`` ``[S, A]``, and ``spans``, which say what message and
-            characters each of them is for. The sample's reward is the last of them, or what the
-            contract's ``aggregate`` makes of all.
+            Rewards ``[N, A]`` float32, a column for each of ``attributes``. With ``steps``, a list
+            of N ``StepRewards``. Each has the ``rewards`` ``[S, A]`` of the sample's S turns or
+            steps, and ``spans``, the message and the range of characters of each turn or step. The
+            reward of the whole sample is the last one, or all of them combined by the contract's
+            ``aggregate``.
 
         Raises:
-            ConfigError: ``steps`` is set, but the model has no rewards of steps.
+            ConfigError: ``steps`` is set, but the model gives one reward per sample only.
             DataError: the contract rejects a sample; the message has its number, from 0.
             ServingError: the model's reward of a sample is not a finite number.
             TypeError: ``texts`` is one sample instead of a list.
@@ -184,10 +190,10 @@ class RewardModel:
         return scored.rewards if scored.steps is None or not steps else scored.steps.tolist()
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
-        """Score N samples, and return all that is known about each: see ``ScoredRows``.
+        """Score N samples, and return rewards, errors and more about each: see ``ScoredRows``.
 
-        Rejected samples get NaN, and their reasons are in ``errors``. ``RewardClient.score_rows``
-        returns the same.
+        A sample that the contract rejects gets the reward NaN, and ``errors`` has the reason.
+        ``RewardClient.score_rows`` returns the same from a server.
 
         Raises:
             ServingError: the model's reward of a sample is not a finite number.
@@ -201,16 +207,17 @@ class RewardModel:
         """Measure the model on held-out data, as ``nemo-aligner evaluate`` does.
 
         Args:
-            records: a file, or records; errors call record N ``records.jsonl:N``, from 1
-            settings: settings of the verb that are not about the model: ``task``, ``threshold``,
+            records: a data file, or the records themselves; errors then name record N (from 1) as
+                ``records.jsonl:N``
+            settings: settings of the command that are not about the model: ``task``, ``threshold``,
                 ``threshold_from``, ``aggregate``, ``swapped``, ``robustness_pairs``, ``output``,
                 ``output_rewards``, ``report`` and ``data.*``
 
         Returns:
-            The metrics; printed, they are the table of the verb.
+            The metrics. ``print`` shows them as the table that the command prints.
 
         Raises:
-            AlignerError: an error of the verb, with the same message.
+            AlignerError: any error of the command, with the same message.
         """
         for key in settings:
             if key.partition(".")[0] not in _EVALUATION_SETTINGS:
@@ -228,7 +235,7 @@ class RewardModel:
             evaluation = self._evaluate(path, settings)
         finally:
             remove_temporary(folder)
-        # The name of the temporary folder means nothing to the caller.
+        # Remove the name of the temporary folder, which the caller does not know.
         return replace(
             evaluation,
             rows=[{**row, "record": Path(row["record"]).name} for row in evaluation.rows],
@@ -246,23 +253,24 @@ class RewardModel:
         max_shard_bytes: int = _SHARD_BYTES,
         base_license: str = "unknown",
     ) -> ExportSummary | str:
-        """Export the model as a Hugging Face folder, and check that it scores the same.
+        """Export the model in Hugging Face's format, and check that the export scores the same.
 
-        This is ``nemo-aligner export``.
+        It does the same as ``nemo-aligner export``.
 
         Args:
             output: folder to write, or a ``.gguf`` file for llama.cpp
-            dtype: ``fp32``, ``bf16`` or ``fp16`` for the body; None: as stored
+            dtype: ``fp32``, ``bf16`` or ``fp16`` for all weights but the head's; None keeps the
+                dtype of the ``.nemo``
             merge: combine the attributes into one output, by the weights of the contract
-            head: name of a linear head's tensor, ``score.bias`` or ``v_head.summary``; None:
-                ``score``
-            adapter_of: write LoRA as a peft adapter for this base model
+            head: the form of a linear head, named by its tensor: ``score.bias`` or
+                ``v_head.summary``; None means ``score``
+            adapter_of: write the LoRA weights as a peft adapter for this base model
             max_shard_bytes: largest size of a safetensors file
             base_license: the base model's licence, for the model card
 
         Raises:
-            CheckpointError: ``output`` exists already, or the export does not score the same.
-            ConfigError: there are several processes, or the model is run by transformers.
+            CheckpointError: ``output`` exists already, or the export gives other rewards.
+            ConfigError: there are several processes, or the model is a Hugging Face model already.
         """
         if self._config.rm_model_file is None:
             raise ConfigError(
@@ -295,12 +303,12 @@ class RewardModel:
         return evaluate_source(config, self._source())
 
     def _source(self) -> RewardSource:
-        """Return the loaded model as a source of rewards, and load it if necessary."""
+        """Load the model if necessary, and return it as a source of rewards."""
         return _SESSION.load(self, self._config)
 
 
 def release_models() -> None:
-    """Unload all models of this process, and end their process group."""
+    """Unload all models of this process, and destroy the process group that they share."""
     _SESSION.close()
 
 
@@ -315,7 +323,7 @@ def export_archive(
     max_shard_bytes: int,
     base_license: str,
 ) -> ExportSummary | str:
-    """Export a reward model's ``.nemo``; shared by the verb and ``RewardModel.export``.
+    """Export a reward model's ``.nemo``, for ``nemo-aligner export`` and ``RewardModel.export``.
 
     Raises:
         ConfigError, CheckpointError: see ``RewardModel.export``.
@@ -337,7 +345,8 @@ def export_archive(
     if output.suffix.lower() == ".gguf":
         if adapter_of is not None or head is not None:
             raise ConfigError(
-                f"{output}: got an adapter or a head's form, wanted none: a .gguf file has neither"
+                f"{output}: a .gguf file has neither a peft adapter nor another form of the head. "
+                "Omit adapter_of and head"
             )
         from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
 
@@ -362,24 +371,24 @@ def export_archive(
 class _Session:
     """The process group and parallel layout that all loaded models share.
 
-    megatron-core's process groups are global, so there is one layout at a time.
+    megatron-core's process groups are global, so a process can have only one layout at a time.
     """
 
     def __init__(self) -> None:
-        # Ends the process group.
+        # Closing it destroys the process group; None if there is no group.
         self._exit_stack: ExitStack | None = None
         self._sizes: dict[str, Any] | None = None
         self._layout: ParallelLayout | None = None
-        # Weak keys: the weights of a model that is garbage are freed, even without ``close``.
+        # With weak keys, a model that nobody refers to any more is freed even without ``close``.
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
     def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
-        """Return the source of rewards of ``model``, and load it if necessary.
+        """Load ``model`` if necessary, and return its source of rewards.
 
-        Models of another layout are unloaded.
+        If the loaded models have another parallel layout, they are unloaded.
 
         Raises:
-            AlignerError: it cannot be loaded.
+            AlignerError: the model cannot be loaded.
         """
         loaded = self._loaded.get(model)
         if loaded is not None:
@@ -390,8 +399,8 @@ class _Session:
         try:
             return self._loaded.setdefault(model, load_source(config, layout))
         finally:
-            # If loading failed, the group is ended, but not among several ranks: the others may
-            # still be loading, and errors of a missing group would hide the real error.
+            # If loading failed, destroy the process group. But keep it if there are several ranks:
+            # others may still be loading, and would raise errors that hide the real one.
             if not self._loaded and find_process(os.environ).world_size == 1:
                 self.close()
 
@@ -409,13 +418,13 @@ class _Session:
         return self._layout
 
     def leave(self, model: RewardModel) -> None:
-        """Unload one model; after the last one end the process group."""
+        """Unload ``model``, and destroy the process group if no other model is loaded."""
         self._loaded.pop(model, None)
         if not self._loaded:
             self.close()
 
     def close(self) -> None:
-        """Unload all models, and end the process group."""
+        """Unload all models, and destroy the process group."""
         self._loaded.clear()
         stack, self._exit_stack, self._sizes, self._layout = self._exit_stack, None, None, None
         if stack is not None:
@@ -427,9 +436,9 @@ _SESSION = _Session()
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Unload all models, but not after an error on one of several ranks.
+    """Unload all models at exit, except after an error on one of several ranks.
 
-    Other ranks may have left the process group, so ending it could block.
+    Then other ranks may have left the process group already, and destroying it could block.
     """
     if find_process(os.environ).world_size == 1 or getattr(sys, "last_value", None) is None:
         release_models()

@@ -1,4 +1,4 @@
-"""``nemo_aligner.train``: training in this process, also on records that are Python objects."""
+"""``nemo_aligner.train``: train a reward model in this process, on files or on Python objects."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ def train(
     callback: OnProgress | None = None,
     **settings: Any,
 ) -> RewardModel:
-    """Train a reward model as ``nemo-aligner train`` does, and return it at the end of the run.
+    """Train a reward model as ``nemo-aligner train`` does, and return the trained model.
 
-    The same call resumes a run that was stopped. Under torchrun every rank makes the same call.
-    Records are written to files in the folder ``data/`` of the run, because a run reads, indexes
-    and resumes from files.
+    If a run was stopped, the same call resumes it. Under torchrun, every rank makes the same call.
+    Records that are Python objects are first written to files in ``data/`` in the run's folder,
+    because a run reads, indexes and resumes from files.
 
     Args:
-        base: the base or reward model to start from, ``pretrained_checkpoint.restore_from_path``
-        records: training data, in any format for files; record N becomes line N of its file
-        validation: held-out data, or several sets of it by name
-        test: data on which the finished model is measured, likewise
-        output: the run's folder, ``exp_manager.explicit_log_dir``
-        config: a YAML file of settings, or the name of a packaged one
-        callback: called on rank 0 with every metric that is logged; an exception in it ends the run
-        settings: settings of the verb by their keys, such as ``**{"model.optim.lr": 1e-5}``
+        base: the base or reward model to start from (``pretrained_checkpoint.restore_from_path``)
+        records: training data, with the fields of any supported file format. Errors name record N
+            as line N of the file to which it is written
+        validation: held-out data, or a mapping from names to several held-out sets
+        test: data, or a mapping as for ``validation``, on which the finished model is measured
+        output: the run's folder (``exp_manager.explicit_log_dir``)
+        config: a YAML file of settings, or the name of a file that comes with this package
+        callback: called on rank 0 with all metrics that are logged; an exception in it ends the run
+        settings: settings of the command by their keys, such as ``**{"model.optim.lr": 1e-5}``
 
     Raises:
-        AlignerError: an error of the verb, with the same message.
-        StoppedError: ``trainer.max_time`` has passed; everything is saved.
-        KeyboardInterrupt: after Ctrl-C, when the current step is finished and saved. A second
+        AlignerError: any error of the command, with the same message.
+        StoppedError: the time limit ``trainer.max_time`` was reached; the run is saved.
+        KeyboardInterrupt: the user pressed Ctrl-C; the current step is finished and saved. A second
             Ctrl-C, more than a second later, ends the run at once without saving.
-        SystemExit: SIGTERM or SIGUSR1 has arrived, and everything is saved; with the verb's exit
-            code.
+        SystemExit: SIGTERM or SIGUSR1 arrived; the run is saved. The exit code is the command's.
     """
     run_settings = _add_arguments(settings, {_BASE: base, _OUTPUT: output})
     folder = Path(load_settings(TrainConfig, run_settings, config).exp_manager.explicit_log_dir)
@@ -77,7 +77,7 @@ def train(
         if data is not None
     }
     _check_not_twice(settings, [f"{_PREFIX}.{part}" for part in parts])
-    # The run needs the memory of loaded models, and starts its own process group.
+    # Training needs the memory that loaded models take, and a process group of its own.
     release_models()
     for part, data in parts.items():
         run_settings[f"{_PREFIX}.{part}"] = _write_as_files(data, folder, part)
@@ -90,10 +90,10 @@ def train(
 def run_training(
     config: TrainConfig, callback: OnProgress | None = None, in_program: bool = False
 ) -> Outcome:
-    """Run training and write its report; shared by the verb and ``nemo_aligner.train``.
+    """Run training and write its report, for ``nemo-aligner train`` and ``nemo_aligner.train``.
 
     Raises:
-        AlignerError: see ``nemo_aligner.training.run.train``; or the report cannot be drawn.
+        AlignerError: ``nemo_aligner.training.run.train`` raises it, or the report cannot be drawn.
     """
     if config.exp_manager.report:
         check_report("exp_manager.report")
@@ -106,7 +106,7 @@ def run_training(
 
 
 def _add_arguments(settings: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the arguments that are not None to the settings."""
+    """Return ``settings`` and those of ``arguments`` that are not None, all by their keys."""
     extra_settings = {key: value for key, value in arguments.items() if value is not None}
     _check_not_twice(settings, extra_settings)
     return {**settings, **extra_settings}
@@ -122,7 +122,10 @@ def _check_not_twice(settings: Mapping[str, Any], keys: Iterable[str]) -> None:
 
 
 def _write_as_files(data: Any, folder: Path, part: str) -> list[str]:
-    """Return the files of ``train``, ``validation`` or ``test``; records are written to files."""
+    """Return the data files of ``train``, ``validation`` or ``test``.
+
+    If ``data`` is records instead of files, they are written to files.
+    """
     if isinstance(data, Mapping):
         if part == "train":
             names = ", ".join(map(str, data)) or "nothing"
@@ -143,7 +146,8 @@ def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
     if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str | PathLike):
         return [os.fspath(path) for path in rows]
     path = folder / DATA_NAME / part / f"{name}.jsonl"
-    # The training records of a run with checkpoints must not change.
+    # A run with checkpoints can only be resumed with the same training records, so do not replace
+    # their file.
     may_replace = part != "train" or not step_folders(folder / CHECKPOINTS_NAME)
     count = _run_on_first_rank(partial(write_records, path, rows, may_replace))
     if is_first_rank():
@@ -154,7 +158,7 @@ def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
 def _run_on_first_rank(write: Callable[[], int]) -> int:
     """Run ``write`` on rank 0, and return its result on all ranks.
 
-    The run's process group does not exist yet, so a temporary one is started.
+    The process group of the run does not exist yet, so a temporary one is created.
     """
     if find_process(os.environ).world_size == 1:
         return write()
@@ -166,7 +170,7 @@ def _run_on_first_rank(write: Callable[[], int]) -> int:
 
 
 def _check_finished(outcome: Outcome) -> None:
-    """Raise the exceptions of ``train`` for a run that was stopped before its end."""
+    """Raise the exception that ``train`` documents if the run was stopped before its end."""
     reason = outcome.stopped_by
     if reason is None:
         return
@@ -182,7 +186,10 @@ def _check_finished(outcome: Outcome) -> None:
 
 
 def _open_trained_model(config: TrainConfig) -> RewardModel:
-    """Return the model of a finished run, with the layout that it was validated with."""
+    """Return the model of a finished run, with the run's parallel layout and numerics.
+
+    So it computes rewards in the same way as the run's validations did.
+    """
     model, folder = config.model, Path(config.exp_manager.explicit_log_dir)
     settings = {
         "model.tensor_model_parallel_size": model.tensor_model_parallel_size,

@@ -1,4 +1,4 @@
-"""Collectives on Python objects and flags, the device of this rank, and pipeline messages."""
+"""Collectives on Python objects and flags, this rank's device, and messages of the pipeline."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def gather_objects(value: T) -> list[T]:
 
 
 def agree(flag: bool, device: torch.device | str) -> bool:
-    """Tell on every rank whether ``flag`` is set on any rank."""
+    """Return True on every rank if ``flag`` is True on at least one rank."""
     return agree_on([flag], device)[0]
 
 
 def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
-    """Tell on every rank which of ``flags`` are set on any rank, with one all-reduce."""
+    """Return, on every rank and for each of ``flags``, whether it is True on at least one rank."""
     if dist.get_world_size() == 1:
         return list(flags)
     box = to_device(torch.tensor([int(flag) for flag in flags]), device)
-    # One collective for all flags, because each costs a round trip through the GPU.
+    # One all-reduce for all flags, because each all-reduce costs a round trip through the GPU.
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return [bool(value) for value in box.tolist()]
 
 
 def max_over_model_ranks(count: int) -> int:
-    """Return the largest ``count`` of the tensor and pipeline parallel ranks of one model."""
+    """Return the largest ``count`` among the tensor and pipeline parallel ranks of this replica."""
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return count
@@ -74,7 +74,7 @@ def max_over_model_ranks(count: int) -> int:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Run ``function`` on rank 0; on every rank, return its result or raise its error."""
+    """Run ``function`` on rank 0, and return its result, or raise its error, on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if is_main():
         outcome = _attempt(function)
@@ -84,11 +84,17 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
-    """Run ``function`` on the ranks that pass one; return all ranks' results, in rank order.
+    """Run a function on those ranks that pass one, and wait for them on all ranks.
 
-    The other ranks poll with short collectives, because a single one would time out during long
-    work. ``function`` runs in a thread and must not call collectives. An error of one rank is
-    raised on all ranks.
+    Waiting ranks poll with short collectives, because a single collective would time out if the
+    function takes long. The function runs in a thread, and must not call collectives. If it raises
+    on one rank, all ranks raise the error.
+
+    Args:
+        function: what this rank runs; None runs nothing.
+
+    Returns:
+        The results of all ranks, in rank order; None for ranks that ran nothing.
     """
     if not dist.is_initialized():
         return [None if function is None else function()]
@@ -122,7 +128,7 @@ def _unwrap(outcome: tuple[T | None, Exception | None]) -> T:
     return value  # type: ignore[return-value]
 
 
-# Device.
+# The device of this rank.
 
 
 def current_device() -> torch.device:
@@ -131,39 +137,44 @@ def current_device() -> torch.device:
 
 
 def wait_for_device() -> None:
-    """Wait until the GPU has finished all queued work, if there is a GPU."""
+    """Wait until the GPU has finished all queued work; without a GPU return at once."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def lacks_bf16() -> bool:
-    """Tell whether this rank computes on a CPU without bf16 instructions for matmuls.
+    """Tell whether this rank computes on a CPU that has no bf16 instructions for matmuls.
 
-    On such a CPU, bf16 matmuls take many times as long as fp32 ones.
+    On such a CPU, a bf16 matmul takes many times as long as an fp32 matmul.
     """
     return not torch.cuda.is_available() and not multiplies_bf16()
 
 
 def gpu_computes_bf16() -> bool:
-    """Tell whether this rank computes on a GPU with bf16 matmuls in hardware."""
+    """Tell whether this rank computes on a GPU whose hardware supports bf16 matmuls."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-# Pipeline messages: activations and gradients whose shapes every stage knows in advance.
+# Messages between pipeline stages: activations and gradients whose shapes are known in advance.
 
 _Shape = tuple[int, int, int]
 _MOST_PENDING_SENDS = 2
 
 
 class PipelineMessages(P2PCommunicator):
-    """Megatron's communicator for micro-batches of different lengths, with fewer waits.
+    """Megatron's communicator between pipeline stages, for micro-batches of known lengths.
 
-    Megatron's own sends every shape before its tensor, and the host waits for the GPU to read it.
-    Here all stages know the ``shapes`` ``(tokens, batch, hidden)`` of their activations in order,
-    which have ``dtype``.
+    If micro-batches have different lengths, Megatron's own communicator sends the shape of each
+    tensor first, and the host has to wait for the GPU to read the shape. Here every stage knows all
+    shapes in advance, so only tensors are sent.
 
-    A receive blocks. Sends proceed while the stage computes, until ``finish``. Messages have the
-    order of Megatron's unbatched ones, so that all ranks see them in the same order.
+    Receiving a tensor blocks. Sending does not: a stage computes while its tensors are sent, and
+    ``finish`` waits for the last ones. The order of messages is the same on all ranks, as for
+    Megatron's unbatched messages.
+
+    Args:
+        shapes: ``(tokens, batch, hidden)`` of the activations of each micro-batch, in order.
+        dtype: dtype of the activations and their gradients.
     """
 
     def __init__(
@@ -173,15 +184,16 @@ class PipelineMessages(P2PCommunicator):
         config.batch_p2p_comm, config.pipeline_dtype = False, dtype
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         self._forward, self._backward = iter(shapes), iter(shapes)
-        # Pending requests, with their tensors: these must not be overwritten or freed before.
+        # Requests of sends in progress. Their tensors are kept here, because they must not be freed
+        # before they are sent.
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def groups(self) -> ProcessGroupCollection:
-        """Return the process groups that Megatron's schedules need next to a communicator."""
+        """Return the process groups that Megatron's schedules need besides a communicator."""
         return ProcessGroupCollection.use_mpu_process_groups()
 
     def finish(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait until all tensors have been sent."""
         self._wait_for_sends(0)
 
     def _communicate_shapes(

@@ -1,16 +1,18 @@
 """Batch-invariant linear layers and weight gradients on a GPU.
 
-cuBLAS chooses a kernel by the shape of a GEMM, and with it the order in which the products of a row
-are summed: with few rows it splits the summed dimension, with many it does not. So a row's result
-may depend on the number of rows. A batch-invariant model therefore multiplies in chunks of a few
-sizes, for which a trial on this GPU gave bit-identical results for every row at every position of
-the chunk. The trial runs once for each shape of a weight.
+cuBLAS chooses a kernel by the shape of a GEMM. The kernel determines the order in which the
+products of a row are summed: with few rows, a kernel splits the summed dimension; with many rows,
+it does not. So a row's result may depend on the number of rows. A batch-invariant model therefore
+multiplies in chunks of a few sizes. A trial on this GPU selects sizes that give bit-identical
+results for a row at every position in the chunk. It runs once for each shape of a weight.
 
-A trial is valid for all later calls because of three properties of cuBLAS. It chooses kernels by
-shapes, strides, dtypes, the workspace (one size for all of torch's streams) and the alignment of
-addresses, never by values. It is deterministic as torch calls it. Its kernels distinguish addresses
-by their alignment to 16 bytes; here all are aligned to 128, because chunks begin at multiples of 64
-rows.
+The result of the trial is valid for all later calls because of three properties of cuBLAS:
+
+- It chooses kernels by shapes, strides, dtypes, the workspace (one size for all of torch's streams)
+  and the alignment of addresses, never by values.
+- As torch calls it, it is deterministic.
+- Its kernels distinguish addresses by their alignment to 16 bytes. Here all addresses are aligned
+  to 128 bytes, because chunks start at multiples of 64 rows.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 STEP = 64
 """Every chunk has a multiple of this many rows."""
 _MOST_ROWS = 8192
-# Eight sizes per power of two, so that two chunks suffice for a row count with a sixteenth's steps.
+# Chunk sizes to try. From 512 on there are eight sizes per power of two, so that two chunks are
+# enough for any number of rows that ``row_multiple`` pads to.
 _SIZES = tuple(
     sorted(
         {
@@ -47,23 +50,25 @@ _ALIGNMENT = 16
 
 
 def default_rows() -> int:
-    """Return the default rows of a chunk: 1,024 from Hopper on, where 256 were slower, else 256."""
+    """Return the default number of rows of a chunk: 1,024 on Hopper and newer GPUs, else 256.
+
+    On Hopper, chunks of 256 rows were slower.
+    """
     return 1024 if torch.cuda.get_device_capability()[0] >= _HOPPER else 256
 
 
 def invariant_linear_on_gpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:
-    """Compute ``input [..., i] @ weight [o, i].T`` -> ``[..., o]``, batch invariant.
+    """Compute ``input [..., i] @ weight [o, i].T + bias`` -> ``[..., o]``, batch-invariant.
 
-    Every chunk writes into its rows of the result. The host does not wait for the GPU, except
-    during the trial when ``chunk_sizes`` sees a shape for the first time.
+    The host waits for the GPU only when a weight's shape is new and ``chunk_sizes`` runs its trial.
 
     Args:
         input: activations.
         weight: the weight of a linear layer, of the same dtype.
         bias: ``[o]``, or None.
-        rows: the preferred chunk size; see ``chunk_sizes``.
+        rows: the preferred number of rows of a chunk; see ``chunk_sizes``.
     """
     sizes = chunk_sizes(weight, bias, rows)
     inputs = _align(input.reshape(-1, input.size(-1)))
@@ -75,7 +80,7 @@ def invariant_linear_on_gpu(
         if end <= count:
             _multiply(inputs[start:end], weight, bias, out[start:end])
         else:
-            # The padding may have any content: no row of a matmul depends on another.
+            # Padding rows are left uninitialised, because no row of a matmul depends on another.
             padded = inputs.new_empty(size, inputs.size(1))
             padded[: count - start] = inputs[start:]
             padded_out = inputs.new_empty(size, weight.size(0))
@@ -86,7 +91,7 @@ def invariant_linear_on_gpu(
 
 
 def _align(rows: Tensor) -> Tensor:
-    """Return ``rows`` contiguous, at an address that is aligned like those of the trial."""
+    """Return ``rows`` as a contiguous tensor whose address is aligned as in the trial."""
     rows = rows.contiguous()
     is_aligned = rows.storage_offset() * rows.element_size() % _ALIGNMENT == 0
     return rows if is_aligned else rows.clone()
@@ -103,7 +108,8 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 def split_rows(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Split ``count`` rows into chunks of the given ``sizes``, the largest first.
 
-    The last chunk may be longer than the remaining rows, if that is cheaper or no size fits.
+    The last chunk may have more rows than remain, if this is cheaper or no size fits. The caller
+    pads it.
     """
     largest = max(sizes)
     full, remaining = (largest,) * (count // largest), count % largest
@@ -117,31 +123,35 @@ def split_rows(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _estimate_cost(chunks: tuple[int, ...]) -> int:
-    """Estimate the time of matmuls of these numbers of rows, in units of the time of one row.
+    """Estimate the time of one matmul per chunk, in units of the time that one row takes.
 
-    Fewer than 256 rows take as long as 256, because reading the weight takes longer than the
-    arithmetic (on an H100 up to 295 rows). Each launch also has a constant cost: an H200 scored a
-    quarter slower in chunks of 256 rows than in larger ones.
+    Fewer than 256 rows take as long as 256, because reading the weight then takes longer than the
+    arithmetic (on an H100 for up to 295 rows). Each launch also costs as much as 64 rows: an H200
+    scored a quarter slower in chunks of 256 rows than in larger chunks.
     """
     return sum(max(_FREE_ROWS, size) + _ROWS_OF_A_LAUNCH for size in chunks)
 
 
 def row_multiple(count: int, smallest: int) -> int:
-    """Return the multiple to which ``count`` rows are padded: at most a sixteenth of ``count``.
+    """Return a number of rows to a multiple of which the ``count`` rows of a pack are padded.
 
-    With padded rows, all matmuls of a pack have a few full chunks. The result is at least
-    ``smallest``, the smallest chunk size.
+    With padding, all matmuls of a pack consist of a few full chunks. The result is at most a
+    sixteenth of ``count``, so that padding costs little. But it is at least ``smallest``, the
+    smallest chunk size.
     """
     share = 1 << max(0, count // _PADDED_SHARE).bit_length() >> 1
     return smallest * max(1, share // smallest)
 
 
-# Weight gradients.
+# Gradients of weights.
 
 
 @cache
 def adds_to_fp32() -> bool:
-    """Tell whether a 16-bit matmul can add to an fp32 sum on this GPU: not in torch 2.8 and 2.9."""
+    """Tell whether torch can add a 16-bit matmul to an fp32 tensor on this GPU.
+
+    torch 2.8 and 2.9 cannot.
+    """
     ones = torch.ones(16, 16, device="cuda", dtype=torch.float16)
     try:
         add_weight_gradient(torch.zeros(16, 16, device="cuda"), ones, ones)
@@ -151,10 +161,10 @@ def adds_to_fp32() -> bool:
 
 
 def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
-    """Add the weight gradient of ``input [T, i]`` and ``grad [T, o]`` to ``to [o, i]``.
+    """Add the gradient of a linear layer's weight, ``grad [T, o].T @ input [T, i]``, to ``to``.
 
-    ``to`` is fp32 or has the dtype of the inputs. With fp32, the sums of 16-bit values are never
-    rounded to 16 bits; on an H100 this is up to 15% faster than a matmul and an addition.
+    ``to [o, i]`` is fp32 or has the dtype of ``input``. With fp32, the gradient of 16-bit values is
+    never rounded to 16 bits. On an H100 this is up to 15% faster than a matmul and an addition.
     """
     if to.dtype is input.dtype:
         to.addmm_(grad.t(), input)
@@ -162,18 +172,20 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
         torch.addmm(to, grad.t(), input, out_dtype=to.dtype, out=to)
 
 
-# The trial.
+# The trial, which finds chunk sizes with bit-identical results.
 
-_DRAWN = 16  # number of different rows; even a chunk of 64 has each of them at several positions
+# Number of different rows in the trial. They repeat, so even a chunk of 64 rows has each of them at
+# four positions.
+_DRAWN = 16
 _TRIED: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
 
 def chunk_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[int, ...]:
     """Return the chunk sizes for a weight of this shape, from a trial on this GPU.
 
-    With all of these sizes, a row's result is bit-identical. If several sets of sizes have this
-    property, the fastest one for packs of all lengths is chosen; of equally fast sets, the one
-    with ``rows``, rounded up to a multiple of 64.
+    A row's result is bit-identical in chunks of all these sizes. If several sets of sizes have this
+    property, the set that is fastest over packs of all lengths is chosen. Of equally fast sets, it
+    is the one that contains ``rows``, rounded up to a multiple of 64.
     """
     key = (*weight.shape, weight.dtype, weight.device.index, bias is None, rows)
     sizes = _TRIED.get(key)
@@ -189,8 +201,9 @@ def _try_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[int, ...
     ]
     if not groups:
         logger.warning(
-            "model.batch_invariant may not hold: with a weight of %s in %s, no chunk size gives "
-            "bit-identical rows at every position; please report the GPU and the version of cuBLAS",
+            "model.batch_invariant may not hold: rewards may depend on the other samples in a "
+            "batch, because with a weight of shape %s in %s no chunk size gives bit-identical "
+            "rows. Please report the GPU and the version of cuBLAS",
             tuple(weight.shape),
             weight.dtype,
         )
@@ -210,9 +223,10 @@ def _try_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[int, ...
 def group_identical_sizes(
     weight: Tensor, bias: Tensor | None, sizes: list[int]
 ) -> list[tuple[int, ...]]:
-    """Group chunk ``sizes``, multiples of 64, that give bit-identical results for a row.
+    """Group those of the chunk ``sizes`` that give bit-identical results for a row.
 
-    A size for which the result of a row depends on its position in the chunk is dropped.
+    All ``sizes`` are multiples of 64. A size is dropped if a row's result depends on the row's
+    position in the chunk.
     """
     drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, _DRAWN)
     firsts, are_alike = [], []
@@ -220,7 +234,7 @@ def group_identical_sizes(
         chunk = drawn.repeat(size // _DRAWN, 1)
         out = chunk.new_empty(size, weight.size(0))
         _multiply(chunk, drawn_weight, drawn_bias, out)
-        # Rows repeat, so all others must equal the first ones.
+        # The same 16 rows repeat in the chunk, so their results must repeat, too.
         firsts.append(out[:_DRAWN].clone())
         are_alike.append((out.view(-1, _DRAWN, weight.size(0)) == firsts[-1]).all())
     remaining = [index for index, alike in enumerate(torch.stack(are_alike).tolist()) if alike]

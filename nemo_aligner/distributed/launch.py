@@ -1,6 +1,6 @@
-"""Join a process group under torchrun, Slurm or plain Python, and launch ranks on this machine.
+"""Join a process group under torchrun, Slurm or plain Python, and start ranks on this machine.
 
-If several ranks fail, the first one reports its error, and the others exit silently.
+If several ranks fail, only the first one reports its error, and the others exit without a message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.utils.errors import ConfigError, LostRankError, PeerError, short
 from nemo_aligner.utils.processes import Process, find_process, settle
 
-# Joining the process group that the environment of the launcher describes.
+# Joining the process group that the launcher's environment variables describe.
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank, world size, local rank, device and backend of this process."""
+    """How this process takes part in a launch: its rank, world size, device and backend."""
 
     rank: int
     world_size: int
@@ -56,16 +56,18 @@ class Launch:
 
 @contextmanager
 def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
-    """Initialise torch.distributed from the environment; tear it and the layout down at the end.
+    """Initialise torch.distributed from the launcher's environment variables.
 
-    The backend is NCCL with one GPU per process if CUDA is available, otherwise gloo on the CPU. A
-    single process uses neither (``one_rank.py``). If several ranks fail in the block, only one
-    raises its error; see ``fail_once``.
+    At the end of the block, the process group and the parallel layout are destroyed. If CUDA is
+    available, the backend is NCCL with one GPU per process; otherwise it is gloo on the CPU. A
+    single process uses ``one_rank.py`` instead. If several ranks fail in the block, only one raises
+    its error; see ``fail_once``.
 
     Raises:
         ConfigError: the launcher's environment is incomplete, a local rank has no GPU, or there is
             a process group already.
-        PeerError, LostRankError: another rank failed first, or has died.
+        PeerError: another rank failed first.
+        LostRankError: another rank died without an error.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -86,12 +88,13 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     store, hook = _create_store(process, timeout), sys.excepthook
     _init_process_group(process, backend, store, timeout)
     if process.world_size == 1:
-        sys.excepthook = hook  # torch's hook prefixes every line of an error with the rank
+        sys.excepthook = hook  # undo torch's hook, which puts the rank before each line of an error
     try:
         yield Launch(process.rank, process.world_size, process.local_rank, device, backend)
     except BaseException as error:
         if process.world_size > 1:
-            # Keep the group: destroying it waits for NCCL collectives that others never join.
+            # Do not destroy the group: this would wait for NCCL collectives that other ranks may
+            # never join.
             fail_once(error, store, process)
         _tear_down(hook)
         raise
@@ -100,18 +103,20 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Create a process group of one for a conversion, unless there is one already.
+    """Create a process group of one rank for a conversion, unless there is a group already.
 
-    Unlike ``launch``, it returns freed memory to the system, because a conversion reads much data
-    and should hold little of it.
+    Unlike ``launch``, it returns freed memory to the system, because a conversion reads a large
+    checkpoint part by part and should never hold much of it.
 
     Raises:
-        ConfigError: this is one of several processes.
+        ConfigError: this process is one of several ranks.
     """
     is_there = dist.is_initialized()
     count = dist.get_world_size() if is_there else find_process(os.environ).world_size
     if count > 1:
-        raise ConfigError(f"got {count} processes, wanted one for a conversion")
+        raise ConfigError(
+            f"a conversion: got {count} processes, wanted one. Start it without torchrun or srun"
+        )
     if is_there:
         yield
         return
@@ -140,7 +145,10 @@ def _select_device(process: Process, use_cuda: bool) -> torch.device:
 
 
 def _keep_fp32(process: Process) -> None:
-    """Switch off TF32 and other reduced precision of fp32 matmuls, even if the user set them."""
+    """Switch off TF32 and other reduced precision of fp32 matmuls, even if the user enabled it.
+
+    fp32 scores must be the same on every machine.
+    """
     precision = torch.get_float32_matmul_precision()
     if precision == "highest":
         return
@@ -160,7 +168,7 @@ def _split_cores(local_world_size: int) -> None:
 
 
 def _tear_down(hook: Callable[..., Any]) -> None:
-    """Destroy layout and process group; ``hook`` is the excepthook before torch replaced it."""
+    """Destroy layout and process group, and restore the excepthook that torch has replaced."""
     destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -168,13 +176,14 @@ def _tear_down(hook: Callable[..., Any]) -> None:
 
 
 def _create_store(process: Process, timeout: timedelta) -> dist.Store:
-    """Meet the other ranks at the rendezvous, and return the store that all ranks share."""
+    """Join the rendezvous of the ranks, and return the key-value store that all ranks share."""
     if process.master is None:
         return dist.HashStore()
     host, port = process.master
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
-    # A program may launch several times and reuse its launcher's store, hence the prefix.
+    # A program may call ``launch`` several times with the same store of the launcher, so each call
+    # uses keys with a prefix of its own.
     return dist.PrefixStore(f"launch {next(_LAUNCHES)}", store)
 
 
@@ -183,8 +192,8 @@ def _init_process_group(
 ) -> None:
     if backend != "nccl" and process.master is not None and process.master[0] in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Without ``device_id``: with it, NCCL would at once create a communicator for each of the
-    # thirty groups of Megatron, and each takes some 230 MiB of a GPU even if it is never used.
+    # Do not pass ``device_id``. With it, NCCL would at once create a communicator for each of
+    # Megatron's thirty groups. Each communicator takes some 230 MiB of the GPU, even if unused.
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
@@ -194,25 +203,26 @@ def _init_process_group(
     )
 
 
-# If several ranks fail, only the first one is reported.
+# Reporting only the first failure if several ranks fail.
 
 _STORE_WAIT = timedelta(seconds=5)
 _SAME_WAIT_S = 1.0
 _COUNT = "failed"
-# Messages of gloo and NCCL when a rank has died.
+# Messages with which gloo or NCCL fails on this rank after another rank has died.
 _LOST = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|remote process exited).*")
 
 
 def fail_once(error: BaseException, store: dist.Store, process: Process) -> None:
-    """Raise the error with which this rank ends; the process group may be partly gone.
+    """Raise the error with which this rank ends, so that only one rank reports a failure.
 
-    The first rank to fail raises its own error, prefixed with its rank unless all ranks have the
-    same error.
+    The first rank that fails raises its own error. The message is prefixed with its rank, unless
+    all ranks fail with the same error. Other ranks may have exited already, so no collective is
+    used here.
 
     Raises:
-        PeerError: another rank failed first.
-        LostRankError: no rank failed, but one has died.
-        BaseException: ``error``, if it was the first.
+        PeerError: another rank failed first and reports its error.
+        LostRankError: another rank has died without an error, which made this rank fail.
+        BaseException: ``error`` itself, if this rank failed first.
     """
     text = f"{type(error).__name__}: {error}"
     try:
@@ -220,7 +230,7 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
         store.set(f"{_COUNT}/{process.rank}", text)
         is_first = store.add(_COUNT, 1) == 1
         is_shared = is_first and _all_report(text, store, process.world_size)
-    except Exception:  # rank 0 hosts the store, and has ended
+    except Exception:  # the store is gone, because rank 0, which hosts it, has ended
         is_first = is_shared = False
     if not isinstance(error, Exception):  # KeyboardInterrupt or SystemExit
         raise error
@@ -236,7 +246,10 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
 
 
 def _all_report(text: str, store: dist.Store, world_size: int) -> bool:
-    """Tell whether all ranks fail with the same message, e.g. after a collective check."""
+    """Tell whether all ranks fail with the same message within a second.
+
+    They do if, for example, they have checked the same settings.
+    """
     end = time.monotonic() + _SAME_WAIT_S
     while store.add(_COUNT, 0) < world_size:
         if time.monotonic() > end:
@@ -245,7 +258,7 @@ def _all_report(text: str, store: dist.Store, world_size: int) -> bool:
     return all(store.get(f"{_COUNT}/{rank}") == text.encode() for rank in range(world_size))
 
 
-# Launching several ranks on this machine without torchrun.
+# Starting several ranks on this machine without torchrun.
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
@@ -258,13 +271,15 @@ Rank = subprocess.Popen[bytes]
 def run_ranks(
     arguments: Sequence[str], processes: int, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Run ``python *arguments`` as several ranks; return the exit code of the first failure, or 0.
+    """Run ``python *arguments`` as several ranks, like torchrun; call it from the main thread.
 
     If a rank fails, the others are ended. The first signal from a terminal or Slurm is forwarded to
-    the ranks, which may take as long as they need to save; a second one kills them. Must be called
-    from the main thread.
+    the ranks, which may take as long as they need to save. A second signal kills them.
+
+    Returns:
+        The exit code of the rank that failed first; 0 if none failed.
     """
-    # This process hosts the rendezvous on a free port, while any rank lives.
+    # This process hosts the rendezvous on a free port, because it outlives all ranks.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     ranks: list[Rank] = []
     with _forwarding_signals(ranks) as signals:
@@ -288,7 +303,10 @@ def run_ranks(
 def _rank_environment(
     environment: Mapping[str, str], rank: int, processes: int, port: int
 ) -> dict[str, str]:
-    """Return a rank's environment as torchrun sets it, without variables of a torchrun outside."""
+    """Return the environment of a rank, with the variables that torchrun would set.
+
+    Variables of a torchrun that has started this process are removed.
+    """
     return {
         **{key: value for key, value in environment.items() if not key.startswith("TORCHELASTIC_")},
         "RANK": str(rank),
@@ -297,13 +315,15 @@ def _rank_environment(
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
-        # All ranks join the store that runs here; otherwise rank 0 would open one at its port.
+        # All ranks join the store of this process. Otherwise rank 0 would start a second store at
+        # the same port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def _start_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> Rank:
-    # In a session of its own; otherwise Ctrl-C in a terminal would reach it twice.
+    # Start each rank in its own session. Otherwise it would get Ctrl-C twice: from the terminal,
+    # and forwarded by this process.
     return subprocess.Popen(
         [sys.executable, *arguments],
         env=environment,
@@ -314,7 +334,11 @@ def _start_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> Ran
 
 @contextmanager
 def _forwarding_signals(ranks: Sequence[Rank]) -> Iterator[list[int]]:
-    """Collect signals and forward them to the ranks; all ranks are dead after the block."""
+    """Forward signals to the ranks during the block, and end all ranks after it.
+
+    Yields:
+        The list of signals that have arrived so far.
+    """
     signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -333,7 +357,10 @@ def _forwarding_signals(ranks: Sequence[Rank]) -> Iterator[list[int]]:
 
 
 def _first_failure(ranks: Sequence[Rank], signals: Sequence[int]) -> int | None:
-    """Wait for all ranks; return the first one that failed, or None."""
+    """Wait until all ranks have ended; return the rank that failed first, or None.
+
+    If a rank fails by itself, the others are ended, and may take half a minute for that.
+    """
     failed, end = None, math.inf
     while True:
         codes = [rank.poll() for rank in ranks]

@@ -1,4 +1,4 @@
-"""Parallel layout: the sizes of the parallel groups, and the place of this rank in them."""
+"""Parallel layout: the sizes of the parallel groups, and the rank of this process in each group."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSizes:
-    """Sizes of the parallel groups.
+    """Sizes of the parallel groups, which planning and a dry run use without any process group.
 
     Attributes:
         tp: tensor parallel size.
         cp: context parallel size.
         pp: pipeline parallel size.
         dp: data parallel size.
-        ep: number of data and context parallel ranks that shard the experts of an MoE model.
-        sequence_parallel: shard activations between the tensor parallel ranks, too.
-        ring: pass keys and values around the context parallel ranks instead of gathering them.
+        ep: expert parallel size: the experts of a mixture-of-experts model are sharded over this
+            many of the data and context parallel ranks.
+        sequence_parallel: the tensor parallel ranks also shard the activations between them.
+        ring: context parallel ranks pass keys and values around in a ring instead of gathering
+            all of them.
     """
 
     tp: int = 1
@@ -37,7 +39,10 @@ class LayoutSizes:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``initialize_layout``, which computes ``dp`` itself."""
+        """Keyword arguments with which ``initialize_layout`` builds this layout.
+
+        ``dp`` is not among them: it follows from the number of processes.
+        """
         names = ("tp", "cp", "pp", "ep", "sequence_parallel", "ring")
         return {name: getattr(self, name) for name in names}
 
@@ -50,7 +55,10 @@ class LayoutSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout(LayoutSizes):
-    """Sizes of the parallel groups, and the index of this rank in each of them."""
+    """Sizes of the parallel groups, and the rank of this process in each group.
+
+    Megatron's process groups exist.
+    """
 
     tp_rank: int
     pp_rank: int
@@ -69,7 +77,9 @@ class ParallelLayout(LayoutSizes):
 def check_sizes(
     world_size: int, tp: int, pp: int, sequence_parallel: bool, ep: int = 1, cp: int = 1
 ) -> int:
-    """Compute the data parallel size: ``world_size / (tp * pp * cp)``.
+    """Check the sizes of the parallel groups, and return the data parallel size.
+
+    It is ``world_size / (tp * pp * cp)``.
 
     Raises:
         ConfigError: ``tp * pp * cp`` does not divide ``world_size``, ``ep`` does not divide
@@ -91,8 +101,9 @@ def check_sizes(
     dp = world_size // least
     if dp * cp % ep != 0:
         raise ConfigError(
-            f"model.expert_model_parallel_size: got {ep}, wanted a divisor of the {dp * cp} data "
-            f"parallel ranks that {world_size} processes leave, e.g. --processes {tp * pp * ep}"
+            f"model.expert_model_parallel_size: got {ep}, wanted a divisor of {dp * cp}, which is "
+            f"the number of data and context parallel ranks with {world_size} processes. Change "
+            f"this size, or start another number of processes, e.g. --processes {tp * pp * ep}"
         )
     return dp
 
@@ -118,8 +129,8 @@ def initialize_layout(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
     )
     if pp > 1 and torch.cuda.is_available():
-        # NCCL creates a group's communicator at the first collective of all its ranks, but a
-        # pipeline begins with messages between two of them.
+        # Create the communicator of the pipeline group now. NCCL needs a collective of all ranks
+        # for this, but a pipeline starts with messages between two ranks.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.all_reduce(torch.zeros(1, device="cuda"), group=pipeline)
     model_parallel_cuda_manual_seed(seed)
@@ -140,7 +151,7 @@ def initialize_layout(
 
 def destroy_layout() -> None:
     """Destroy Megatron's process groups, if any, so that new ones can be built."""
-    # Not imported: if nothing was built, megatron-core is not loaded either.
+    # Do not import megatron-core here: if it is not loaded, there are no groups to destroy.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()

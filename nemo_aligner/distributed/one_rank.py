@@ -1,7 +1,7 @@
-"""A backend for process groups of one rank: its collectives copy, or do nothing.
+"""A backend for process groups of one rank, whose collectives copy tensors or do nothing.
 
-NCCL creates a communicator for each group that runs a collective, even if it has only one rank, and
-each takes some 230 MiB of a GPU. megatron-core runs collectives in groups of any size.
+It saves GPU memory. megatron-core runs collectives even in groups of one rank. NCCL would create a
+communicator for each of these groups, and each communicator takes some 230 MiB of the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ ONE_RANK = "one_rank"
 
 
 class _Done(dist.Work):
-    """A finished collective; its work on a GPU is queued on the current stream."""
+    """The handle of a collective that is finished, or whose copy is queued on the current stream.
+
+    So there is nothing to wait for.
+    """
 
     def wait(self, *timeout: Any) -> bool:
         return True
@@ -27,14 +30,14 @@ class _Done(dist.Work):
         return True
 
 
-# The methods are declared as C++ overloads, whose signatures no Python method can match.
+# Typed as Any, because mypy rejects Python methods that override C++ overloads.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
-    """The collectives of one rank, under the names that ``torch.distributed`` calls.
+    """A process group of one rank, with the methods that ``torch.distributed`` calls.
 
-    torch 2.12 or 2.13 renames those for single tensors, so both names are defined.
+    torch 2.12 or 2.13 renames the methods for single tensors, so both names are defined.
     """
 
     def size(self) -> int:
@@ -47,16 +50,16 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
         return ONE_RANK
 
     def shutdown(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Return at once; ``destroy_process_group`` calls this, but no resources are held."""
 
-    # In place: the sum over one rank, or what the only rank sends, is the tensor itself.
+    # Collectives in place. The sum over one rank, or a broadcast from it, is the tensor itself.
 
     def _do_nothing(self, *unused: Any, **more: Any) -> dist.Work:
         return _Done()
 
     allreduce = allreduce_coalesced = reduce = broadcast = barrier = _do_nothing
 
-    # From one tensor to another.
+    # Collectives from one tensor to another.
 
     def _copy(self, output: Tensor, input: Tensor, *unused: Any, **more: Any) -> dist.Work:
         return _copy_tensors([output], [input])
@@ -74,7 +77,7 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _copy_all
     alltoall = _copy_all
 
-    # With a list of all ranks' tensors, which has one element.
+    # Collectives with a list of all ranks' tensors; with one rank, the list has one element.
 
     def _to_lists(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *unused: Any
@@ -94,7 +97,8 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
 @torch.no_grad()
 def _copy_tensors(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work:
     for output, input in zip(outputs, inputs, strict=True):
-        # megatron-core scatters gradients into a part of their buffer; here it is all of it.
+        # megatron-core scatters gradients into a part of the same buffer. With one rank the part
+        # is the whole buffer, and there is nothing to copy.
         if _memory_location(output) != _memory_location(input):
             output.copy_(input.view_as(output))
     return _Done()

@@ -1,14 +1,14 @@
 """Formulas for the cost of a training step: parameters, FLOPs and bytes sent between ranks.
 
-They follow the modules in ``nemo_aligner/models`` and the schedules and optimizer of megatron-core
-0.16. ``memory.py`` counts the bytes in memory and ``step_time.py`` the time.
+The formulas describe the modules in ``nemo_aligner/models`` and the schedules and optimizer of
+megatron-core 0.16. ``memory.py`` estimates memory, and ``step_time.py`` estimates time.
 
-The terms are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM". The letters in docstrings are:
+The approach is that of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM". The docstrings of this package use these letters:
 
 - h, f, q and kv: width of a hidden state, of the MLP, of all queries and of all keys
 - t, c, p, d and e: sizes of tensor, context, pipeline, data and expert parallelism
-- m: packs of a data parallel rank in a step
+- m: number of packs that a data parallel rank computes in a step
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ FP32_BYTES = 4
 class Packs:
     """The work of one data parallel rank in a step: ``count`` packs of equal size.
 
+    A pack is a micro-batch of several sequences in one row, without padding.
+
     Attributes:
-        tokens: tokens of a pack.
-        sequences: sequences of a pack. The head reads one token of each.
+        tokens: number of tokens of a pack.
+        sequences: number of sequences of a pack. The head reads one token of each sequence.
         keys: mean number of keys that a token attends to.
-        count: packs of the rank in a step.
-        kept_keys: keys per token that attention keeps for the backward pass: 1, or more if a
-            shared prefix is copied for each sequence that has it.
-        longest: tokens of the longest segment if attention's backward pass computes one segment at
-            a time, as on a CPU; None if a kernel computes the whole pack.
+        count: number of packs that the rank computes in a step.
+        kept_keys: number of keys per token that attention keeps for the backward pass: 1, or more
+            if a shared prefix is copied for each sequence that has it.
+        longest: number of tokens of the longest segment if attention's backward pass computes one
+            segment at a time, as on a CPU; None if one kernel computes the whole pack.
     """
 
     tokens: int
@@ -51,20 +53,21 @@ class Packs:
 
 @dataclass(frozen=True)
 class Plan(LayoutSizes):
-    """Everything but the model's shape that the cost of a step depends on.
+    """Everything that the cost of a step depends on, except for the model's shape.
 
-    The fields of ``LayoutSizes`` are the parallel layout. Fields that are named like a setting of
-    training mean the same.
+    The fields of ``LayoutSizes`` are the parallel layout. A field with the name of a training
+    setting means the same as the setting.
 
     Attributes:
-        packs: the work of a data parallel rank.
+        packs: the work of each data parallel rank.
         recompute_layers: number of layers that ``Recompute.full`` recomputes in each pipeline
             stage, counted from its first layer; None means all.
         equal_heads: attention copies keys and values for every query head, because no kernel
             supports grouped heads, as in fp32 on GPUs (``models/attention``).
         fused_kernels: norms and RoPE use the fused GPU kernels of ``models/pointwise`` instead of
             torch's.
-        expert_load: rows of the busiest expert parallel rank, relative to the mean.
+        expert_load: number of tokens that the router sends to the busiest expert parallel rank,
+            relative to the mean over these ranks.
     """
 
     packs: Packs
@@ -82,18 +85,24 @@ class Plan(LayoutSizes):
 
     @property
     def tokens(self) -> float:
-        """Tokens of a pack that one context parallel rank computes."""
+        """Number of tokens of a pack that one context parallel rank computes."""
         return self.packs.tokens / self.cp
 
     @property
     def replicas(self) -> int:
-        """Ranks that reduce gradients with each other and shard the optimizer's state."""
+        """Number of ranks with the same dense weights.
+
+        They reduce gradients with each other, and shard the optimizer's state.
+        """
         return self.dp * self.cp
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations for one pack, summed over the ranks of a stage that share it."""
+    """Floating point operations for one pack in a pipeline stage.
+
+    They are summed over the tensor and context parallel ranks that share the pack.
+    """
 
     forward: float
     backward: float
@@ -116,26 +125,26 @@ class Traffic:
 
 
 def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
-    """Split ``pairs`` evenly into packs; each pair has two sequences that share a prefix.
+    """Describe the packs that training makes of equal pairs of sequences.
 
-    The packs are those that ``data/packing.py`` makes: as few as the token budget allows, with even
-    work. Attention is that of a GPU, whose kernel gets the prefix once by itself and once with each
-    sequence.
+    ``data/packing.py`` makes as few packs as the token budget allows, with even work. The two
+    sequences of a pair share a prefix, which a pack holds once. As on a GPU, attention's kernel
+    gets the prefix once by itself and once with each sequence.
 
     Args:
-        pairs: number of pairs.
-        length: tokens of each sequence, prefix included.
+        pairs: number of pairs that the rank computes in a step.
+        length: number of tokens of each sequence, prefix included.
         budget: most tokens of a pack.
-        prefix: tokens that both sequences of a pair share.
+        prefix: number of tokens that both sequences of a pair share.
 
     Raises:
-        ConfigError: a single pair is larger than the budget.
+        ConfigError: a single pair has more tokens than the budget.
     """
     size = 2 * length - prefix
     if size > budget:
         raise ConfigError(
-            f"model.micro_batch_tokens: got {budget}, wanted at least {size}, a pair of two "
-            f"sequences of {length} tokens"
+            f"model.micro_batch_tokens: got {budget}, wanted at least {size}, the tokens of a pair "
+            f"of two sequences of {length} tokens"
         )
     count = -(-pairs // (budget // size))
     fullest = -(-pairs // count)
@@ -144,9 +153,10 @@ def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
 
 
 def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
-    """Mean keys per token of ``sequences`` of ``length`` tokens that share ``prefix`` tokens.
+    """Compute the mean number of keys that a token of a pack attends to, under causal attention.
 
-    Attention is causal: token i (from 1) of a sequence has i keys. A pack holds the prefix once.
+    Token i (from 1) of a sequence attends to i keys. The sequences of ``length`` tokens share a
+    prefix of ``prefix`` tokens, which the pack holds once.
     """
     suffix = length - prefix
     prefix_keys = prefix * (prefix + 1) / 2
@@ -155,7 +165,7 @@ def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
 
 
 def widths(shape: ModelShape) -> tuple[int, int, int, int]:
-    """Return h, f, q and kv (see the module's docstring)."""
+    """Return the widths h, f, q and kv that the module's docstring defines."""
     return (
         shape.hidden_size,
         shape.ffn_hidden_size,
@@ -165,23 +175,23 @@ def widths(shape: ModelShape) -> tuple[int, int, int, int]:
 
 
 def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
-    """Layers of a pipeline stage, counted from 0."""
+    """Return the layers of a pipeline stage; layers are counted from 0 over the whole model."""
     num_layers = shape.num_layers // plan.pp
     return range(stage * num_layers, (stage + 1) * num_layers)
 
 
 def has_backward(plan: Plan, stage: int, layer: int) -> bool:
-    """Return True if gradients flow through a layer.
+    """Return True if a layer has a backward pass, even if its weights are frozen.
 
-    No gradient flows through the frozen layers of the first stage, except with full recomputation,
-    which needs an input that requires a gradient. In later stages the hidden states that arrive
-    require a gradient.
+    The frozen layers of the first stage have none, except with full recomputation, which makes the
+    input of the layers require a gradient. In later stages every layer has one, because the hidden
+    states that arrive from the previous stage require a gradient.
     """
     return layer >= plan.freeze_layers or stage > 0 or plan.recompute is Recompute.full
 
 
 def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
-    """Return True if a layer keeps only its input for the backward pass."""
+    """Return True if a layer keeps only its input, and computes its forward pass again."""
     if plan.recompute is not Recompute.full:
         return False
     num_layers = shape.num_layers // plan.pp
@@ -190,11 +200,11 @@ def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
 
 
 def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = False) -> int:
-    """Count the parameters on one rank of a stage; with ``trainable`` only those that train.
+    """Count the parameters on one rank of a stage; with ``trainable`` only the trained ones.
 
-    Linear layers and the embedding's rows are split over tensor parallel ranks; norms are on every
-    rank. The first stage has the embedding, the last one the final norm and the head. With LoRA
-    only the adapters and the head are trained.
+    Linear layers and the rows of the embedding are split over tensor parallel ranks; every rank has
+    all norms. The first stage has the embedding. The last stage has the final norm and the head.
+    With LoRA, only the adapters and the head are trained.
     """
     layers = stage_layers(shape, plan, stage)
     adapters = len(layers) * _adapter_size(shape, plan)
@@ -213,14 +223,17 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
 
 
 def _experts_of_layer(shape: ModelShape) -> int:
-    """Count the parameters of a layer's experts, which expert parallelism splits."""
+    """Count the parameters of all experts of a layer; expert and tensor parallelism split them."""
     if shape.experts is None:
         return 0
     return shape.experts.parameters(shape.hidden_size, 3)[0]
 
 
 def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
-    """Count the trained expert parameters on one rank, whose optimizer state has fewer shards."""
+    """Count the trained expert parameters on one rank of a stage.
+
+    They are counted separately, because their optimizer state is split over fewer ranks.
+    """
     layers = stage_layers(shape, plan, stage)
     if shape.lora is not None:
         return len(layers) * _adapter_size(shape, plan, of_experts=True)
@@ -232,8 +245,9 @@ def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Count the trained parameters whose optimizer state one rank of a stage holds and updates.
 
     The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits the state of a
-    parameter over the ranks that have a copy of it. These are d c ranks. For an expert's parameters
-    they are d c / e, because expert parallelism has split the experts over e ranks already.
+    parameter over all ranks that have a copy of the parameter. A dense parameter has d * c copies.
+    An expert's parameter has d * c / e, because expert parallelism splits the experts over e of
+    these ranks.
     """
     trained = parameters(shape, plan, stage, trainable=True)
     experts = expert_parameters(shape, plan, stage)
@@ -241,15 +255,18 @@ def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def mlp_width(shape: ModelShape) -> int:
-    """Number of MLP channels that compute each token."""
+    """Return the number of MLP channels that compute each token.
+
+    In a mixture-of-experts model, they are the channels of the experts that a token is sent to.
+    """
     return shape.ffn_hidden_size if shape.experts is None else shape.experts.active_width
 
 
 def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
-    """Input and output widths of a layer's linear layers that have LoRA adapters, by name.
+    """Return input and output width of each linear layer with a LoRA adapter in ``layer``.
 
-    In the model's last layer only ``linear_qkv`` is listed, because it reads every token. The other
-    linear layers of the last layer compute only the tokens that the head reads.
+    For the model's last layer, only ``linear_qkv`` is returned, because the others compute only the
+    tokens that the head reads. A ``layer`` of -1 means any layer before the last one.
     """
     if shape.lora is None:
         return {}
@@ -267,22 +284,25 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
 
 
 def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
-    """Return True if a linear layer keeps its input, for the gradient of its weight or LoRA's A."""
+    """Return True if a linear layer keeps its input for the backward pass.
+
+    The gradient of a trained weight needs the input, and so does that of LoRA's matrix A.
+    """
     if shape.lora is not None:
         return linear in shape.lora.targets
     return layer >= plan.freeze_layers
 
 
 def is_of_experts(shape: ModelShape, linear: str) -> bool:
-    """Return True if each expert has its own copy of the linear layer."""
+    """Return True if each expert has its own weight of this linear layer."""
     return shape.experts is not None and linear in ("linear_fc1", "linear_fc2")
 
 
 def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> int:
-    """Count a layer's adapter parameters on a rank; with ``of_experts`` only those of experts.
+    """Count a layer's LoRA parameters on one rank; with ``of_experts`` only those of the experts.
 
-    Tensor parallelism splits the one of LoRA's matrices A and B that lies on the split side of the
-    linear layer. Both matrices of an expert are split.
+    Tensor parallelism splits either the inputs or the outputs of a linear layer. If it splits the
+    inputs, LoRA's matrix A is split, otherwise B. In an expert, both matrices are split.
     """
     rank = 0 if shape.lora is None else shape.lora.rank
     count = 0
@@ -300,7 +320,7 @@ def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> in
 
 
 def embedding_size(shape: ModelShape, plan: Plan) -> int:
-    """Count the parameters of a rank's rows of the embedding."""
+    """Count the parameters of the embedding on one rank, which holds some of its rows."""
     return shape.padded_vocab_size(plan.tp) // plan.tp * shape.hidden_size
 
 
@@ -312,7 +332,11 @@ def head_size(shape: ModelShape, plan: Plan) -> int:
 
 
 def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, float]:
-    """FLOPs of one pack's forward pass in a layer: linear layers, and attention's two matmuls."""
+    """Count the FLOPs of a layer's forward pass for one pack.
+
+    Returns:
+        The FLOPs of the linear layers, and those of attention's two matmuls.
+    """
     h, _, q, kv = widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
@@ -324,7 +348,7 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
 
 
 def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """FLOPs of one pack's forward pass through a layer's adapters."""
+    """Count the FLOPs of the forward pass of a layer's LoRA adapters for one pack."""
     rank = 0 if shape.lora is None else shape.lora.rank
     all_widths, read_by_all = adapter_widths(shape, -1), adapter_widths(shape, layer)
     packs = plan.packs
@@ -339,17 +363,19 @@ def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
-    """Floating point operations of a stage for one pack, summed over the ranks that share it.
+    """Count the FLOPs of a stage for one pack, summed over the ranks that share the pack.
 
     A multiplication and an addition count as two operations. A linear layer takes
     ``2 * inputs * outputs`` per token, and attention ``4 * q`` per pair of query and key. Narayanan
-    et al. 2021 (appendix) count all keys; here only the keys count that a causal query attends to.
+    et al. 2021 (appendix) count all keys; here only those count to which a causal query attends.
 
-    The backward pass takes twice as many, or none if all weights below are frozen. LoRA adds
-    ``2 * rank * (inputs + outputs)`` per token, and the frozen weights get no gradient. Full
-    recomputation repeats the forward pass, selective recomputation that of attention. The formula
-    ignores norms, biases, RoPE and softmax. It ignores attention windows, too: a layer with a
-    window counts as if it saw all tokens.
+    The backward pass takes twice as many FLOPs as the forward pass, or none if ``has_backward`` is
+    False. A frozen weight gets no gradient, so its linear layer takes only as many. LoRA adds
+    ``2 * rank * (inputs + outputs)`` per token to the forward pass. Full recomputation repeats the
+    forward pass; selective recomputation repeats attention only.
+
+    The formula ignores norms, biases, RoPE and softmax. A layer with an attention window counts as
+    if it had none.
     """
     forward = backward = recomputed = 0.0
     for layer in stage_layers(shape, plan, stage):
@@ -358,7 +384,7 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
         forward += linear + attention + adapters
         if not has_backward(plan, stage, layer):
             continue
-        # A frozen layer passes the gradient on but computes none for its weights.
+        # A frozen layer passes the gradient on, but computes no gradient of its own weights.
         is_trained = layer >= plan.freeze_layers and shape.lora is None
         backward += linear * (2 if is_trained else 1) + 2 * (attention + adapters)
         if is_recomputed(shape, plan, layer):
@@ -369,7 +395,10 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
 
 
 def stage_attention_flops(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """FLOPs of attention's two matmuls with queries and keys, which ``pack_flops`` includes."""
+    """Count the FLOPs of attention (without its linear layers) that ``pack_flops`` includes.
+
+    Attention reaches another share of the GPU's peak than other matmuls do.
+    """
     total = 0.0
     for layer in stage_layers(shape, plan, stage):
         _, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
@@ -380,27 +409,29 @@ def stage_attention_flops(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def step_flops(shape: ModelShape, plan: Plan) -> float:
-    """FLOPs of the whole model on all packs of a step, without recomputation."""
+    """Count the FLOPs of all ranks in a step, without recomputation, as MFU needs them."""
     stages = [pack_flops(shape, plan, stage) for stage in range(plan.pp)]
     return plan.packs.count * plan.dp * sum(flops.forward + flops.backward for flops in stages)
 
 
 def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
-    """Bytes that one rank of a stage sends in a step, by ring algorithms.
+    """Count the bytes that one rank of a stage sends in a step, if collectives use rings.
 
     - Tensor parallelism (Narayanan et al. 2021, section 3.2) all-reduces the hidden states after
       attention and after the MLP, and in the backward pass the gradients of their inputs. A ring
       all-reduce sends ``2 * (t - 1) / t`` of the tensor.
-    - Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather of half
-      its bytes. It gathers the inputs of two linear layers again for the gradients of their
-      weights.
-    - Context parallelism all-gathers a layer's keys and values in both passes and reduce-scatters
-      their gradients, ``(c - 1) / c`` of each. In a ring, gradients go all the way round.
-    - Expert parallelism sends a token's hidden state to each of its experts, of which
-      ``(e - 1) / e`` are on other ranks, and back. The gradients go the same way.
+    - Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather, each of
+      which sends half as many bytes. It gathers the inputs of two linear layers again, for the
+      gradients of their weights.
+    - Context parallelism all-gathers a layer's keys and values in the forward and in the backward
+      pass, and reduce-scatters their gradients. Each collective sends ``(c - 1) / c`` of the
+      tensor. In a ring (``Plan.ring``), gradients also take the last hop, back to their own rank.
+    - Expert parallelism sends a token's hidden state to each of its experts, and the result back.
+      ``(e - 1) / e`` of the experts are on other ranks. The gradients go the same way.
     - A pipeline sends hidden states forward and their gradients back.
-    - Data and context parallelism reduce-scatter fp32 gradients and all-gather updated weights,
-      ``(d * c - 1) / (d * c)`` of each. Those of experts go among fewer ranks, ``d * c / e``.
+    - Data and context parallelism reduce-scatter fp32 gradients and all-gather updated weights.
+      Each collective sends ``(d * c - 1) / (d * c)`` of the elements. Experts have only
+      ``d * c / e`` copies, so their collectives run among fewer ranks.
     """
     size = ELEMENT_BYTES[plan.precision]
     states = plan.tokens * shape.hidden_size * size
@@ -409,7 +440,8 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
     gathers, exchanges = 0.0, 0
     home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
-    reductions = 1.0 if stage == 0 else 0.0  # the embedding's, whose rows are split over t
+    # The first stage reduces the output of the embedding, whose rows are split over t ranks.
+    reductions = 1.0 if stage == 0 else 0.0
     for layer in stage_layers(shape, plan, stage):
         # In the last layer, the MLP computes only the tokens that the head reads: too few to count.
         forward = 1 if layer == shape.num_layers - 1 else 2
@@ -442,5 +474,5 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
 
 
 def _reduced_elements(parameters: int, ranks: int) -> float:
-    """Elements that each of ``ranks`` sends to reduce-scatter ``parameters`` elements in a ring."""
+    """Count the elements that a rank sends in a ring reduce-scatter of ``parameters`` elements."""
     return (ranks - 1) / ranks * parameters

@@ -1,9 +1,10 @@
-"""Formulas for the bytes that a training step holds on each rank at its peak.
+"""Formulas for the memory that each rank needs at the peak of a training step, in bytes.
 
-They follow the modules in ``nemo_aligner/models`` and the data parallel wrapper, the distributed
-optimizer and the 1F1B schedule of megatron-core 0.16. The approach is that of Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models". ``cost.py`` explains the
-letters. ``tests/planning/test_cost.py`` compares the formulas with real steps.
+The formulas describe the modules in ``nemo_aligner/models`` and the data parallel wrapper, the
+distributed optimizer and the 1F1B schedule of megatron-core 0.16. The approach is that of
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+``cost.py`` explains the letters. ``tests/planning/test_cost.py`` compares the formulas with real
+steps.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ class Memory:
     """Bytes on one rank at the peak of a step.
 
     Attributes:
-        activations: what the backward pass needs of all packs in flight.
-        transient: what exists only at the moment of the peak.
+        weights, gradients, optimizer: memory that exists during the whole step.
+        activations: tensors that are kept for the backward pass, of all packs whose backward pass
+            has not run yet.
+        transient: tensors that exist only at the moment of the peak.
         host: page-locked host memory for offloaded activations, and for Adam's moments with
-            ``cpu_offload``. It is no part of ``total``.
+            ``cpu_offload``. It is not part of ``total``.
     """
 
     weights: float
@@ -58,12 +61,12 @@ class Memory:
 
 
 def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
-    """Bytes on one rank of a stage at the peak of a step.
+    """Estimate the memory of one rank of a stage at the peak of a step.
 
-    Weights are in the precision of training, the head's in fp32. Megatron's wrapper keeps gradients
-    in fp32. The distributed optimizer shards Adam's two fp32 moments and the fp32 copies of 16-bit
-    weights (``optimizer_parameters``). With ``cpu_offload``, moments come to the GPU in chunks, and
-    only when no activations exist.
+    The head's weights are in fp32, all others in the precision of training. Megatron's wrapper
+    keeps gradients in fp32. The distributed optimizer shards Adam's two fp32 moments and the fp32
+    copies of 16-bit weights (``optimizer_parameters``). With ``cpu_offload``, moments are copied to
+    the GPU only for the optimizer's step, when no activations exist, so they do not count there.
     """
     size = ELEMENT_BYTES[plan.precision]
     head = head_size(shape, plan) if stage == plan.pp - 1 else 0
@@ -71,7 +74,8 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     copies = trained - head if size < FP32_BYTES else 0
     moments = 0 if plan.cpu_offload else 2 * trained
     shares = optimizer_parameters(shape, plan, stage)
-    # 1F1B: stage s of p has run p - s forward passes when the first gradient arrives.
+    # In the 1F1B schedule, stage s of p has run p - s forward passes before its first backward
+    # pass, and keeps the activations of these packs.
     packs = min(plan.packs.count, plan.pp - stage)
     moments_on_host = 2 * trained if plan.cpu_offload else 0
     return Memory(
@@ -86,19 +90,23 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
 
 
 def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
-    """Memory of the stage that needs the most; ``host`` is the maximum over all stages."""
+    """Estimate the memory of a rank in the stage that needs the most.
+
+    ``host`` is the maximum over all stages, which may be that of another stage.
+    """
     stages = [memory(shape, plan, stage) for stage in range(plan.pp)]
     fullest = max(stages, key=lambda stage: stage.total)
     return replace(fullest, host=max(stage.host for stage in stages))
 
 
 def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Bytes that a rank keeps of one pack on the GPU between its forward and backward pass.
+    """Count the bytes that a rank keeps of one pack on the GPU between forward and backward pass.
 
-    These are the activations of layers that are not offloaded, the cosines and sines of RoPE for
-    the tokens' positions, and the output that the stage sent to the next one, which megatron keeps
-    until its gradient is back. Megatron also keeps the input that the stage received, so that
-    this one stays on the GPU even if the stage's first layer is offloaded.
+    - the activations of all layers that are not offloaded
+    - the cosines and sines of RoPE for the tokens' positions
+    - the output that the stage has sent to the next stage, until its gradient arrives
+    - the input that the stage has received; Megatron keeps it on the GPU even if the activations
+      of the stage's first layer are offloaded
     """
     trained = _trained_layers(shape, plan, stage)
     kept_per_token = sum(
@@ -115,7 +123,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def offloaded_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Bytes of one pack that a rank of a stage copies to host memory and back."""
+    """Count the bytes of one pack's activations that a rank copies to host memory and back."""
     layers = _trained_layers(shape, plan, stage)
     offloaded = [layer for layer in layers if is_offloaded(shape, plan, layer)]
     received = _state(shape, plan) if offloaded and stage > 0 else 0.0
@@ -124,54 +132,55 @@ def offloaded_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def is_offloaded(shape: ModelShape, plan: Plan, layer: int) -> bool:
-    """Return True if a layer's activations wait in host memory (``models/activation_offload``)."""
+    """Return True if a layer's activations are in host memory until its backward pass.
+
+    ``models/activation_offload`` copies them.
+    """
     return plan.activations_offload and layer < shape.num_layers - LAYERS_NOT_OFFLOADED
 
 
 def _trained_layers(shape: ModelShape, plan: Plan, stage: int) -> list[int]:
-    """Layers of a stage that have a backward pass."""
+    """Return the layers of a stage that have a backward pass."""
     layers = stage_layers(shape, plan, stage)
     return [layer for layer in layers if has_backward(plan, stage, layer)]
 
 
 def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes per token that a layer keeps; with full recomputation, only its input."""
+    """Count the bytes per token that a layer keeps; with full recomputation, only its input."""
     if is_recomputed(shape, plan, layer):
         return _state(shape, plan)
     return _unrecomputed_layer_bytes(shape, plan, layer)
 
 
 def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes per token that a layer keeps if it is not fully recomputed.
+    """Count the bytes per token that a layer keeps if it is not fully recomputed.
 
-    Compare equations 1 to 4 of Korthikanti et al. 2022, for GPT. A layer keeps these elements per
-    token, in the precision of training:
+    Equations 1 to 4 of Korthikanti et al. 2022 count the same for GPT. A layer keeps these elements
+    per token, in the precision of training:
 
-    - input and output of each norm, 2 h, or h without a norm; sequence parallelism splits them
-      over t
-    - queries, keys and values after RoPE, q + 2 kv, and the output of attention, q
-    - both projections of a gated MLP, 2 f, and their product, f (without a gate f and f)
-    - with norms of queries and keys: the queries, q, and the projection before it is split,
-      q + 2 kv. Fused kernels keep contiguous copies of queries and keys, q + kv, instead.
-    - with norms on the outputs of attention and MLP: their inputs, h each
+    - 2 h: input and output of each norm (h without a norm); sequence parallelism splits them over t
+    - q + 2 kv and q: queries, keys and values after RoPE, and attention's output
+    - 2 f and f: both projections of a gated MLP and their product (f and f without a gate)
+    - with norms of queries and keys: the queries q, and the projection q + 2 kv before it is split;
+      fused kernels keep contiguous copies of queries and keys, q + kv, instead
+    - with norms on the outputs of attention and MLP: the inputs of these norms, h each
     - with LoRA: the input of each linear layer that has an adapter, and the r outputs of A
 
     In fp32 it keeps one statistic of each norm and the log-sum-exp of every head. After attention,
     the model's last layer computes only the tokens that the head reads: too few to count. A frozen
-    layer that passes a gradient on does not keep the inputs of its linear layers. Keys and values
-    of a shared prefix are kept as often as the kernel receives them.
+    layer with a backward pass does not keep the inputs of its linear layers. Keys and values of a
+    shared prefix are kept as often as the kernel receives them.
 
-    Selective recomputation drops the copies after RoPE, the log-sum-exp and attention's output,
-    unless the next linear layer needs the output as its input. ``_projection_width`` counts what it
-    keeps of grouped queries.
+    Selective recomputation drops the copies after RoPE, the log-sum-exp, and attention's output if
+    the next linear layer does not need it. ``_projection_width`` counts what it keeps instead.
 
     If no kernel computes a whole pack with grouped heads (``equal_heads``), keys and values are
-    kept for every head, 2 q, and the output twice.
+    kept for every head (2 q), and the output is kept twice.
 
     The formula ignores the second statistic of a LayerNorm. If no kernel supports a window or a
-    soft cap, it ignores another copy of the output, the masks (one element per query and key of a
-    sequence, which all layers share), and in ``transient`` the scores of a block of queries, at
-    most 256 MiB in fp32.
+    soft cap, it also ignores another copy of the output, the masks (one element per query and key
+    of a sequence, shared by all layers), and the scores of a block of queries (``transient``, at
+    most 256 MiB in fp32).
     """
     h, f, q, kv = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
@@ -203,17 +212,17 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
 
 
 def _low_rank_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes per token that a layer keeps of the outputs of LoRA's matrices A."""
+    """Count the bytes per token that a layer keeps of the outputs of LoRA's matrices A."""
     rank = 0 if shape.lora is None else shape.lora.rank
     return rank * ELEMENT_BYTES[plan.precision] * len(adapter_widths(shape, layer))
 
 
 def _projection_width(shape: ModelShape, plan: Plan) -> float:
-    """Elements per token that selective recomputation keeps of queries, keys and values.
+    """Count the elements per token that selective recomputation keeps of queries, keys and values.
 
-    Grouped queries are kept twice: in the projection, in one tensor with keys and values, and as a
-    contiguous copy. The fused kernel, which splits and applies RoPE at once, makes three tensors
-    instead.
+    With grouped heads, queries are kept twice: in the output of the projection, a tensor that also
+    holds keys and values, and as a contiguous copy. The fused kernel splits this output and applies
+    RoPE at once. It makes one tensor each of queries, keys and values, so queries are kept once.
     """
     _, _, q, kv = widths(shape)
     is_fused = plan.fused_kernels and not shape.qk_layernorm and shape.experts is None
@@ -221,26 +230,34 @@ def _projection_width(shape: ModelShape, plan: Plan) -> float:
 
 
 def _rank_width(shape: ModelShape, plan: Plan) -> float:
-    """MLP channels per token that a rank's experts compute, at ``plan.expert_load``."""
+    """Count the MLP channels per token that the experts of the busiest rank compute."""
     assert shape.experts is not None
     excess = shape.experts.top_k * shape.experts.width * (plan.expert_load - 1)
     return mlp_width(shape) + excess
 
 
 def _reads_norm(shape: ModelShape) -> bool:
-    """Return True if a matmul keeps the normed tokens; experts keep copies of them instead."""
+    """Return True if a matmul of the MLP keeps the output of the norm as its input.
+
+    A mixture-of-experts layer without a shared expert does not: its experts keep copies of the rows
+    that are sent to them.
+    """
     return shape.experts is None or shape.experts.shared_width is not None
 
 
 def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes per token that a mixture-of-experts layer keeps in addition to its matmuls.
+    """Count the bytes per token that a mixture-of-experts layer keeps besides its matmuls' outputs.
 
-    These are a copy of the token for each of its k experts and the output of each expert. In fp32
-    they are the router's probabilities of all experts and the weights of k experts; the indices and
-    positions of k experts take 8 bytes each. The gate of a shared expert keeps its output. Like a
-    trained router, it also keeps the token in fp32, which sequence parallelism splits; the shared
-    expert's input is not split. Expert parallelism exchanges as many rows on average, and the
-    busiest rank receives ``plan.expert_load`` times as many.
+    - a copy of the token for each of its k experts, and the output of each expert
+    - in fp32, the router's probabilities of all experts and the weights of the k experts
+    - the indices and positions of the k experts, 8 bytes each
+    - with a gated shared expert: the shared expert's output
+    - with a gated shared expert or a trained router: the token in fp32, which sequence parallelism
+      splits
+    - with a shared expert: its input, which sequence parallelism does not split
+
+    With expert parallelism, a rank receives as many copies as it sends on average, and the busiest
+    rank receives ``plan.expert_load`` times as many.
     """
     if shape.experts is None or layer == shape.num_layers - 1:
         return 0.0
@@ -258,11 +275,11 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def _key_width(shape: ModelShape, plan: Plan) -> float:
-    """Elements per token that attention keeps of keys and values, per group or per head.
+    """Count the elements per token that attention keeps of keys and values.
 
-    With a copy for each head (``equal_heads``), attention computes segment by segment and keeps the
-    output a second time. With context parallelism only the rank's own keys and values are kept;
-    those of other ranks are gathered again in the backward pass.
+    If keys and values are copied for each head (``equal_heads``), attention computes one segment at
+    a time and also keeps its output a second time. With context parallelism, a rank keeps only its
+    own keys and values, and gathers those of other ranks again in the backward pass.
     """
     _, _, q, kv = widths(shape)
     if plan.cp > 1 and not plan.equal_heads:
@@ -271,25 +288,32 @@ def _key_width(shape: ModelShape, plan: Plan) -> float:
 
 
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Most bytes that a rank of a stage needs in addition to ``activations`` at any moment.
+    """Estimate the most bytes that a rank needs in addition to ``activations`` at any moment.
 
-    It is the maximum of three moments: the forward pass of frozen layers; the backward pass of each
-    layer's MLP, or of the whole last layer, when the layers above have freed theirs; and the
-    embedding's gradient, when all layers have. Under sequence parallelism megatron-core also keeps
-    a buffer for a pack's gathered hidden states.
+    It is the maximum over these moments:
+
+    - the forward pass of frozen layers
+    - the backward pass of each layer's MLP, and of the whole last layer, when the layers above have
+      already freed their activations
+    - the computation of the embedding's gradient, when all layers have freed their activations
+
+    With sequence parallelism, megatron-core also keeps a buffer for the gathered hidden states of a
+    pack.
     """
     tokens, size = plan.tokens, ELEMENT_BYTES[plan.precision]
     trained = _trained_layers(shape, plan, stage)
     kept_bytes = pack_activations(shape, plan, stage)
     moments, freed = [0.0], 0.0
     if len(trained) < len(stage_layers(shape, plan, stage)):
-        # Nothing of this pack is kept yet: three tensors of the MLP, five hidden states in flight.
+        # In a frozen layer, no activations of this pack are kept yet. Three tensors of the MLP's
+        # width and five hidden states exist at the same time.
         states = 5 * _state(shape, plan)
         moments.append(tokens * (states + 3 * mlp_width(shape) * size / plan.tp) - kept_bytes)
     for layer in reversed(trained):
         is_last = layer == shape.num_layers - 1
         in_layer = _in_last_layer(shape, plan) if is_last else _in_mlp(shape, plan, layer)
-        # An offloaded layer returns to the GPU one layer ahead of its backward pass.
+        # The activations of an offloaded layer return to the GPU during the backward pass of the
+        # layer above it.
         near = [index for index in trained if index in (layer - 1, layer)]
         moving = sum(
             _layer_bytes(shape, plan, index) for index in near if is_offloaded(shape, plan, index)
@@ -305,12 +329,16 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes in addition to kept activations in the backward pass of a layer's MLP.
+    """Count the bytes that the backward pass of a layer's MLP needs besides kept activations.
 
-    The maximum of three moments: the second projection; the gate, which frees f and allocates 4 f
-    (3 f in a fused kernel); and the first projection, when 3 f are freed and 2 f and the gradients
-    of input and weight exist. A frozen layer has kept one f less and computes no gradient of its
-    weights. Without a gate the first projection has one f less.
+    It is the maximum over the backward passes of the MLP's three parts, per token:
+
+    - the second projection
+    - the gate, which frees f and allocates 4 f (3 f in a fused kernel)
+    - the first projection: 3 f are freed, and 2 f and the gradients of input and weight exist
+
+    A frozen layer has kept one f less, and computes no gradients of weights. Without a gate, the
+    first projection has one f less.
     """
     if shape.experts is not None:
         needed = _in_experts(shape, plan, layer)
@@ -330,18 +358,22 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
         scratch = not (plan.fused_kernels and shape.activation == "swiglu")
         needed = max(tokens * (f + h) + gradient, tokens * (wide + scratch) * f, weights)
     if is_recomputed(shape, plan, layer):
-        # Recomputation allocates everything that the layer would have kept, and its output.
+        # Recomputation allocates all activations that the layer did not keep, and its output.
         tokens_bytes = _unrecomputed_layer_bytes(shape, plan, layer)
         return needed * size + tokens * (tokens_bytes + state)
     return needed * size + tokens * state
 
 
 def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes in addition to kept activations in either pass of a mixture-of-experts layer.
+    """Count the bytes that a mixture-of-experts layer needs besides kept activations.
 
-    The maximum of five moments: expert parallelism sorts the outputs of its experts to send them
-    back; the sum of a token's experts in fp32, whose outputs get gradients; the second projection,
-    when these outputs are freed; the gate; and the first projection.
+    It is the maximum over five moments of its forward and backward pass:
+
+    - with expert parallelism, the outputs of the experts are sorted to be sent back
+    - the outputs of a token's experts are summed in fp32, and get gradients
+    - the backward pass of the second projection, when the outputs are freed
+    - the backward pass of the gate
+    - the backward pass of the first projection
     """
     assert shape.experts is not None
     size = ELEMENT_BYTES[plan.precision]
@@ -355,9 +387,10 @@ def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def _weight_gradient(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Elements of the gradient of an MLP's second projection, before it is added to the buffer.
+    """Count the elements of the gradient of the weight of an MLP's second projection.
 
-    Among experts, only the grouped kernel in bf16 allocates it.
+    It exists until it is added to Megatron's gradient buffer. In a mixture-of-experts model, only
+    the grouped kernel in bf16 allocates it; otherwise the result is 0.
     """
     if shape.lora is not None or not keeps_input(shape, plan, layer, "linear_fc2"):
         return 0.0
@@ -370,11 +403,12 @@ def _weight_gradient(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
-    """Bytes in addition to kept activations in the backward pass of the last layer.
+    """Count the bytes that the backward pass of the last layer needs besides kept activations.
 
-    The maximum of two moments, plus what is recomputed: the first projection of the MLP, which has
-    few rows, but a full gradient of its weights; and attention, with the gradients of a hidden
-    state, of the output, and of queries, keys and values.
+    It is the maximum over two moments, plus the activations that are recomputed:
+
+    - The first projection of the MLP computes few tokens, but has a full gradient of its weight.
+    - Attention has gradients of a hidden state, of its output, and of queries, keys and values.
     """
     _, _, q, _ = widths(shape)
     last, size = shape.num_layers - 1, ELEMENT_BYTES[plan.precision]
@@ -392,13 +426,13 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
 
 
 def _in_attention(shape: ModelShape, plan: Plan) -> float:
-    """Bytes that one call of attention's backward pass allocates in addition to its results.
+    """Count the bytes that a call of attention's backward pass allocates besides its results.
 
-    On a GPU one kernel computes a pack in 16 bits. It sums the gradients of queries in fp32, and
-    computes those of keys and values for every query head (Dao 2023, "FlashAttention-2", as
-    implemented). On a CPU a call computes one segment, and adds the gradients of all heads to the
-    pack's. In a ring, each call needs this for its share of the keys, and the gradients of queries
-    are summed in fp32.
+    On a GPU, one kernel computes a whole pack in 16 bits. It sums the gradients of queries in fp32,
+    and computes the gradients of keys and values for every query head (Dao 2023,
+    "FlashAttention-2", as implemented). On a CPU, a call computes one segment, and adds its
+    gradients to those of the pack. In a ring, a call computes one rank's part of the keys, and the
+    gradients of queries are summed over the calls in fp32.
     """
     _, _, q, kv = widths(shape)
     size, packs = ELEMENT_BYTES[plan.precision], plan.packs
@@ -413,12 +447,12 @@ def _in_attention(shape: ModelShape, plan: Plan) -> float:
 
 
 def _keys_in_attention(shape: ModelShape, plan: Plan) -> float:
-    """Elements per token of keys, values and their gradients in attention's backward pass.
+    """Count the elements per token of keys, values and their gradients in the backward pass.
 
-    With context parallelism, those of the whole pack are gathered once more. In a ring, a rank
-    holds two shares of the keys, one of which is in transit, and three of the gradients: the one
-    that it adds, the one that it has sent, and the one that arrives. With two ranks nothing is in
-    transit any more when the last share has come.
+    With context parallelism, the keys and values of the whole pack are gathered again. In a ring, a
+    rank holds the keys and values of two ranks, because it computes with one part while the next
+    part arrives. It holds three parts of the gradients: the part to which it adds, the part that it
+    has sent, and the part that arrives. With two ranks no further part arrives after the first.
     """
     _, _, _, kv = widths(shape)
     if plan.cp == 1:
@@ -429,6 +463,6 @@ def _keys_in_attention(shape: ModelShape, plan: Plan) -> float:
 
 
 def _state(shape: ModelShape, plan: Plan) -> float:
-    """Bytes of one token's hidden state on one rank."""
+    """Count the bytes of one token's hidden state on one rank."""
     split = plan.tp if plan.sequence_parallel else 1
     return shape.hidden_size * ELEMENT_BYTES[plan.precision] / split

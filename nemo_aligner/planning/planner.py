@@ -1,7 +1,7 @@
-"""Search for the fastest parallel layouts that fit into memory; the tables of ``plan``.
+"""Search for the fastest parallel layouts that fit into memory, for ``nemo-aligner plan``.
 
-``Planner`` searches, ``PlanRequest`` holds the options of ``nemo-aligner plan``, ``preset`` knows
-the shapes of common models, and the ``render_*`` functions print the result.
+``PlanRequest`` holds the options of the command, and ``Planner`` searches. ``preset`` knows the
+shapes of common models, and the ``render_*`` functions render the tables that the command prints.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
 from nemo_aligner.planning.step_time import Machine, StepTime, step_time
 from nemo_aligner.utils.errors import ConfigError
 
-# Least tokens of a chunk. Context parallelism gives each rank two chunks of a sequence; with fewer
-# tokens the matmuls of a chunk are too small to be worth sending keys for.
+# Context parallelism gives each rank two chunks of a sequence. Layouts whose chunks have fewer
+# tokens than this are not tried, because the work on a chunk must outweigh sending its keys.
 _LEAST_CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its recomputation, the memory of its fullest rank, and the time of a step."""
+    """A layout with recomputation, the memory of the rank that needs most, and a step's time."""
 
     plan: Plan
     memory: Memory
@@ -36,14 +36,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """Search over the layouts of one model, batch and kind of GPU.
+    """Searches the layouts of one model, batch and kind of GPU.
 
     Attributes:
-        usable: bytes of a GPU's memory that a step may fill.
-        batch: pairs of a step. Each pair has two sequences of ``length`` tokens that share no
-            prefix.
+        usable: bytes of a GPU's memory that a step may use.
+        batch: number of pairs in a step. Each pair has two sequences of ``length`` tokens that
+            share no prefix.
         budget: most tokens of a pack (``model.micro_batch_tokens``).
-        recompute: None recomputes as few layers as possible.
+        recompute: the recomputation of all layouts; None chooses it for each layout.
     """
 
     shape: ModelShape
@@ -59,36 +59,47 @@ class Planner:
     activations_offload: bool = False
 
     def candidates(self, gpus: int) -> list[Candidate]:
-        """Evaluate every layout of ``gpus``; tensor parallel groups stay inside a node."""
+        """Evaluate every layout of ``gpus`` GPUs whose tensor parallel groups fit into a node."""
         return [self._candidate(plan) for plan in self._plans(gpus)]
 
     def ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the layouts that fit, the fastest first; ties go to the one with less memory."""
+        """Return the layouts that fit into memory, the fastest first.
+
+        Of equally fast layouts, the one that needs less memory comes first.
+        """
         fitting = [layout for layout in candidates if layout.memory.total <= self.usable]
         return sorted(fitting, key=lambda layout: (layout.time.total, layout.memory.total))
 
     def least_gpus(self) -> Plan | None:
-        """Find the layout on the fewest GPUs that fits with all allowed recomputation."""
+        """Find a layout that fits on the fewest GPUs, with as much recomputation as is allowed.
+
+        The result is None if no layout fits on any number of GPUs.
+        """
         smallest: Plan | None = None
         for tp, cp, pp in self._sizes():
             largest_dp = self.batch
             if smallest is not None:
                 largest_dp = min(largest_dp, (smallest.num_ranks - 1) // (tp * cp * pp))
-            # A larger dp splits more: if the largest does not fit, no smaller one does.
+            # A larger dp shards the optimizer's state more. So if the largest dp does not fit, no
+            # smaller one does.
             if self._most_recomputed(tp, cp, pp, largest_dp) is not None:
                 plans = (self._most_recomputed(tp, cp, pp, dp) for dp in range(1, largest_dp + 1))
                 smallest = next(plan for plan in plans if plan is not None)
         return smallest
 
     def tokens_per_second(self, candidate: Candidate) -> float:
-        """Throughput of training with this layout."""
+        """Return the throughput of training with this layout, in tokens of all ranks."""
         return self.batch * 2 * self.length / candidate.time.total
 
     def _candidate(self, plan: Plan) -> Candidate:
-        """Choose how much a layout recomputes: as little as fits, or what is fastest."""
+        """Choose how much a layout recomputes, and evaluate it.
+
+        It recomputes as few layers as fit into memory. With offloaded activations, it recomputes
+        all layers or none, whichever fits and is faster.
+        """
         plans = self._recomputations(plan)
         if plan.activations_offload:
-            # Recomputing is faster where copying activations takes longer than computing them.
+            # Recomputing activations can be faster than copying them to the host and back.
             fitting = [plan for plan in plans if self._fits(plan)] or plans[-1:]
             chosen = min(fitting, key=lambda plan: self._time(plan).total)
         else:
@@ -101,7 +112,11 @@ class Planner:
         return step_time(self.shape, plan, self.machine)
 
     def _recomputations(self, plan: Plan) -> list[Plan]:
-        """List variants of a plan by recomputation: none, one more layer each time, all."""
+        """List variants of a plan with more and more recomputed layers, from none to all.
+
+        If ``recompute`` is set, there is only one variant. With offloaded activations, there are
+        only two: none and all.
+        """
         if self.recompute is not None:
             return [replace(plan, recompute=self.recompute)]
         full = replace(plan, recompute=Recompute.full)
@@ -115,12 +130,12 @@ class Planner:
         return fullest_stage(self.shape, plan).total <= self.usable
 
     def _most_recomputed(self, tp: int, cp: int, pp: int, dp: int) -> Plan | None:
-        """Find a plan of these sizes that fits with all allowed recomputation."""
+        """Find a plan with these sizes that fits with as much recomputation as is allowed."""
         plans = (self._recomputations(plan)[-1] for plan in self._plans_of(tp, cp, pp, dp))
         return next((plan for plan in plans if self._fits(plan)), None)
 
     def _sizes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the sizes of tensor, context and pipeline parallelism to try."""
+        """Yield all sizes of tensor, context and pipeline parallelism to try, as ``(t, c, p)``."""
         layers = self.shape.num_layers
         contexts = [1]
         while self.length >= 2 * _LEAST_CHUNK * 2 * contexts[-1]:
@@ -134,9 +149,10 @@ class Planner:
                 yield from self._plans_of(tp, cp, pp, gpus // (tp * cp * pp))
 
     def _plans_of(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Plan]:
-        """Yield plans with any expert parallelism, with and without sequence parallelism or a ring.
+        """Yield all plans with these sizes.
 
-        Yields nothing if these sizes cannot split the model or the batch.
+        They differ in the size of expert parallelism, and in whether they use sequence parallelism
+        and a ring. There are none if the sizes cannot split the model or the batch.
         """
         try:
             self.shape.check_fits(tp, pp)
@@ -166,19 +182,23 @@ class Planner:
             )
 
     def _expert_sizes(self, replicas: int) -> list[int]:
-        """Sizes of expert parallelism that divide both the experts and the ``replicas`` ranks."""
+        """List the sizes of expert parallelism: all divisors of ``replicas`` and of the experts."""
         experts = self.shape.experts
         largest = 1 if experts is None else gcd(replicas, experts.count)
         return [ep for ep in range(1, largest + 1) if largest % ep == 0]
 
     def _can_ring(self) -> bool:
-        """Predict the answer of ``why_gathered`` in ``models/attention`` for Ampere or newer."""
+        """Predict whether attention can use a ring on Ampere or newer GPUs.
+
+        In training, ``why_gathered`` in ``models/attention`` decides this.
+        """
         return self.precision is not Precision.fp32 and self.shape.attn_logit_softcapping is None
 
     def _copies_keys(self) -> bool:
-        """Predict the answer of ``copies_keys`` in ``models/attention`` for Ampere or newer.
+        """Predict whether attention copies keys and values for every head on Ampere or newer GPUs.
 
-        FlashAttention supports grouped heads but not fp32; a soft cap has its own implementation.
+        In training, ``copies_keys`` in ``models/attention`` decides this. FlashAttention supports
+        grouped heads but not fp32. Attention with a soft cap is another implementation.
         """
         is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
         has_cap = self.shape.attn_logit_softcapping is not None
@@ -193,13 +213,14 @@ class PlanRequest:
     """Options of ``nemo-aligner plan``; None means the default of training.
 
     Attributes:
-        gpu_memory: GiB of a GPU.
-        reserve: GiB that stay free for CUDA, NCCL and fragmentation.
-        global_batch_tokens: overrides ``global_batch_size``.
+        gpu_memory: memory of a GPU, in GiB.
+        reserve: GiB of it that stay free for CUDA, NCCL and fragmentation.
+        global_batch_tokens: size of a batch in tokens; overrides ``global_batch_size``.
         tflops: peak TFLOP/s of a GPU.
-        memory_bandwidth, intra_node, inter_node, host: GB/s per GPU.
-        mfu: share of the peak that all computation reaches; None uses the measured share of each
-            kind of work (``planning/step_time.py``).
+        memory_bandwidth, intra_node, inter_node, host: GB/s per GPU of its own memory, to other
+            GPUs in the node, to other nodes, and to host memory.
+        mfu: share of the peak that computation reaches as a whole; None uses the measured share of
+            each kind of work (``planning/step_time.py``).
     """
 
     gpu_memory: float = 80
@@ -249,7 +270,7 @@ class PlanRequest:
         )
 
     def machine(self) -> Machine:
-        """The assumed machine."""
+        """Build the machine with the assumed speeds."""
         return Machine(
             flops=self.tflops * 1e12,
             efficiency=self.mfu,
@@ -272,10 +293,10 @@ class PlanRequest:
             ("inter_node", self.inter_node > 0, above_zero),
             ("host", self.host > 0, above_zero),
             ("reserve", reserve >= 0, "0 or more"),
-            ("gpu_memory", self.gpu_memory > reserve, f"more than the {reserve:g} of reserve"),
-            ("micro_batch_tokens", budget >= pair, f"{pair} (a pair) or more"),
+            ("gpu_memory", self.gpu_memory > reserve, f"more than reserve, which is {reserve:g}"),
+            ("micro_batch_tokens", budget >= pair, f"{pair} or more, so that a pair fits"),
             ("lora_rank", self.lora_rank >= 0, "0 (no LoRA) or more"),
-            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 with LoRA"),
+            ("freeze_layers", not (self.freeze_layers and self.lora_rank), "0 if lora_rank is set"),
             ("freeze_layers", 0 <= self.freeze_layers <= last, f"0 to {last}"),
         ]
         for name, is_valid, allowed in checks:
@@ -283,9 +304,9 @@ class PlanRequest:
                 raise ConfigError(f"{name}: got {getattr(self, name):g}, wanted {allowed}")
 
 
-# Shapes of well-known models, to plan without a checkpoint.
+# Shapes of well-known models, so that ``plan`` needs no checkpoint.
 
-# layers, hidden, ffn, heads, query groups, channels of a head, vocabulary
+# name, layers, hidden size, MLP width, heads, query groups, channels of a head, vocabulary size
 _SHAPES = {
     "1B": ("Llama 3.2 1B", 16, 2048, 8192, 32, 8, 64, 128256),
     "3B": ("Llama 3.2 3B", 28, 3072, 8192, 24, 8, 128, 128256),
@@ -321,11 +342,11 @@ def preset(params: str) -> tuple[ModelShape, str]:
     return ModelShape.from_config(config), name
 
 
-# Output: assumptions, and the layouts that fit or nearly fit.
+# Rendering the assumptions, the layouts that fit, and the reason if none fits.
 
 
 def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
-    """Render the model, the step and the assumed machine."""
+    """Render a description of the model, the step and the assumed machine."""
     shape = planner.shape
     frozen = f", {planner.freeze_layers} layers frozen" if planner.freeze_layers else ""
     experts = "" if shape.experts is None else f"{shape.experts}, "
@@ -346,10 +367,10 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
 
 
 def render_layouts(planner: Planner, gpus: int, top: int) -> str:
-    """Render the ``top`` fastest layouts on ``gpus`` GPUs, and the settings of the first.
+    """Render the ``top`` fastest layouts on ``gpus`` GPUs, and the settings of the fastest one.
 
     Raises:
-        ConfigError: none fits; the message names the smallest cluster that would.
+        ConfigError: no layout fits; the message names the smallest number of GPUs that is enough.
     """
     candidates = planner.candidates(gpus)
     planner, fitting = _with_offload_if_needed(planner, gpus, planner.ranked(candidates))
@@ -368,7 +389,7 @@ def render_layouts(planner: Planner, gpus: int, top: int) -> str:
 
 
 def render_best(planner: Planner, numbers: Sequence[int]) -> str:
-    """Render the best layout for each number of GPUs."""
+    """Render a table with the fastest layout for each of ``numbers`` of GPUs."""
     rows = []
     for gpus in numbers:
         fitting = planner.ranked(planner.candidates(gpus))
@@ -382,7 +403,7 @@ def render_best(planner: Planner, numbers: Sequence[int]) -> str:
 def _with_offload_if_needed(
     planner: Planner, gpus: int, fitting: list[Candidate]
 ) -> tuple[Planner, list[Candidate]]:
-    """Search again with offloaded activations if no layout fits without.
+    """Search again with offloaded activations if ``fitting``, the layouts without, is empty.
 
     Returns:
         The planner that found the layouts, and the layouts that fit.
@@ -415,7 +436,7 @@ def settings_of(plan: Plan) -> list[str]:
 
 
 def _layout_row(planner: Planner, candidate: Candidate) -> dict[str, str]:
-    """One row of the table, by column name."""
+    """Return the cells of a layout's row in the table, by column name."""
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
     return {
@@ -433,7 +454,10 @@ def _layout_row(planner: Planner, candidate: Candidate) -> dict[str, str]:
 
 
 def _describe_recompute(plan: Plan) -> str:
-    """Name what is recomputed (a kind, or layers per stage), and whether it offloads."""
+    """Describe the recomputation of a plan, and whether it offloads activations.
+
+    Recomputation is described by its kind, or by the number of recomputed layers per stage.
+    """
     offloaded = ", offloaded" * plan.activations_offload
     if plan.recompute_layers is None:
         return plan.recompute.value + offloaded
@@ -441,15 +465,17 @@ def _describe_recompute(plan: Plan) -> str:
 
 
 def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
-    """Explain why no layout fits, and name the smallest number of GPUs that would.
+    """Explain that no layout fits, and name the smallest number of GPUs that is enough.
 
-    ``_with_offload_if_needed`` has tried offloaded activations already. Moments in host memory are
-    the user's choice, so the message suggests them where fewer GPUs are enough with them.
+    Offloaded activations have been tried already, by ``_with_offload_if_needed``. Moments in host
+    memory (``cpu_offload``) are not tried unless the user asks for them. So the message suggests
+    them if fewer GPUs are then enough.
     """
     if not candidates:
         return (
-            f"gpus: got {gpus}, wanted a number that the model's heads, query groups and layers "
-            f"divide into, with at most {planner.batch} data parallel ranks (the pairs of a step)"
+            f"gpus: got {gpus}, wanted a number that a layout can use. Tensor and pipeline "
+            "parallel sizes must divide the model's heads, query groups and layers, and a step of "
+            f"{planner.batch} pairs has work for at most {planner.batch} data parallel ranks"
         )
     offloading = replace(planner, activations_offload=True)
     evaluated = [*candidates, *offloading.candidates(gpus)]
@@ -474,7 +500,10 @@ def _describe_smallest_fit(planner: Planner, gpus: int, candidates: Sequence[Can
 
 
 def _least_fitting(planner: Planner) -> Plan | None:
-    """Find the layout on the fewest GPUs; it offloads activations only if that saves GPUs."""
+    """Find a layout that fits on the fewest GPUs.
+
+    It offloads activations only if fewer GPUs are then enough.
+    """
     plans = (planner.least_gpus(), replace(planner, activations_offload=True).least_gpus())
     fitting = [plan for plan in plans if plan is not None]
     return min(fitting, key=lambda plan: plan.num_ranks, default=None)
@@ -488,7 +517,7 @@ def _describe_gpus(plan: Plan) -> str:
 
 
 def _offload_settings(plan: Plan) -> list[str]:
-    """The plan's settings that move activations or moments to host memory."""
+    """List the settings of a plan that move activations or moments to host memory."""
     return [setting for setting in settings_of(plan) if "offload" in setting]
 
 

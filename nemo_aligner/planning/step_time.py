@@ -1,9 +1,9 @@
 """Formulas for the time of a training step: computation, kernel launches and transfers.
 
-Computation is matmuls and attention, by their FLOPs, and passes over memory by pointwise kernels,
-sums of gradients and the optimizer. Each kind of work reaches a share of the GPU's peak, which was
-measured (docs/gpu.md). ``cost.py`` explains the letters. The end of the file holds a table of the
-peak speeds of GPUs.
+The time of matmuls and attention follows from their FLOPs. The time of pointwise kernels, sums of
+gradients and the optimizer follows from the bytes that they read and write. Each kind of work
+reaches a certain share of the GPU's peak speed, which was measured (docs/gpu.md). ``cost.py``
+explains the letters. A table of the peak speeds of GPUs is at the end of this module.
 """
 
 from __future__ import annotations
@@ -29,28 +29,32 @@ from nemo_aligner.planning.cost import (
 )
 from nemo_aligner.planning.memory import offloaded_bytes
 
-# Shares of an H100's peak speeds that each kind of work reaches: 989 TFLOP/s in bf16, 3.35 TB/s of
-# memory (docs/gpu.md). The shares of matmuls and pointwise kernels fit measured steps with hidden
-# sizes of 2,048 and 4,096, with eager and fused kernels. The share of updates fits AdamW measured
-# by itself, and the share of attention fits steps of 512 to 8,192 tokens on an H200.
+# The share of its peak speed that an H100 reaches in each kind of work (docs/gpu.md). The peaks are
+# 989 TFLOP/s in bf16 and 3.35 TB/s of memory. The shares of matmuls and pointwise kernels were
+# fitted to measured steps with hidden sizes of 2,048 and 4,096, with eager and with fused kernels.
+# The share of updates was fitted to AdamW alone, and the share of attention to steps with sequences
+# of 512 to 8,192 tokens on an H200.
 MATMUL_SHARE = 0.79
 ATTENTION_SHARE = 0.275
 POINTWISE_SHARE = 0.36
 UPDATE_SHARE = 0.78
-# Seconds that the host takes to launch the forward and the backward pass of a layer. Measured with
-# a hidden size of 1,024, where the GPU waits for the host.
+# Seconds that the host takes to launch the kernels of a layer's forward and backward pass. It was
+# measured with a hidden size of 1,024, where the GPU waits for the host.
 HOST_SECONDS_PER_LAYER = 2.55e-3
-_FORWARD = 1 / 3  # the forward pass's part of these seconds
+# The share of the forward pass in the work of forward and backward pass.
+_FORWARD = 1 / 3
 
-# How often the pointwise kernels of a layer read or write memory in both passes, with eager and
-# with fused kernels (``models/pointwise``): per channel of a hidden state (norms, residual sums and
-# sums of their gradients), of the queries (RoPE and copies), and of the MLP with or without a gate.
+# How often the pointwise kernels of a layer read or write a channel of a token, in forward and
+# backward pass together. The keys say whether kernels are fused (``models/pointwise``). The
+# channels are those of a hidden state (norms, residual sums and sums of their gradients), of the
+# queries (RoPE and copies), and of the MLP with or without a gate.
 _HIDDEN_PASSES = {False: 26, True: 22}
 _QUERY_PASSES = {False: 18, True: 8}
 _GATED_PASSES = {False: 16, True: 8}
 _UNGATED_PASSES = 10
-# Bytes per parameter. The matmuls that compute a weight's gradient read and write its fp32 sum in
-# each pack. Once in a step the sums are cleared and scaled, and AdamW reads and writes its state.
+# Bytes of memory traffic per trained parameter. For each pack, the matmul that computes a weight's
+# gradient reads and writes the fp32 sum of gradients (8 bytes). Once in a step, the sums are
+# cleared and scaled, and AdamW reads and writes weights and moments (54 bytes).
 _GRADIENT_BYTES, _UPDATE_BYTES = 8, 54
 
 
@@ -60,9 +64,9 @@ class Machine:
 
     Attributes:
         flops: peak FLOP/s.
-        efficiency: share of ``flops`` that all computation reaches. None uses the measured share of
-            each kind of work, and the time that the host needs to launch it.
-        intra_node, inter_node: bytes/s to ranks in the same node, and to other nodes.
+        efficiency: share of ``flops`` that computation reaches as a whole. None uses the measured
+            share of each kind of work, and the time that the host needs to launch kernels.
+        intra_node, inter_node: bytes/s to ranks in the same node, and to ranks in other nodes.
         ranks_per_node: GPUs of a node.
         host: bytes/s to host memory.
         memory: bytes/s of the GPU's own memory.
@@ -79,12 +83,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by cause, without transfers that overlap with computation.
+    """Seconds of a step, by what takes them. Transfers during computation do not count.
 
     Attributes:
         compute: forward and backward passes.
         update: the optimizer's step.
-        bubble: idle time of a pipeline stage.
+        bubble: time for which a pipeline stage waits for other stages.
         tensor, context, expert, pipeline, data: transfers of each kind of parallelism.
         host: transfers to and from host memory.
     """
@@ -112,15 +116,16 @@ class StepTime:
 def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     """Estimate the seconds of a step on ``machine``.
 
-    1F1B leaves a stage idle for ``(p - 1) / m`` of the time of its m packs (Narayanan et al. 2021,
-    section 2.2). These transfers overlap with computation, and no others:
+    In the 1F1B schedule, a stage is idle for ``(p - 1) / m`` of the time that it takes for its m
+    packs (Narayanan et al. 2021, section 2.2). Only these transfers overlap with computation:
 
     - The reduction of gradients overlaps with the backward pass of the last pack.
     - The all-gather of weights overlaps with the forward pass of the first pack.
     - Offloaded activations travel to the host during the forward pass and back during the backward
       pass.
 
-    Offloaded moments travel to the GPU and back: two fp32 values each way, 16 bytes per parameter.
+    With ``cpu_offload``, Adam's two fp32 moments travel to the GPU and back, which is 16 bytes per
+    parameter.
     """
     stages = range(plan.pp)
     per_pack = max(pack_time(shape, plan, stage, machine) for stage in stages)
@@ -155,9 +160,9 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
 
 
 def pack_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> float:
-    """Seconds of a stage's forward and backward pass of one pack, without transfers.
+    """Estimate the seconds of a stage's forward and backward pass of one pack, without transfers.
 
-    It is the maximum of the GPU's time and the host's time to launch the kernels, which overlap.
+    The GPU computes while the host launches the next kernels, so the slower of the two counts.
     """
     ranks = plan.tp * plan.cp
     total = pack_flops(shape, plan, stage).total / ranks
@@ -176,7 +181,7 @@ def pack_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> fl
 
 
 def pointwise_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Bytes that the pointwise kernels on a rank of a stage read and write for one pack.
+    """Count the bytes that the pointwise kernels on a rank of a stage read and write for one pack.
 
     After its attention, the model's last layer computes only the tokens that the head reads: too
     few to count.
@@ -196,16 +201,17 @@ def pointwise_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def _passes(shape: ModelShape, plan: Plan, stage: int, layer: int) -> float:
-    """Work of a layer, in units of one forward plus one backward pass."""
+    """Return the work of a layer, where one forward and one backward pass together count as 1."""
     if not has_backward(plan, stage, layer):
         return _FORWARD
     return 1 + _FORWARD * is_recomputed(shape, plan, layer)
 
 
 def _update_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> float:
-    """Seconds of the optimizer's step on a rank: all gradients, and the rank's shard of the state.
+    """Estimate the seconds of the optimizer's step on a rank.
 
-    It is 0 where the user states one efficiency for everything.
+    The step reads all gradients, and updates the rank's shard of the state. The result is 0 if
+    ``machine.efficiency`` is set, because that covers the whole step.
     """
     if machine.efficiency is not None:
         return 0.0
@@ -216,21 +222,25 @@ def _update_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) ->
 
 
 def _copies_not_hidden(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> float:
-    """Seconds by which copying a pack's activations takes longer than the pass that hides it."""
+    """Estimate the seconds for which a stage waits for copies of a pack's offloaded activations.
+
+    A copy overlaps with the forward or the backward pass, so only the time beyond it counts.
+    """
     copied = offloaded_bytes(shape, plan, stage) / machine.host
     flops, seconds = pack_flops(shape, plan, stage), pack_time(shape, plan, stage, machine)
     forward = seconds * flops.forward / flops.total
     return max(0.0, copied - forward) + max(0.0, copied - (seconds - forward))
 
 
-# Peaks of GPUs, by name.
+# Peak speeds of GPUs.
 
-# Dense TFLOP/s in 16 bits and in fp32 without TF32, and GB/s of memory, from NVIDIA's data sheets.
-# Figures that a data sheet states "with sparsity" are halved. None: the GPU is not meant for
-# training in fp32. The first name that occurs in the device's name is used, so longer names come
-# first.
+# Part of the device's name, dense TFLOP/s in 16 bits, dense TFLOP/s in fp32 without TF32, and GB/s
+# of memory, from NVIDIA's data sheets. Figures that a data sheet states "with sparsity" are halved.
+# None means that the GPU is not meant for training in fp32. The first row whose name occurs in the
+# device's name is used, so a longer name must come before its prefix.
 _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
-    ("GB200", 2500.0, None, 8000.0),  # 360 PFLOP/s of an NVL72 "with sparsity": 5 of each GPU
+    # The data sheet has 360 PFLOP/s "with sparsity" for the 72 GPUs of an NVL72.
+    ("GB200", 2500.0, None, 8000.0),
     ("B200", 2250.0, None, 8000.0),
     ("H200 NVL", 835.0, 60.0, 4800.0),
     ("H200", 989.0, 67.0, 4800.0),
@@ -243,7 +253,10 @@ _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
-    """Peak FLOP/s of one GPU by the device name that torch reports; None if it is not listed."""
+    """Return the peak FLOP/s of a GPU, by its name as torch reports it.
+
+    The result is None if the GPU is not in the table, or not meant for this precision.
+    """
     for name, half, single, _ in _PEAKS:
         if name in device_name:
             peak = single if precision is Precision.fp32 else half
@@ -252,6 +265,9 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
 
 
 def peak_bandwidth(device_name: str) -> float | None:
-    """Peak bytes/s of a GPU's own memory by the name that torch reports; None if not listed."""
+    """Return the peak bytes/s of a GPU's own memory, by its name as torch reports it.
+
+    The result is None if the GPU is not in the table.
+    """
     peaks = (bandwidth * 1e9 for name, *_, bandwidth in _PEAKS if name in device_name)
     return next(peaks, None)

@@ -15,18 +15,20 @@ from torch import Tensor
 from nemo_aligner.training.optimizer_state import MOMENTS, Shard
 from nemo_aligner.utils.host_transfer import pieces_of, room_for
 
-# Elements of a chunk of moments that come to the device together if they live in host memory: 256
-# MiB. Two chunks are on the device at a time, because one arrives while the other is updated.
+# Moments that live in host memory are copied to the device in chunks. A chunk has this many
+# elements of each of Adam's two moments, 256 MiB in fp32. Two chunks are on the device at a time:
+# the next one arrives while the current one is updated.
 _CHUNK_NUMEL = 2**25
 
-# By index of the group: fp32 weights, gradients and both moments, as lists of flat tensors.
+# Arguments of the fused kernel for each parameter group, by the group's index: lists of flat
+# tensors with the fp32 weights, the gradients, the first and the second moments.
 _Operands: TypeAlias = dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]
-# A shard, and the range of its elements.
+# A shard, and the range ``start:stop`` of its elements.
 _Piece: TypeAlias = tuple[Shard, int, int]
 
 
 class _Run(NamedTuple):
-    """Adjacent elements of a shard with the same hyperparameters."""
+    """A range of adjacent elements of a shard whose parameters are all in the same group."""
 
     group: int
     start: int
@@ -38,10 +40,10 @@ class AdamW:
 
     Args:
         shards: this rank's shards of all buckets.
-        group_of: index of each parameter's group in the ``groups`` that ``step`` gets.
+        group_of: for each parameter, the index of its group in the argument ``groups`` of ``step``.
         streamer: copies moments from host memory to the device and back, a chunk at a time; None if
-            they live on the device.
-        chunk_numel: elements of a chunk. With a multiple of 64 the results do not depend on it.
+            the moments live on the device.
+        chunk_numel: elements of a chunk. Every multiple of 64 gives bit-identical results.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, groups: Sequence[Mapping[str, Any]], count: int) -> None:
-        """Update the shards' weights and moments by their gradients.
+        """Update the weights and the moments of all shards from their gradients.
 
         Args:
             groups: ``lr``, ``weight_decay``, ``betas`` and ``eps`` of each group.
@@ -87,12 +89,15 @@ class AdamW:
             )
 
     def wait(self) -> None:
-        """Wait until the host may read and write the moments."""
+        """Wait until moments in host memory are complete, so that a save or a load may use them."""
         if self._streamer is not None:
             self._streamer.wait()
 
     def _operands(self, pieces: Sequence[_Piece], moments: Sequence[Tensor]) -> _Operands:
-        """Cut ``pieces`` into runs and group their tensors; ``moments`` are two for each piece."""
+        """Cut ``pieces`` into runs of equal hyperparameters, and collect the tensors by group.
+
+        ``moments`` has two tensors for each piece: the first and the second moment.
+        """
         operands: _Operands = {}
         for piece, *piece_moments in zip(pieces, moments[::2], moments[1::2], strict=True):
             shard, start, stop = piece
@@ -109,8 +114,8 @@ class AdamW:
 def _update(operands: _Operands, groups: Sequence[Mapping[str, Any]], counter: Tensor) -> None:
     """Update each group by one call of the fused kernel that torch.optim.AdamW also calls.
 
-    torch.optim.AdamW would keep a counter on the device for each parameter and sort all tensors in
-    every step.
+    torch.optim.AdamW itself is slower: it keeps a step counter on the device for each parameter,
+    and it groups all tensors by device and dtype again in every step.
     """
     for index, lists in operands.items():
         group = groups[index]
@@ -129,10 +134,11 @@ def _update(operands: _Operands, groups: Sequence[Mapping[str, Any]], counter: T
 
 
 def _merge_segments(shard: Shard, group_of: Mapping[torch.nn.Parameter, int]) -> list[_Run]:
-    """Merge adjacent segments with the same group, so that the kernels get few tensors.
+    """Merge adjacent segments of the same group, so that the fused kernel gets few tensors.
 
-    Segments with padding between them stay separate. On a CPU the last elements of a tensor are
-    computed without vector instructions and round differently, so merging would change results.
+    Segments with padding between them stay separate. Merging across padding would change results:
+    on a CPU, the last elements of each tensor are computed without vector instructions and round
+    differently.
     """
     runs: list[_Run] = []
     for segment in shard.segments:
@@ -144,7 +150,7 @@ def _merge_segments(shard: Shard, group_of: Mapping[torch.nn.Parameter, int]) ->
 
 
 def _split_chunks(pieces: Sequence[_Piece], numel: int) -> Iterator[list[_Piece]]:
-    """Split ``pieces`` into chunks of ``numel`` elements, in order."""
+    """Split ``pieces`` into chunks of ``numel`` elements, in order; the last may have fewer."""
     chunk, room = list[_Piece](), numel
     for shard, start, stop in pieces:
         while start < stop:
@@ -160,7 +166,10 @@ def _split_chunks(pieces: Sequence[_Piece], numel: int) -> Iterator[list[_Piece]
 
 
 class MomentStreamer:
-    """Copies moments to the GPU and back on two side streams, overlapping with computation."""
+    """Copies moments from host memory to the GPU and back, while the GPU updates other moments.
+
+    Each direction has its own CUDA stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -168,7 +177,14 @@ class MomentStreamer:
         self._all_back: torch.cuda.Event | None = None
 
     def stream(self, loads: Sequence[list[Tensor]]) -> Iterator[list[Tensor]]:
-        """Yield a copy of each of ``loads`` on the device; copy it back when the caller is done."""
+        """Yield the tensors of each chunk on the GPU, and copy their new values back to the host.
+
+        The copy back is queued when the caller asks for the next chunk, so the caller must have
+        launched all kernels on the current chunk by then.
+
+        Args:
+            loads: for each chunk, its moments in page-locked host memory.
+        """
         if not loads:
             return
         compute = torch.cuda.current_stream()
@@ -177,7 +193,8 @@ class MomentStreamer:
         for buffer in buffers:
             buffer.record_stream(self._up)
             buffer.record_stream(self._down)
-        # Wait for the buffers' memory, and for what the previous step sent to the host.
+        # The first copy waits until the buffers' memory is free, and until the previous step's
+        # moments are complete in host memory.
         self._up.wait_stream(compute)
         self._up.wait_stream(self._down)
         on_device, arrived = self._copy_up(buffers[0], loads[0])
@@ -185,7 +202,7 @@ class MomentStreamer:
             compute.wait_event(arrived)
             following = loads[index + 1 : index + 2]
             if following:
-                self._up.wait_stream(self._down)  # the previous load has left this buffer
+                self._up.wait_stream(self._down)  # until this buffer's moments are on the host
                 upcoming = self._copy_up(buffers[(index + 1) % 2], following[0])
             yield on_device
             self._down.wait_stream(compute)
@@ -197,12 +214,16 @@ class MomentStreamer:
         self._all_back = self._down.record_event()
 
     def wait(self) -> None:
-        """Wait until everything is back on the host."""
+        """Wait until all moments of the last step are back in host memory."""
         if self._all_back is not None:
             self._all_back.synchronize()
 
     def _copy_up(self, buffer: Tensor, load: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Copy ``load`` into ``buffer``; views of it, and an event when they are complete."""
+        """Start copying the moments ``load`` of a chunk into ``buffer`` on the GPU.
+
+        Returns:
+            Views of ``buffer`` with the shapes of ``load``, and an event that ends the copy.
+        """
         on_device = pieces_of(buffer, load)
         with torch.cuda.stream(self._up):
             for target, on_host in zip(on_device, load, strict=True):

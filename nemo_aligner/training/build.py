@@ -36,19 +36,20 @@ def build_learner(
     """Load the model and build its optimizer and learner; every rank calls it.
 
     Args:
-        run: the prepared run, whose ``layout`` has process groups.
-        keep_heldout: called with each validation set and its rewards.
+        run: the prepared run. Its ``layout`` must be a ``ParallelLayout``, with process groups.
+        keep_heldout: called with each validation set and its rewards, on the rank that passes it.
 
     Returns:
         The learner, and the loaded model with its tokenizer and its config.
 
     Raises:
-        ConfigError: batches or the learning rate schedule do not fit the data.
-        CheckpointError: the base checkpoint is unfit.
+        ConfigError: the batch size or the learning rate schedule does not fit the data.
+        CheckpointError: the base checkpoint cannot be loaded.
     """
     config, shape, options, layout = run.config, run.shape, run.config.model, run.layout
     assert isinstance(layout, ParallelLayout), "a dry run has no process groups"
-    # Batches and schedule may not fit the data. Find out before loading weights takes minutes.
+    # This raises if the batch size or the schedule does not fit the data: better now than after
+    # loading the weights, which takes minutes.
     total_steps = run.total_steps
     pretrained = _load_model(run, layout)
     if options.lora.rank > 0:
@@ -82,18 +83,18 @@ def build_optimized(
     """Freeze layers, wrap the model in Megatron's data parallelism, and build its optimizer.
 
     Returns:
-        Megatron's wrapper of the model, and the optimizer of its trained parameters.
+        The model in Megatron's data parallel wrapper, and the optimizer of its trained parameters.
 
     Raises:
-        ConfigError: no layer is left to train, or see ``build_optimizer``.
+        ConfigError: all layers are frozen, or ``build_optimizer`` raises it.
     """
     make_batch_invariant(model, options.invariant_rows)
     if isinstance(options, ModelConfig) and options.activations_offload:
         offload_activations(model)
     if options.cuda_graphs:
         model.use_cuda_graphs()
-    # Freeze before wrapping: Megatron gives every parameter that requires a gradient a place in its
-    # buffers, and the optimizer takes its parameters from there.
+    # Freeze before wrapping: Megatron's wrapper puts every parameter that requires a gradient at
+    # that time into its buffers, and the optimizer updates all parameters in the buffers.
     freeze_lower_layers(model, options.freeze_layers, shape.num_layers)
     wrapped = wrap_for_training(model)
     return wrapped, build_optimizer(wrapped, options.optim, clip_grad, total_steps)
@@ -123,13 +124,18 @@ def _load_model(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
     )
     _initialize_head(run, pretrained)
     if pretrained.model.post_process:
-        # After loading, because archives have the head's weights but no scalars of an objective.
+        # Added after loading, because a .nemo file holds the head's weights but not the scalars
+        # that an objective learns.
         pretrained.model.rm_head.add_learned_scalars(data.objective.initial_scalars)
     return pretrained
 
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:
-    """Build the counter of a step's FLOPs over all ranks; None if the device's peak is unknown."""
+    """Build the function that counts a step's FLOPs over all ranks, from which MFU is computed.
+
+    Returns:
+        The function; None if the device's peak FLOP/s is unknown, so that there is no MFU.
+    """
     if known_peak(current_device(), config.precision) is None:
         return None
     frozen = config.model.freeze_layers
@@ -137,7 +143,13 @@ def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], 
 
 
 def _initialize_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
-    """Copy outputs of another reward model's head into a new head, if the settings say so."""
+    """Copy outputs of another reward model's head into the new head of this one.
+
+    It does nothing unless ``pretrained_checkpoint.load_rm_head_weights`` names the other model.
+
+    Raises:
+        ConfigError: the model already has a head, so there is none to initialize.
+    """
     start_from = run.config.pretrained_checkpoint
     source = start_from.load_rm_head_weights
     if source is None:
@@ -145,7 +157,8 @@ def _initialize_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
     if not pretrained.head_is_new:
         raise ConfigError(
             f"pretrained_checkpoint.load_rm_head_weights: got {source}, but training starts from "
-            "a reward model, which has a head already. Set pretrained_checkpoint.new_head=true, too"
+            "a reward model, which already has a head. Set pretrained_checkpoint.new_head=true, "
+            "too, to replace it by a new head"
         )
     names = start_from.rm_head_names
     init_head_from(pretrained.model, source, run.data.contract, run.shape, names)

@@ -1,7 +1,8 @@
-"""The critic of PPO: values of every token, training steps, and its run from load to save.
+"""The PPO critic of ``nemo-aligner serve-critic``: a model that predicts a value for every token.
 
-``CriticLearner`` computes values and trains with means over the global batch. ``open_critic``
-builds it from a reward model or from the last save, for ``nemo-aligner serve-critic``.
+``CriticLearner`` computes values and takes training steps, with means over the global batch.
+``open_critic`` starts it from a reward model, or resumes it from its last save. ``CriticRun``
+saves it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from nemo_aligner.training.resume import check_may_resume, load_checkpoint, writ
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
-_ADVICE = "the weights are those from before it. Look at its returns, or lower model.optim.lr"
+_ADVICE = "the weights did not change in this step. Look at its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,13 @@ class ValueStep:
     """Outcome of one training step of a critic.
 
     Attributes:
-        step: counted from 1.
-        loss: mean loss over ``num_tokens`` on all ranks, before the update.
-        num_tokens: tokens of all ranks that the mask selects.
-        grad_norm: norm before clipping; None if fp16 overflowed and the step was skipped.
+        step: number of the step, counted from 1.
+        loss: mean loss over the ``num_tokens`` tokens, with the weights from before the update.
+        num_tokens: number of tokens on all ranks that the mask selects.
+        grad_norm: L2 norm of the gradient before clipping; None if fp16 overflowed and the step was
+            skipped.
         lr: learning rate of the step.
+        seconds: time that the step took.
     """
 
     step: int
@@ -79,9 +82,8 @@ class CriticLearner:
     """A critic and its optimizer, distributed over the ranks; every rank makes the same calls.
 
     Attributes:
-        step: number of steps done. It continues from that of ``start``, whose weights and moments
-            are loaded already.
-        consumed_samples: number of sequences trained on.
+        step: number of steps done since the start of the run, including steps before a resume.
+        consumed_samples: number of sequences trained on since the start of the run.
     """
 
     def __init__(
@@ -94,7 +96,14 @@ class CriticLearner:
         global_batch_size: int,
         start: RunState,
     ) -> None:
-        """``model`` is Megatron's data parallel wrapper of a model that outputs every token."""
+        """Hold the parts of a critic.
+
+        Args:
+            model: a model with an output for every token, in Megatron's data parallel wrapper.
+            packing: makes packs of at most ``micro_batch_tokens`` tokens.
+            global_batch_size: sequences of a training step.
+            start: the state to continue from. Its weights and moments are loaded already.
+        """
         self._ddp = model
         self._layout = layout
         self._packing = packing
@@ -107,7 +116,7 @@ class CriticLearner:
 
     @property
     def tokens_per_call(self) -> int:
-        """Number of tokens with which a call of ``values`` has a pack for every rank."""
+        """Number of tokens from which on a call of ``values`` keeps all ranks busy."""
         return self._packing.micro_batch_tokens * self._layout.dp * self._layout.pp
 
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -122,20 +131,22 @@ class CriticLearner:
             (sum(lengths), len(self._objective.weights)),
             self._layout,
         )
-        # Merging adds label means and weighs attributes, as for the server's rewards.
+        # ``merge`` adds the label means and combines the attributes by their weights, as the reward
+        # server does.
         merged = self._objective.merge(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
     def train(self, rollout: Rollout) -> list[ValueStep]:
-        """Train one step on each ``global_batch_size`` sequences, in order.
+        """Split ``rollout`` into batches of ``global_batch_size`` sequences, and train on each.
 
         Raises:
-            TrainingError: the loss or the gradient of a step is not finite. The weights are those
-                from before this step; the steps before it are done.
+            TrainingError: the loss or the gradient of a step is not finite. That step did not
+                change the weights; the steps before it did.
         """
         batches = rollout.in_batches(self._global_batch_size)
         steps = [self._train_step(batch) for batch in batches]
-        # A rank that computes only values next would not gather the weights that others wait for.
+        # Gather the updated weights on all ranks now. A rank that gets no sequences in the next
+        # call of ``values`` would not join the gather, and the other ranks would wait for it.
         self.optimizer.finish_update()
         return steps
 
@@ -164,13 +175,17 @@ class CriticLearner:
         )
 
     def _pack(self, batch: Rollout) -> list[PackedBatch]:
-        """Build this data parallel rank's packs: at least one, for the collective backward pass."""
+        """Build the packs of this data parallel rank.
+
+        There is at least one, because every rank must join the collectives of the backward pass.
+        """
         lengths = batch.lengths()
         used = np.flatnonzero(lengths)
         shares = self._packing.share(lengths[used].tolist(), self._layout.dp)
         sequences = [batch.tokens[row, : lengths[row]] for row in used]
         labels = _labels(batch, used, lengths)
-        # A rank without a sequence runs one token whose mask is 0, which adds no loss and no count.
+        # A rank without a sequence computes one token with mask 0, which adds nothing to the loss
+        # or to the count of tokens.
         local_indices = shares[self._layout.dp_rank]
         if local_indices:
             return self._packing.pack(sequences, local_indices, labels)
@@ -180,10 +195,10 @@ class CriticLearner:
     def _sum_over_ranks(
         self, values: Tensor | None, packs: Sequence[PackedBatch]
     ) -> tuple[float, int]:
-        """Return the loss's sum and count over all ranks, the same on each."""
+        """Return the sum of the loss and the number of tokens in it, over all ranks."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
-        # All tensor and context parallel ranks have the same values, so only the first counts them.
-        # Stages before the last have none.
+        # All tensor and context parallel ranks have the same values, so only the first of them adds
+        # its loss. Pipeline stages before the last have no values.
         if values is not None and self._layout.tp_rank == self._layout.cp_rank == 0:
             sizes = [len(pack.records) for pack in packs]
             for pack_values, pack in zip(values.split(sizes), packs, strict=True):
@@ -195,15 +210,18 @@ class CriticLearner:
         return total, int(count)
 
     def _error(self, problem: str) -> TrainingError:
-        """The error of the current step, with advice."""
+        """Build the error that reports a ``problem`` of the current step, with advice."""
         return TrainingError(f"step {self.step + 1}: got {problem}; {_ADVICE}")
 
 
 def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColumns:
-    """Labels of every token in the trained part of its sequence, in the order of ``rows``.
+    """Collect the labels of all tokens of the sequences ``rows``, one sequence after the other.
+
+    Args:
+        lengths: number of tokens of each sequence of the batch; its padding gets no labels.
 
     Returns:
-        Columns of returns, previous values and mask.
+        For every token its return, its previous value, and its mask, as float32 columns.
     """
     columns = [batch.returns, batch.prev_values, batch.mask]
     values = [
@@ -213,14 +231,20 @@ def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColum
     return LabelColumns.of(ClippedValueLoss.columns, torch.from_numpy(np.stack(values, axis=1)))
 
 
-# The run of a critic, which starts from a reward model or resumes from its last save.
+# A critic's run: opening, saving and resuming it.
 
-_EXPECTED = "Start from a reward model, or from a critic that critic_save has written"
+_EXPECTED = "Start from a reward model, or from a critic that the endpoint critic_save has written"
 
 
 @dataclass(frozen=True)
 class CriticRun:
-    """A critic that trains, and the folder of its run; every rank has one."""
+    """A critic in training and what is needed to save it; every rank has one.
+
+    Attributes:
+        model_config: the config of the base checkpoint, which the saved ``.nemo`` gets.
+        fresh: the state of this run before its first step. Saved states differ from it only in
+            their counts of steps and sequences.
+    """
 
     learner: CriticLearner
     contract: ScoringContract
@@ -233,8 +257,8 @@ class CriticRun:
     def save(self) -> Path:
         """Write the run's state, and the critic as a ``.nemo``; every rank calls it.
 
-        Both are on disk when it returns. The ``.nemo`` gets the scoring contract of the base,
-        without the mean and deviation of the rewards, which belong to another model.
+        Both are on disk when it returns. The ``.nemo`` gets the scoring contract of the base model
+        but not the mean and standard deviation of its rewards, which the critic does not predict.
 
         Returns:
             The path of the ``.nemo``.
@@ -243,7 +267,7 @@ class CriticRun:
             CheckpointError: on every rank, if any cannot write.
         """
         learner, checkpoints = self.learner, self.checkpoints
-        # The state comes first: a ``.nemo`` without a state could be served but not resumed.
+        # Save the state first: if the process dies in between, the run can still be resumed.
         latest = checkpoints.latest()
         if latest is None or latest.state.step != learner.step:
             samples = learner.consumed_samples
@@ -262,15 +286,15 @@ class CriticRun:
 def open_critic(
     config: ServeCriticConfig, layout: ParallelLayout, lock: RunLock | None = None
 ) -> CriticRun:
-    """Open the critic of ``pretrained_checkpoint``, or resume the run in the run's folder.
+    """Start a critic from ``pretrained_checkpoint``, or resume the run in ``explicit_log_dir``.
 
-    Every rank calls it. ``lock`` is the lock of the folder.
+    Every rank calls it. ``lock`` is the lock of that folder.
 
     Raises:
-        CheckpointError: the checkpoint is no reward model, or the folder has another run.
+        CheckpointError: the checkpoint is no reward model, or the folder holds another run.
         ConfigError: ``model.micro_batch_tokens`` is below the contract's ``seq_length``;
-            ``exp_manager.resume_if_exists`` is false but the folder has a run; or see
-            ``check_experts``.
+            ``exp_manager.resume_if_exists`` is false but the folder holds a run; a logger is not
+            installed; or ``check_experts`` rejects the settings.
     """
     check_loggers(config.exp_manager)
     path = str(config.pretrained_checkpoint.restore_from_path)
@@ -338,7 +362,8 @@ def _new_state(config: ServeCriticConfig, contract: ScoringContract, shape: Mode
     return RunState(
         step=0,
         consumed_samples=0,
-        # The layout, the learning rate and clipping may change when a run is resumed.
+        # What must be the same when the run resumes. The parallel layout, the learning rate and
+        # gradient clipping are left out, because they may change.
         fingerprint={
             **{f"model.{name}": value for name, value in shape.as_fingerprint().items()},
             "critic": True,
@@ -358,7 +383,10 @@ def _resume(
     model: Any,
     optimizer: Optimizer,
 ) -> RunState:
-    """Load the newest checkpoint into ``model`` and ``optimizer``, and return its state."""
+    """Load the newest checkpoint into ``model`` and ``optimizer``, and return its state.
+
+    Without a checkpoint it loads nothing and returns ``fresh``, the state before the first step.
+    """
     checkpoints.clean()
     latest = checkpoints.latest()
     check_may_resume(latest, config.exp_manager)

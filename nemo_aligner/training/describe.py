@@ -1,4 +1,4 @@
-"""Texts that a training run prints: what it is about to train, its checkpoints, and its result."""
+"""Texts that a training run prints: about the model, the steps, the checkpoints and the result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from nemo_aligner.training.prepare import PreparedRun
 from nemo_aligner.utils.console import join_fields, show_number
 from nemo_aligner.utils.processes import show_command
 
-# What is about to be trained, and its result.
+# Texts about the model and the steps before training, and about the result after it.
 
-# Number of the first steps whose balance is inspected, and the share of the mean work from which on
-# the busiest rank is reported.
+# Only the first steps are checked for balanced work. The busiest rank is reported if its work
+# exceeds this multiple of the mean.
 _STEPS_FOR_BALANCE, _UNEVEN_FROM = 20, 1.05
-# Metrics of a model. Each has the metric of a baseline that only sees lengths, and its name.
+# For each metric of a model: the metric of a baseline that knows only the lengths of the replies,
+# and a description of that baseline.
 _BASELINES = {
     "accuracy": ("longer_reply_accuracy", "always the longer reply"),
     "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
@@ -34,7 +35,7 @@ _BASELINES = {
 
 
 def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
-    """Describe the model, its parallel layout, and which part of it is trained."""
+    """Describe the model, its parallel layout, and which of its weights are trained."""
     config, shape = run.config, run.shape
     frozen = config.model.freeze_layers
     head = "" if shape.head is None else f" ({shape.head})"
@@ -45,7 +46,7 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
         f"{config.precision.value}, {run.layout}"
     ]
     if head_is_new and source is not None:
-        lines.append(f"the head starts from that of {source}")
+        lines.append(f"the head starts from the head of {source}")
     if config.precision is not Precision.fp32 and lacks_bf16():
         lines.append("note: this CPU has no 16-bit matmuls; fp32 is many times faster")
     if config.precision is Precision.fp32 and torch.cuda.is_available():
@@ -68,7 +69,10 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
 
 
 def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
-    """Describe the steps, the objective, the balance of work, and how the model is chosen."""
+    """Describe the steps, the objective, and by which metric the best checkpoint is chosen.
+
+    Notes are added about settings that waste time, such as uneven work among the ranks.
+    """
     config, data, total_steps = run.config, run.data, run.total_steps
     options = config.model
     num_inspected = min(total_steps, _STEPS_FOR_BALANCE)
@@ -81,8 +85,8 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
         *_describe_imbalance(imbalance, num_inspected, options.pipeline_model_parallel_size),
     ]
     lines += [
-        f"{dataset.name}: {len(dataset)} of {dataset.counts['kept']} records, the same ones each "
-        "time"
+        f"{dataset.name}: validates on {len(dataset)} of {dataset.counts['kept']} records, always "
+        "the same ones"
         for dataset in data.validation
         if len(dataset) < dataset.counts["kept"]
     ]
@@ -97,7 +101,8 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
     if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
         lines += [
             "note: model.freeze_layers saves memory but no time",
-            "  model.activations_checkpoint_granularity=full runs the backward pass for them, too",
+            "  with model.activations_checkpoint_granularity=full, frozen layers have a backward "
+            "pass, too",
         ]
     monitor = checkpoints.monitor
     lines.append(
@@ -109,7 +114,10 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
 
 
 def _describe_imbalance(imbalance: Imbalance, steps: int, stages: int) -> list[str]:
-    """Write a note if ranks wait for others that have more work in the first ``steps``."""
+    """Describe uneven work in the first ``steps`` steps; an empty list if the work is even.
+
+    With uneven work, all ranks wait in every step for the one that has the most.
+    """
     largest = {"the busiest rank": imbalance.ranks}
     if stages > 1:  # only pipeline stages wait for the largest micro-batch
         largest["the largest micro-batch"] = imbalance.micro_batches
@@ -127,7 +135,7 @@ def _describe_imbalance(imbalance: Imbalance, steps: int, stages: int) -> list[s
 
 
 def _describe_mixture(config: TrainConfig, data: TrainingData) -> list[str]:
-    """Describe the share of each file in an epoch, if the settings weigh the files."""
+    """Describe how many records of an epoch come from each file, if ``train_weights`` is set."""
     weights, sizes = config.model.data.data_prefix.train_weights, data.train.file_sizes
     if not weights:
         return []
@@ -140,7 +148,7 @@ def _describe_mixture(config: TrainConfig, data: TrainingData) -> list[str]:
 
 
 def describe_heldout(metrics: Mapping[str, float]) -> str:
-    """Render the exported model's metrics on each held-out set, with the length-only baseline."""
+    """Render the exported model's metrics on each held-out set, next to length-only baselines."""
     if not metrics:
         return "held out: not validated"
     lines = []
@@ -157,7 +165,7 @@ def describe_heldout(metrics: Mapping[str, float]) -> str:
 
 
 def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: bool = True) -> str:
-    """Render the commands to type next: evaluate, serve and, if possible, export the model."""
+    """Render the commands that evaluate, serve and, if ``can_export``, export the new model."""
     paths = [report.path for dataset in heldout for report in dataset.reports]
     data_setting = f"data.path={paths[0]}" if paths else "data.path=heldout.jsonl"
     model_setting = f"rm_model_file={model}"
@@ -169,7 +177,7 @@ def next_commands(model: Path, heldout: Sequence[TokenizedDataset], can_export: 
     return "\n".join(["next:", *shown])
 
 
-# The checkpoints of a run.
+# Texts about the checkpoints of a run.
 
 _MOST_LISTED = 8
 
@@ -177,11 +185,12 @@ _MOST_LISTED = 8
 def render_candidates(
     checkpoints: RunCheckpoints, ranked: Sequence[Saved], latest: Saved | None, chosen: int = 1
 ) -> str:
-    """List the checkpoints of a run and how they are ranked; the first ``chosen`` are marked.
+    """List the checkpoints of a run with the metrics by which they are ranked.
 
     Args:
         ranked: checkpoints with a validation, the best first.
-        latest: the newest checkpoint, which may not be among them.
+        latest: the newest checkpoint. It is listed even if it has no validation.
+        chosen: number of checkpoints, from the best on, to mark as the exported model's.
     """
     monitor, tie_break = checkpoints.monitor, checkpoints.tie_break
     names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]
@@ -199,11 +208,11 @@ def render_candidates(
             result += "  (on other validation records)"
         lines.append(f"  step {saved.state.step:<8}{result}")
     if len(ranked) > _MOST_LISTED:
-        lines.append(f"  and {len(ranked) - _MOST_LISTED} that are not as good")
+        lines.append(f"  and {len(ranked) - _MOST_LISTED} checkpoints with worse metrics")
     lines[1 : 1 + chosen] = [f"{line}  (chosen)" for line in lines[1 : 1 + chosen]]
     return "\n".join(lines)
 
 
 def render_metric(saved: Saved, name: str | None) -> str:
-    """Render a metric of a checkpoint; ``nan`` if it has none of that name."""
+    """Render the value of the metric ``name`` of a checkpoint; ``nan`` if it has no such metric."""
     return f"{saved.state.metrics.get(str(name), math.nan):.4g}"

@@ -1,4 +1,4 @@
-"""Dry run: describe a training run, after every check that needs no weights."""
+"""Dry run: make every check of a training run that needs no weights, and describe the run."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ from nemo_aligner.utils.console import show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
 _STEPS_TO_INSPECT = 20
-# Bytes of the optimizer's state per parameter: Adam's two moments and an fp32 copy of the weight.
+# Bytes of a checkpoint's optimizer state per parameter: Adam's two moments and an fp32 weight.
 _OPTIMIZER_BYTES = 12
 
 
 def check_run(config: TrainConfig, processes: int) -> str:
-    """Check a run on ``processes`` ranks and describe it; needs no process group.
+    """Check a training run on ``processes`` ranks and describe it, without a process group.
 
-    It reads and tokenizes all data, and reads everything but the weights of the base checkpoint.
+    This reads and tokenizes all data. It reads everything of the base checkpoint but the weights.
 
     Raises:
-        AlignerError: the run would end before its first step, because settings, data, base
-            checkpoint or layout are unfit, the output folder is not writable, or another run is in
-            it.
+        AlignerError: the run would fail before its first step: settings, data, base checkpoint or
+            layout are invalid, or the output folder is not writable or holds another run.
     """
     check_settings(config)
     names_precision = config.trainer.precision is not None
@@ -72,7 +71,10 @@ def check_run(config: TrainConfig, processes: int) -> str:
 
 
 def _describe_precision(config: TrainConfig) -> list[str]:
-    """Describe the precision that this machine chose, if the run may be meant for a GPU."""
+    """Describe the default precision of this machine, if a GPU would have another default.
+
+    A user may check a run on a machine without a GPU and train on another one.
+    """
     if torch.cuda.is_available():
         return []
     return [
@@ -82,7 +84,7 @@ def _describe_precision(config: TrainConfig) -> list[str]:
 
 
 def _describe_written(config: TrainConfig) -> str:
-    """Describe what the dry run has left on disk."""
+    """Describe which files the dry run has left on disk."""
     data = config.model.data
     is_kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
     return "only the tokenized data, which the run will reuse" if is_kept else "nothing"
@@ -97,7 +99,10 @@ def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
 
 
 def _plan(run: PreparedRun) -> Plan:
-    """Describe the cost of the largest packs of the first steps for ``planning``."""
+    """Build the plan from which ``planning`` estimates memory, from packs of the first steps.
+
+    The plan treats all packs as if they were as large as the largest one.
+    """
     config, layout, shape = run.config, run.layout, run.shape
     options, dtype = config.model, torch_dtype(config.precision)
     steps = range(min(run.total_steps, _STEPS_TO_INSPECT))
@@ -134,7 +139,10 @@ def _plan(run: PreparedRun) -> Plan:
 
 
 def _keys_per_token(pack: PackedBatch) -> float:
-    """Keys per token in a GPU's attention; a shared prefix counts for each sequence with it."""
+    """Compute how many keys per token the attention kernel of a GPU receives for ``pack``.
+
+    The keys of a shared prefix count once for the prefix and once for each sequence that has it.
+    """
     lengths = pack.cu_seqlens.diff().tolist()
     chains = chains_of(pack.prefixes.tolist(), cached=0)
     num_keys = sum(
@@ -144,7 +152,7 @@ def _keys_per_token(pack: PackedBatch) -> float:
 
 
 def _render_memory(memory: Memory, packs: Packs) -> str:
-    """Describe the estimated memory of the fullest rank."""
+    """Describe the estimated memory of the rank that needs the most, by kind."""
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
     listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.2f}" for part in parts)
     host = f", and {memory.host / GIB:.2f} GiB of page-locked host memory" if memory.host else ""
@@ -156,7 +164,11 @@ def _render_memory(memory: Memory, packs: Packs) -> str:
 
 
 def _check_output(config: TrainConfig, shape: ModelShape) -> str:
-    """Check that the run's folder is writable, and describe how much the run writes to it."""
+    """Check that the run's folder is writable, and compare its free space with the checkpoints.
+
+    Raises:
+        ConfigError: the folder is not writable.
+    """
     folder = Path(config.exp_manager.explicit_log_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -167,13 +179,13 @@ def _check_output(config: TrainConfig, shape: ModelShape) -> str:
         )
     size = 4 if config.precision is Precision.fp32 else 2
     saved = shape.num_parameters()
-    if shape.lora is not None:  # LoRA's checkpoints leave out the frozen weights
+    if shape.lora is not None:  # checkpoints of a LoRA run do not contain the frozen weights
         saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)
     checkpoint_bytes = saved * (size + _OPTIMIZER_BYTES)
-    # The best ones, the newest, and one that is being written.
+    # The ``save_top_k`` best checkpoints, the newest one, and one that is being written.
     count = config.exp_manager.checkpoint_callback_params.save_top_k + 2
     free = shutil.disk_usage(existing).free
-    note = "" if count * checkpoint_bytes <= free else ": TOO FEW for them"
+    note = "" if count * checkpoint_bytes <= free else ": TOO LITTLE for them"
     return (
         f"output: {config.exp_manager.explicit_log_dir}; a checkpoint takes up to "
         f"{show_bytes(checkpoint_bytes)}, and up to {count} exist at once; {show_bytes(free)} are "
@@ -182,14 +194,15 @@ def _check_output(config: TrainConfig, shape: ModelShape) -> str:
 
 
 def _describe_start(folder: RunFolder, total_steps: int) -> list[str]:
-    """Describe the step that the run begins with, and what has changed since its checkpoint."""
+    """Describe at which step the run would start, and what has changed since its checkpoint."""
     latest = folder.latest
     if latest is None:
         return ["begins: a new run, at step 1"]
     step = latest.state.step
     if step >= total_steps:
         begins = (
-            f"begins: after step {step} of {latest.path}, the last: only the model will be written"
+            f"begins: after step {step} of {latest.path}, the last step; only the model will be "
+            "written"
         )
     else:
         begins = f"begins: after step {step} of {latest.path}, with {total_steps - step} steps left"

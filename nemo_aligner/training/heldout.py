@@ -1,4 +1,4 @@
-"""Rewards of the last validation for every record, in files that ``nemo-aligner report`` reads."""
+"""Writes the rewards of the last validation to files, from which ``nemo-aligner report`` draws."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from nemo_aligner.training.learner import rewards_of_samples
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import AlignerError, DataError
 
-# Records per set: about 6 MB at the lengths of HH-RLHF, which every validation rewrites.
+# Most records of a validation set that are written. Every validation rewrites the file, which takes
+# about 6 MB with texts as long as those of HH-RLHF.
 MOST_RECORDS = 5000
 
 
 class HeldoutRewards:
-    """Writes ``<run>/heldout/<set>.jsonl`` with lines like those of evaluate's ``output_rewards``.
+    """Writes ``<run>/heldout/<set>.jsonl`` in the format of ``evaluate``'s ``output_rewards`` file.
 
-    From a set of more than ``most_records`` records it draws a sample once, with a fixed seed. It
-    reads their texts again from the data files, at the first validation.
+    Of a set with more than ``most_records`` records, it writes a sample, which a fixed seed draws.
+    A tokenized data set holds no texts, so the first validation reads them again from the data
+    files.
     """
 
     def __init__(
@@ -47,10 +49,10 @@ class HeldoutRewards:
         self._texts: dict[str, list[tuple[Text, ...]]] = {}
 
     def keep(self, dataset: TokenizedDataset, rewards: Tensor) -> None:
-        """Write the sampled records of a set with their rewards.
+        """Write the sampled records of a validation set with their texts and rewards.
 
         Args:
-            rewards: ``[S, A]`` of every record, label means added.
+            rewards: rewards ``[S, A]`` of all records of the set, with label means added.
         """
         chosen = _draw_sample(len(dataset), self._most_records)
         if dataset.name not in self._texts:
@@ -71,7 +73,7 @@ class HeldoutRewards:
         chosen: Sequence[int],
         texts: Sequence[tuple[Text, ...]],
     ) -> list[dict[str, Any]]:
-        """Build a line for each pair of the chosen records."""
+        """Build one line for each pair of replies in the ``chosen`` records."""
         records = dataset.records.select(chosen)
         of_samples = rewards[dataset.records.sample_rows(chosen)].numpy()
         merged = torch.from_numpy(one_reward(of_samples, self._contract.attribute_weights))
@@ -98,10 +100,11 @@ class HeldoutRewards:
         chosen: Sequence[int],
         texts: Sequence[tuple[Text, ...]],
     ) -> list[dict[str, Any]]:
-        """Build a line for each of the chosen ratings."""
+        """Build one line for each of the ``chosen`` records, which are ratings."""
         names, columns = self._contract.attributes, dataset.records.labels
         order = [columns.names.index(name) for name in names]
-        # The labels of a rating's last reward are those of the whole sample.
+        # A rating may have a row of labels for each of its steps. The last row is that of the whole
+        # sample.
         rows = dataset.records.label_bounds[1:] - 1
         labels = columns.values[rows][:, order].tolist()
         return [
@@ -119,7 +122,12 @@ class HeldoutRewards:
     def _read_texts(
         self, origins: Sequence[Origin], chosen: Sequence[int]
     ) -> list[tuple[Text, ...]]:
-        """Read the texts of the ``chosen`` records; an empty list if their file has changed."""
+        """Read the texts of the ``chosen`` records from the data files.
+
+        Returns:
+            The texts of each record; an empty list if they cannot be read, for example because a
+            file has changed since it was tokenized. The run continues without them.
+        """
         texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
         try:
             for path in dict.fromkeys(origins[index].path for index in chosen):
@@ -140,10 +148,13 @@ def _numbers_in_line(
     chosen: Sequence[int],
     texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
 ) -> dict[int, int]:
-    """Number each of the ``chosen`` records among those that come from the same line of a file.
+    """Number the records that come from the same line of a file, from 0, to find their texts.
+
+    Returns:
+        The number of each ``chosen`` record among the records of its line.
 
     Raises:
-        DataError: a record of the line was dropped, and it is unknown which.
+        DataError: tokenization dropped a record of such a line, and it is unknown which one.
     """
     lines = {origins[index] for index in chosen}
     indices: dict[Origin, list[int]] = {}
@@ -160,7 +171,7 @@ def _numbers_in_line(
 
 
 def _draw_sample(count: int, size: int) -> list[int]:
-    """Draw ``size`` of ``count`` indices, always the same ones; all if there are no more."""
+    """Draw ``size`` of ``count`` indices with a fixed seed; all indices if ``count`` is smaller."""
     if count <= size:
         return list(range(count))
     return sorted(random.Random(0).sample(range(count), size))

@@ -1,7 +1,7 @@
-"""RewardLearner: a training step and a validation pass on all ranks, with exact global means.
+"""Take a training step and run a validation on all ranks, with exact global means.
 
-``RewardLearner`` joins model, optimizer and data. The functions below it compute gradients, and
-turn a head's outputs into rewards and metrics. ``nonfinite.py`` checks for NaN and infinity.
+``RewardLearner`` combines model, optimizer and data. The functions below it compute gradients, and
+convert a head's outputs to rewards and metrics. ``nonfinite.py`` checks for NaN and infinity.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from nemo_aligner.training.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
 
 KeepHeldout: TypeAlias = Callable[[TokenizedDataset, Tensor], None]
-"""Receives a validation set and its rewards ``[S, A]`` float64, with label means added."""
+"""A function that gets a validation set and its rewards ``[S, A]`` float64, label means added."""
 
 
 class RewardLearner:
@@ -62,7 +62,7 @@ class RewardLearner:
         model: this rank's part of the model, without Megatron's data parallel wrapper.
         optimizer: this rank's part of the optimizer.
         data: training, validation and test sets.
-        objective: the loss and its metrics.
+        objective: the loss and the metrics that are reported with it.
     """
 
     def __init__(
@@ -81,12 +81,14 @@ class RewardLearner:
         """Hold the parts of a run.
 
         Args:
-            model: Megatron's data parallel wrapper.
+            model: the reward model in Megatron's data parallel wrapper.
             micro_batch_tokens: most tokens of a pack.
-            query_key_cost: work of a pair of query and key relative to a token, to balance packs.
+            query_key_cost: work of attention for one pair of query and key, relative to the other
+                work for one token. It balances packs of long and short sequences.
             count_flops: counts a step's FLOPs over all ranks; None if no metric needs them.
-            keep_heldout: called once with each set that is measured.
-            num_layers: layers of a mixture-of-experts model, whose load is measured; else None.
+            keep_heldout: called once for each set that is measured.
+            num_layers: number of layers of a mixture-of-experts model, to measure how evenly tokens
+                are spread over its experts; None for other models.
         """
         self._ddp = model
         self._num_layers = num_layers
@@ -102,26 +104,27 @@ class RewardLearner:
         self.data = data
 
     def release(self) -> None:
-        """Free the model and its gradients; afterwards nothing can be trained or measured."""
+        """Free the model and its gradients; the learner cannot be used afterwards."""
         unwrap_after_training(self._ddp)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Train on the batch of ``step``, counted from 0; every rank calls it.
 
         Returns:
-            Metrics of the batch with the weights from before the update. A step whose gradient
-            overflowed fp16 is skipped and has no ``grad_norm``.
+            Metrics of the batch, computed with the weights from before the update. A step whose
+            gradient overflowed fp16 does not update the weights and has no ``grad_norm``.
 
         Raises:
-            TrainingError: a reward, the loss or the gradient is not finite; the weights are those
-                from before the step.
+            TrainingError: a reward, the loss or the gradient is not finite. The weights are
+                unchanged.
         """
         plan = self._loader.plan(step)
-        # LoRA's dropout hashes the step, so that a resumed run draws the masks of this one.
+        # LoRA's dropout masks are a hash of the step number, so that a resumed run has the same
+        # masks as a run that was never stopped.
         self.model.begin_step(step, self._losses_per_record(plan))
         loss = self._step_loss(plan)
         local_rewards = compute_gradients(self._ddp, plan.packs, self._layout, loss)
-        # Read before the update, which changes both.
+        # Read now, because the update changes the loss scale and the learning rate.
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
         step_records = StepRecords(
             step=step + 1,
@@ -132,9 +135,9 @@ class RewardLearner:
             device=current_device(),
             is_fp16=loss_scale is not None,
         )
-        # Metrics come from the forward pass of the step itself, that is with the weights from
-        # before the update and with LoRA's dropout. All ranks have all rewards, so that a failed
-        # check raises on all of them.
+        # Metrics come from the forward pass of this step, with the weights from before the update
+        # and with LoRA's dropout. Every rank gathers all rewards, so that a failed check raises on
+        # all ranks.
         rewards = self._gather(local_rewards, plan.packs, step_records.records)
         check_rewards(step_records, rewards, self.objective.loss)
         metrics = measure_step(self.objective, rewards, step_records.records)
@@ -147,16 +150,22 @@ class RewardLearner:
         return {**metrics, "lr": lr, "tokens": float(tokens)}
 
     def _losses_per_record(self, plan: StepPlan) -> float:
-        """Losses per record of the step, by which the auxiliary loss of experts is scaled."""
+        """Count the losses of the step relative to its records; a rating has one for each label.
+
+        The auxiliary loss of a mixture-of-experts model is scaled by this number. Other models have
+        no such loss and get 1.
+        """
         if self._num_layers is None:
             return 1.0
         return losses_per_record(self.objective, self.data.train.records.select(plan.record_ids))
 
     def _step_loss(self, plan: StepPlan) -> RewardLoss | Tensor:
-        """Return the loss of each pack of a step, or the loss's gradient by all rewards.
+        """Return the loss function of a step or, for a loss of the whole batch, its gradient.
 
-        A loss that is a function of all rewards of the batch needs the gradient, which takes a
-        forward pass in addition. Its rewards equal those of the training pass.
+        Most losses are sums over records, so that each pack computes its part. A loss that compares
+        all rewards of the batch cannot be split so. For such a loss, an additional forward pass
+        computes all rewards, and the packs get its gradient with respect to them. The rewards of
+        both forward passes are equal.
         """
         if not self.objective.is_batch_level:
             return self.objective.loss
@@ -167,7 +176,15 @@ class RewardLearner:
         return reward_gradient(self.objective, rewards, records)
 
     def _update(self, step: StepRecords, loss_scale: float | None) -> dict[str, float]:
-        """Update the weights; the gradient's norm, and in fp16 the outcome of the loss scale."""
+        """Update the weights.
+
+        Returns:
+            The metric ``grad_norm`` if the weights were updated, and in fp16 the loss scale and the
+            number of skipped steps.
+
+        Raises:
+            TrainingError: the gradient is not finite.
+        """
         update = self.optimizer.step()
         # An overflow of fp16 is not an error while the loss scale can still be halved.
         if not update.applied and not update.skipped:
@@ -206,7 +223,8 @@ class RewardLearner:
         Raises:
             TrainingError: a reward is not finite.
         """
-        # A rank without records would not gather the updated weights that the others wait for.
+        # Gather the updated weights on all ranks now. A rank that gets no records of a set would
+        # not join the gather in its forward pass, and the other ranks would wait for it.
         self.optimizer.finish_update()
         done, total = 0, sum(map(len, sets))
         all_metrics: dict[str, float] = {}
@@ -221,10 +239,13 @@ class RewardLearner:
     def _measure_on(
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]
     ) -> dict[str, float]:
-        """Compute the rewards of a set and measure them; ``after_part`` gets the share done."""
+        """Compute the rewards and the metrics of a set.
+
+        ``after_part`` is called now and then with the share of the records that are done, 0 to 1.
+        """
         layout, budget = self._layout, self._micro_batch_tokens
-        # The rewards of the whole set are measured at once, because a correlation, a quantile or a
-        # calibration error is not the mean of those of batches.
+        # Metrics are computed from the rewards of the whole set, because a correlation, a quantile
+        # or a calibration error of a set is not the mean of its batches' values.
         batches = validation_batches(
             dataset, budget, layout.dp_rank, layout.dp, self._query_key_cost
         )
@@ -244,9 +265,9 @@ def compute_gradients(
     layout: ParallelLayout,
     loss: RewardLoss | Tensor,
 ) -> Tensor | None:
-    """Replace the model's gradients by those of a step on these packs; see ``forward_backward``.
+    """Compute the gradients of a step on ``packs``, instead of those that the model has so far.
 
-    ``model`` is Megatron's data parallel wrapper.
+    ``model`` is Megatron's data parallel wrapper; ``forward_backward`` explains ``loss``.
 
     Returns:
         This rank's outputs of the head; None on a pipeline stage without a head.
@@ -257,21 +278,21 @@ def compute_gradients(
 
 
 def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
-    """Sum up the work on these records, as if they were one pack."""
+    """Describe the work on these records as that of one large pack, to count their FLOPs."""
     sizes = [measure_record(dataset, record) for record in record_ids]
     tokens, sequences, query_keys = (sum(column) for column in zip(*sizes, strict=True))
     return Packs(tokens, sequences, keys=query_keys / tokens)
 
 
 def _show_share(watch: Watch, done: int, size: int, total: int, share: float) -> None:
-    """Show that a ``share`` of ``size`` records is done in addition to ``done`` records."""
+    """Report progress to ``watch``: ``done`` records, and a ``share`` of the next ``size`` ones."""
     watch(done + round(share * size), total)
 
 
 def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
-    """One reward of each sample, ``[Q, A]`` float64, of those of its turns or steps ``[S, A]``.
+    """Combine the rewards ``[S, A]`` of turns or steps to one reward per sample ``[Q, A]`` float64.
 
-    They are the ones that evaluation and a server give, rounded to float32 as there.
+    The result equals the rewards of evaluation and of the server, which round to float32, too.
     """
     bounds = records.reward_bounds
     if how is Aggregate.last:
@@ -282,10 +303,13 @@ def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Ten
 def describe_rewards(
     objective: Objective, dataset: TokenizedDataset, rewards: Tensor
 ) -> dict[str, float]:
-    """Report the objective's metrics on a whole data set and its sources, and the rewards' spread.
+    """Compute all metrics of a data set, from the head's outputs.
+
+    These are the objective's metrics on the whole set and on each of its sources, and the mean and
+    standard deviation of the rewards.
 
     Args:
-        rewards: ``[S, outputs]``, the head's outputs for every record once.
+        rewards: the head's outputs ``[S, outputs]`` for all records of the set.
     """
     return {
         **measure_set(objective, rewards, dataset.records, dataset.reply_lengths, dataset.sources),
@@ -301,9 +325,10 @@ def uncentred_rewards(objective: Objective, labels: LabelColumns, outputs: Tenso
 
 
 def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
-    """Mean and standard deviation of every attribute's rewards, for the scoring contract.
+    """Compute mean and standard deviation of every attribute's rewards, for the scoring contract.
 
-    They are of samples if the objective aggregates the rewards of turns or steps, else of these.
+    If the objective aggregates the rewards of turns or steps, each sample counts with its one
+    aggregated reward; otherwise every reward of a turn or step counts.
     """
     measured = uncentred_rewards(objective, records.labels, rewards)
     rule = objective.aggregate
@@ -319,10 +344,11 @@ def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str
 def validation_metric_names(
     objective: Objective, datasets: Sequence[TokenizedDataset]
 ) -> list[str]:
-    """List the names of all metrics by which checkpoints can be ranked, without a model.
+    """List the names of all validation metrics by which checkpoints can be ranked.
 
-    Custom objectives have metrics of their own. So a few records are measured with rewards of 0:
-    one of each source and kind, on which the names depend.
+    The names are known only when metrics are computed, because a custom objective defines its own.
+    So they are computed here without a model, with rewards of 0, for a few records: one of each
+    source and kind of record, on which the names depend.
     """
     names = []
     for dataset in datasets:
@@ -337,7 +363,7 @@ def validation_metric_names(
 
 
 def _describe_gradient(update: Update, loss_scale: float | None) -> str:
-    """Describe a gradient that is not finite, for an error."""
+    """Describe in which way a gradient is not finite, for an error."""
     if loss_scale is None:
         return f"a gradient norm of {update.grad_norm}"
     return f"a gradient that overflows fp16 at a loss scale of {loss_scale:g}"

@@ -1,8 +1,8 @@
-"""Metrics of a run: where they are logged, what a terminal shows, and the GPU's gauges.
+"""Log the metrics of a run, show them in the terminal, and measure the GPU and the time.
 
-``MetricLoggers`` sends metrics to the run's file, to TensorBoard, CSV, W&B and MLflow, and to a
-callback. ``StepProgress`` and the ``render_*`` functions write the lines of a terminal. ``Gauges``
-measures MFU, memory and power of a GPU. ``Timers`` measures parts of a step.
+``MetricLoggers`` sends metrics to ``metrics.jsonl``, to TensorBoard, CSV, W&B and MLflow, and to a
+callback. ``StepProgress`` and the ``render_*`` functions write the lines in the terminal.
+``Gauges`` measures MFU, memory and power of a GPU. ``Timers`` measures the parts of a step.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from nemo_aligner.utils.processes import is_main
 
 
 def check_loggers(config: RunFolderConfig) -> None:
-    """Reject a logger whose package is not installed, before anything is built.
+    """Check that the packages of all enabled loggers are installed, before anything is built.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package of an enabled logger is not installed.
     """
     for key, is_enabled, module in (
         ("create_tensorboard_logger", config.create_tensorboard_logger, "tensorboard"),
@@ -60,10 +60,10 @@ def check_loggers(config: RunFolderConfig) -> None:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The argument of a run's callback: the metrics that were logged after ``step``.
+    """The argument of the callback of ``nemo_aligner.train``: metrics that were just logged.
 
     Attributes:
-        step: counted from 1; 0 is before the first step.
+        step: number of steps done; 0 for a validation before the first step.
         total_steps: last step of the run if nothing ends it earlier.
         metrics: values by their names in ``metrics.jsonl``, such as ``train/loss``.
     """
@@ -77,13 +77,16 @@ Callback: TypeAlias = Callable[[TrainingProgress], object]
 
 
 class MetricLoggers:
-    """The run's own file, Lightning's loggers and the callback; on other ranks than 0 nothing.
+    """Sends metrics to ``metrics.jsonl``, to Lightning's loggers, and to the callback.
 
-    A logger that fails, because its service or a disk is unreachable, is dropped with a message and
-    does not end the run. An error of the callback does end the run, because it belongs to the
-    caller.
+    On ranks other than 0 it has none of them and does nothing.
 
-    As a context manager it closes everything at the end, and marks a run that failed as failed.
+    A logger may fail because its service or a disk is unreachable. It is then dropped with a
+    message, and the run continues. An error of the callback ends the run, because the callback is
+    the caller's own code.
+
+    As a context manager it closes everything at the end. If the block raises, the services show the
+    run as failed.
     """
 
     def __init__(
@@ -97,10 +100,10 @@ class MetricLoggers:
         self._callback, self._total_steps = callback, total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of a step, counted from 1.
+        """Log metrics after ``step``, the number of steps done.
 
         Raises:
-            CheckpointError: the run's own file cannot be written.
+            CheckpointError: ``metrics.jsonl`` cannot be written.
         """
         if self._file is not None:
             self._file.log(metrics, step)
@@ -115,7 +118,7 @@ class MetricLoggers:
         self.close(SUCCESS if kind is None else FAILED)
 
     def close(self, status: str = SUCCESS) -> None:
-        """Close the file and all loggers; ``status`` is the run's outcome at the services."""
+        """Close the file and all loggers; ``status`` is the outcome that the services show."""
         if self._file is not None:
             self._file.close()
         self._for_each_logger(lambda logger: logger.finalize(status))
@@ -125,7 +128,7 @@ class MetricLoggers:
         for name, logger in list(self._loggers.items()):
             try:
                 call(logger)
-            except Exception as error:  # their packages raise all kinds of errors
+            except Exception as error:  # the loggers' packages raise all kinds of errors
                 del self._loggers[name]
                 cause = error.__cause__ or error
                 say(
@@ -143,12 +146,12 @@ def build_loggers(
 ) -> MetricLoggers:
     """Open ``metrics.jsonl`` and the loggers that the settings enable, in ``explicit_log_dir``.
 
-    A resumed run keeps what was logged up to ``start_step`` and logs later steps again. W&B and
-    MLflow keep both, because they cannot delete numbers.
+    A resumed run deletes the entries of steps after ``start_step``, because it computes these steps
+    again. W&B and MLflow cannot delete entries, so they get these steps twice.
 
     Args:
-        settings: the run's resolved settings.
-        start_step: steps that the run has done already.
+        settings: the run's resolved settings, which are logged with the metrics.
+        start_step: number of steps that the run has done already.
         callback: called with all metrics that are logged.
 
     Raises:
@@ -181,7 +184,8 @@ def _tensorboard_logger(folder: Path, start_step: int) -> Any:
         name="tensorboard",
         version="",
         default_hp_metric=False,
-        # A run that was killed before its first checkpoint begins again from nothing.
+        # Purging from step 0 on deletes the entries of a run that was killed before its first
+        # checkpoint and now starts again.
         purge_step=start_step + 1 if start_step else 0,
     )
 
@@ -192,7 +196,7 @@ def _csv_logger(folder: Path, start_step: int) -> Any:
     logger = CSVLogger(save_dir=str(folder), name="csv", version="", flush_logs_every_n_steps=1)
     rows = _rows_until(Path(logger.log_dir) / "metrics.csv", start_step)
     with warnings.catch_warnings():
-        # Lightning deletes the file of the previous run; its rows are written again below.
+        # Lightning deletes an existing file and warns. The rows to keep are written again below.
         warnings.filterwarnings("ignore", message="Experiment logs directory")
         experiment = logger.experiment
     for step, row in rows:
@@ -202,7 +206,10 @@ def _csv_logger(folder: Path, start_step: int) -> Any:
 
 
 def _rows_until(path: Path, last_step: int) -> list[tuple[int, dict[str, float]]]:
-    """Step and metrics of every complete row up to ``last_step``; none for a new run."""
+    """Read the step and the metrics of every complete row up to ``last_step``.
+
+    If ``last_step`` is 0, the run starts from the beginning and keeps no row.
+    """
     if last_step == 0 or not path.is_file():
         return []
     rows = []
@@ -215,7 +222,10 @@ def _rows_until(path: Path, last_step: int) -> list[tuple[int, dict[str, float]]
 
 
 def _parse_numbers(row: Mapping[str, str | None]) -> dict[str, float]:
-    """Return the cells that hold a number: a killed run may have left an incomplete line."""
+    """Parse the cells that hold a number, and drop the others.
+
+    A row has empty cells for metrics of other steps, and a killed run may have left half a line.
+    """
     numbers = {}
     for key, value in row.items():
         with suppress(TypeError, ValueError):
@@ -223,11 +233,11 @@ def _parse_numbers(row: Mapping[str, str | None]) -> dict[str, float]:
     return numbers
 
 
-# Lines that the terminal shows of steps and validations.
+# Lines in the terminal about steps and validations.
 
-# A run of at most so many steps shows every step, however fast.
+# A run with at most this many steps left shows every step, even if steps are fast.
 _FEW_STEPS = 20
-# Metrics that are shown with a unit or a name of their own; others are shown as ``name number``.
+# How to show metrics that have a unit or a special name. All others are shown as ``name number``.
 _FORMATS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda rate: f"{show_number(rate)} tokens/s",
     "mfu": lambda share: f"MFU {share:.1%}",
@@ -237,12 +247,14 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 
 class StepProgress(Progress):
-    """Shows the first step, the last, and one every few seconds; with a bar on a terminal.
+    """Shows the progress of training: the first step, the last, and one every ten seconds.
+
+    A terminal also gets a progress bar.
 
     Args:
-        total: steps of the run.
-        start: steps that are done already.
-        interval: steps between validations; None validates only after the last step.
+        total: number of steps of the run.
+        start: number of steps that are done already.
+        interval: steps between validations; None means one validation, after the last step.
     """
 
     def __init__(self, total: int, start: int, interval: int | None) -> None:
@@ -253,13 +265,20 @@ class StepProgress(Progress):
         self._always = {start + 1, total} if total - start > _FEW_STEPS else range(total + 1)
 
     def begin(self) -> None:
-        """Start the clock of the steps; a validation before them counts in addition."""
+        """Start the clock from which the time per step is computed.
+
+        Call it again after a validation before the first step, which is not among the validations
+        that ``__init__`` has counted.
+        """
         super().begin()
         self._since -= self._validating_seconds
         self._validations += self._validated
 
     def show(self, step: int, metrics: Mapping[str, float], best: str | None = None) -> None:
-        """Move on to ``step``, counted from 1; ``best`` describes the best checkpoint so far."""
+        """Print a line for ``step``, counted from 1, if it is time for one, and update the bar.
+
+        ``best`` describes the best checkpoint so far.
+        """
         if self.line_is_due() or step in self._always:
             shown = _format_metrics(metrics)
             fields = [f"step {step}/{self._total}", self.time_left(step), *shown, best]
@@ -267,12 +286,15 @@ class StepProgress(Progress):
         self.move(step)
 
     def add_validation(self, seconds: float) -> None:
-        """Record how long a validation took, which does not count as time of the steps."""
+        """Record how long a validation took, so that its time does not count as that of steps."""
         self._validated += 1
         self._validating_seconds += seconds
 
     def seconds_left(self, done: int) -> float:
-        """Time left at the pace of the steps, and of validations once there was one."""
+        """Estimate the time left for the remaining steps and validations.
+
+        Before the first validation it is unknown how long one takes, so they count as 0.
+        """
         steps = self._now() - self._since - self._validating_seconds
         per_step = steps / (done - self._start)
         per_validation = self._validating_seconds / max(1, self._validated)
@@ -281,7 +303,7 @@ class StepProgress(Progress):
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Format metrics for people, without the prefix of their names."""
+    """Format metrics for people, without a prefix such as ``train/``."""
     return [_format_metric(name.partition("/")[2], value) for name, value in metrics.items()]
 
 
@@ -292,7 +314,7 @@ def _format_metric(name: str, value: float) -> str:
 
 
 def render_best(saved: Saved | None, monitor: str | None) -> str | None:
-    """Describe the best checkpoint so far, as a field of a line; None if there is none."""
+    """Describe the best checkpoint so far for the line of a step; None if there is none."""
     if saved is None or monitor is None:
         return None
     value = show_number(saved.state.metrics[monitor])
@@ -300,7 +322,7 @@ def render_best(saved: Saved | None, monitor: str | None) -> str | None:
 
 
 def render_validation(step: int, metrics: Mapping[str, float]) -> str:
-    """Render the metrics of every validation set for people, followed by those of its sources."""
+    """Render the metrics of each validation set for people, and of each source of its records."""
     sets: dict[str, list[str]] = {}
     sources: dict[str, dict[str, list[str]]] = {}
     for full_name, value in metrics.items():
@@ -324,21 +346,21 @@ def render_validation(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def _metrics_by_source() -> list[str]:
-    """Names of the metrics that are also shown for each source of a set."""
+    """List the metrics that the terminal also shows for each source of a validation set."""
     return [metric.name for metric in all_metrics() if Shown.source in metric.shown]
 
 
-# Gauges of the GPU: the share of its peak FLOP/s that a step reached, its memory and its power.
+# Gauges of the GPU: MFU, memory and power.
 
 
 @dataclass(frozen=True)
 class Gauges:
-    """The gauges of this rank's GPU. A gauge is None without a GPU, or if the GPU lacks it.
+    """What can be measured on this rank's GPU. A field is None if it cannot be measured.
 
     Attributes:
-        peak: peak FLOP/s of all ranks' GPUs together, which are assumed to be equal.
-        used_bytes: reads how many bytes of the GPU's memory all processes use.
-        watts: reads the power that the GPU draws.
+        peak: peak FLOP/s of all ranks' GPUs together. All GPUs are assumed to be of one kind.
+        used_bytes: function that reads how many bytes of the GPU's memory all processes use.
+        watts: function that reads the power that the GPU draws.
     """
 
     peak: float | None = None
@@ -347,7 +369,7 @@ class Gauges:
 
     @classmethod
     def of(cls, device: torch.device | str, precision: Precision) -> Gauges:
-        """Find the gauges of a device; the power needs the package nvidia-ml-py."""
+        """Find out what can be measured on a device; the power needs the package nvidia-ml-py."""
         device = torch.device(device)
         if not _is_gpu(device):
             return cls()
@@ -367,11 +389,16 @@ class Gauges:
         )
 
     def read(self, flops: float | None, seconds: float) -> dict[str, float]:
-        """Read the gauges after a step that took so many ``flops`` and ``seconds``.
+        """Measure MFU, memory and power after a step.
+
+        Args:
+            flops: FLOPs of the step on all ranks; None if they were not counted.
+            seconds: time that the step took.
 
         Returns:
-            ``mfu``, ``gpu_memory_gb`` and ``gpu_power_watts``, as far as they are known. Model
-            FLOPs utilization does not count recomputation (Chowdhery et al. 2022, appendix B).
+            ``mfu``, ``gpu_memory_gb`` and ``gpu_power_watts``, without those that cannot be
+            measured. MFU (model FLOPs utilization) does not count recomputation (Chowdhery et al.
+            2022, appendix B).
         """
         values: dict[str, float] = {}
         if self.peak is not None and flops is not None:
@@ -384,7 +411,7 @@ class Gauges:
 
 
 def describe_gpu_memory(device: torch.device | str) -> str | None:
-    """Describe how much of a GPU's memory tensors and everything else hold; None for a CPU."""
+    """Describe how much of a GPU's memory torch and all other users hold; None for a CPU."""
     device = torch.device(device)
     if not _is_gpu(device):
         return None
@@ -410,25 +437,25 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def _is_readable(gauge: Callable[[], float]) -> bool:
-    """True if a gauge can be read: NVML may be missing, or not support it on this GPU."""
+    """True if ``gauge`` works here: NVML may be missing, or may not support it on this GPU."""
     try:
         gauge()
     except Exception:
-        # pynvml raises errors of its own, whose classes exist only if it is installed.
+        # pynvml's error classes cannot be named here, because pynvml may not be installed.
         return False
     return True
 
 
-# The clock of a run: its time limit, and the time of each part of a step.
+# The time limit of a run, and the time that each part of a step takes.
 
 _MAX_TIME = re.compile(r"(\d+):([01]?\d|2[0-3]):([0-5]?\d):([0-5]?\d)")
 
 
 def parse_max_time(text: str) -> float:
-    """Return the seconds of ``DD:HH:MM:SS``.
+    """Convert a time limit ``DD:HH:MM:SS`` to seconds.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text does not have this form.
     """
     match = _MAX_TIME.fullmatch(str(text).strip())
     if match is None:
@@ -438,7 +465,7 @@ def parse_max_time(text: str) -> float:
 
 
 class Timers:
-    """Adds up the seconds spent in named parts of a step, until ``take`` returns them."""
+    """Sums up the seconds spent in each named part of a step, until ``take`` returns the sums."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}

@@ -1,8 +1,9 @@
-"""Errors for numbers that are not finite: which records and ranks they come from.
+"""Find the records and ranks that cause a reward, a loss or a gradient that is not finite.
 
-A reward, a loss or a gradient that is not finite ends a run, and the error names the records that
-caused it. The record with the largest part is named first: centring spreads one label of 1e38 over
-all, so that no record's loss is finite, but that record's is by far the largest.
+Such a value ends a run, and the error names the records that caused it. The record that contributes
+most is named first. An example is a label of 1e38: it spoils the mean that is subtracted from all
+labels, so that no record's loss is finite in fp32. But in float64 the record with that label has by
+far the largest loss.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import RewardLoss
 from nemo_aligner.utils.errors import TrainingError
 
-_MOST_NAMED = 5  # records that an error names
+_MOST_NAMED = 5  # most records that an error names
 _ADVICE = "the weights did not change in this step. Look at the records, or lower model.optim.lr"
-_FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
+_FP16_ADVICE = "; fp16 ends at 65504, but fp32 and bf16 hold far larger values"
 
 
 @dataclass(frozen=True)
 class StepRecords:
-    """The records of one step, in the order of the global batch, to trace a number to them.
+    """The records of one training step, in the order of the global batch.
+
+    A NaN or an infinity in the step is traced back to them.
 
     Attributes:
-        step: counted from 1.
+        step: number of the step, counted from 1.
         record_ids: indices of the records in ``dataset``.
-        owners: data parallel rank that computes each record, as the loader planned.
+        owners: for each record, the data parallel rank that computes it.
+        is_fp16: the model trains in fp16, whose small range may be the cause.
     """
 
     step: int
@@ -54,11 +58,15 @@ class StepRecords:
         return self.dataset.records.select(self.record_ids)
 
     def local_indices(self) -> list[int]:
-        """This rank's records, as indices into ``record_ids``."""
+        """List the records that this rank computes, as indices into ``record_ids``."""
         return [i for i, owner in enumerate(self.owners) if owner == self.layout.dp_rank]
 
     def error(self, problem: str, ranks: Sequence[int], indices: Sequence[int]) -> TrainingError:
-        """Build the error for a ``problem`` on ``ranks`` that comes from records at ``indices``."""
+        """Build the error that reports ``problem``, and the ranks and records it comes from.
+
+        Args:
+            indices: the records, as indices into ``record_ids``.
+        """
         records = _name_records(self.dataset, [self.record_ids[index] for index in indices])
         on_ranks = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         advice = _describe_far_labels(self.dataset) + _ADVICE + _FP16_ADVICE * self.is_fp16
@@ -68,8 +76,8 @@ class StepRecords:
 
 
 def _name_records(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
-    """List the files and lines of the first records, and count the rest."""
-    # A record may be in a batch twice.
+    """Name the first few records by file and line, and count the rest."""
+    # A batch may hold the same record twice, but it is named once.
     origins = list(dict.fromkeys(str(dataset.origins[record]) for record in record_ids))
     shown = ", ".join(origins[:_MOST_NAMED]) or "no single record"
     more = len(origins) - _MOST_NAMED
@@ -77,10 +85,10 @@ def _name_records(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
 
 
 def _describe_far_labels(dataset: TokenizedDataset) -> str:
-    """Describe the outliers among the set's labels; empty if there are none.
+    """Describe the outliers among the labels of the whole data set; empty if there are none.
 
-    A label outside the batch can make its loss infinite, too, through the mean that is subtracted
-    from all labels.
+    The whole set is searched, because an outlier can make the loss of other batches infinite, too:
+    it changes the mean that is subtracted from all labels.
     """
     far = far_labels(dataset.records.labels, dataset.label_origins)
     if not far:
@@ -92,12 +100,14 @@ def _describe_far_labels(dataset: TokenizedDataset) -> str:
 
 @dataclass(frozen=True, order=True)
 class _Blame:
-    """How likely a record caused a number that is not finite; the greatest sorts last.
+    """How likely it is that a record caused a loss or gradient that is not finite.
+
+    Objects sort by the fields in this order, the likeliest cause last.
 
     Attributes:
         is_certain: a reward of the record itself is not finite.
-        is_nan: the record's part of the number is NaN.
-        amount: the record's part of the number, in float64; 0 if it is NaN.
+        is_nan: the loss or the gradient norm of the record is NaN.
+        amount: the loss or the gradient norm of the record, in float64; 0 if it is NaN.
         index: index of the record in the batch.
     """
 
@@ -108,14 +118,14 @@ class _Blame:
 
     @classmethod
     def of(cls, index: int, amount: float, is_certain: bool = False) -> _Blame:
-        """Judge a record by its part of the number, which may be NaN."""
+        """Judge a record by its loss or gradient norm ``amount``, which may be NaN."""
         is_nan = math.isnan(amount)
         return cls(is_certain, is_nan, 0.0 if is_nan else amount, index)
 
 
 def _sort_by_blame(blames: Iterable[_Blame]) -> list[int]:
-    """Return the records' indices, each once, the one that is most to blame first."""
-    # Records with equal blame stay in the order of the batch.
+    """Return the indices of the records without duplicates, the likeliest cause first."""
+    # Sorting by index first keeps records with equal blame in the order of the batch.
     in_order = sorted(sorted(blames, key=lambda blame: blame.index), reverse=True)
     return list(dict.fromkeys(blame.index for blame in in_order))
 
@@ -155,7 +165,8 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
     ]
     blames_by_rank = gather_objects(local_blames)
     indices = _sort_by_blame(blame for blames in blames_by_rank for blame in blames)
-    # If no record's loss is infinite but their sum is, every rank has computed that sum.
+    # If only the sum of the losses is infinite but no record's loss, all ranks are named, because
+    # every rank has computed the sum.
     all_ranks = list(range(len(blames_by_rank)))
     ranks = [rank for rank in all_ranks if blames_by_rank[rank]] or all_ranks
     if not bool(torch.isfinite(rewards).all()):
@@ -165,7 +176,7 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
 
 
 def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
-    """Describe the labels that records at ``indices`` lack; empty if they have all."""
+    """Describe which labels are missing in the records at ``indices``; empty if none is missing."""
     labels = step.records.select(indices).labels
     missing = torch.isnan(labels.values)
     if not bool(missing.any()):
@@ -173,20 +184,21 @@ def _describe_missing_labels(step: StepRecords, indices: Sequence[int]) -> str:
     columns = zip(labels.names, missing.any(0).tolist(), strict=True)
     names = " or ".join(name for name, is_missing in columns if is_missing)
     return (
-        f" ({int(missing.any(1).sum())} of its {len(missing)} records have no {names}: a missing "
-        "label is NaN, which the loss must mask)"
+        f" ({int(missing.any(1).sum())} of the {len(missing)} records that cause it have no "
+        f"{names}: a missing label is NaN, which the loss must mask)"
     )
 
 
 def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
     """True if all rewards and their loss are finite."""
     total, _ = loss(rewards, records)
-    # Check both, because a record whose labels are all missing hides a NaN reward from the loss.
+    # Check the rewards, too: the loss leaves out a record without labels, even if its reward is
+    # NaN.
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
 def _blame_record(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
-    """Judge a record by its own loss in float64."""
+    """Judge a record by the loss of this record alone, computed in float64."""
     total, _ = loss(rewards.double(), record)
     return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
 
@@ -197,19 +209,22 @@ def gradient_error(
     compute_gradients: Callable[[Sequence[PackedBatch]], object],
     problem: str,
 ) -> TrainingError:
-    """Trace a gradient that is not finite by recomputing each record's; every rank calls it.
+    """Build the error for a gradient that is not finite; every rank calls it.
+
+    It computes the gradient of each record of the step by itself, to find the records to name.
 
     Args:
-        model: Megatron's data parallel wrapper, which still holds the gradient of the step. Its
-            gradients are meaningless afterwards.
+        model: Megatron's data parallel wrapper, which still holds the gradient of the step. This
+            function overwrites it.
         compute_gradients: replaces the model's gradients by those of the packs that it gets.
         problem: description of the gradient for the error.
     """
-    # Find the ranks that saw it in the step itself, before gradients are computed again.
+    # Find the ranks whose gradient of the step is not finite, before it is overwritten.
     broken = gather_objects(not _has_finite_gradients(model))
     blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):
-        # All ranks compute the same record, because Megatron sums gradients over them.
+        # All ranks compute the same record. Megatron sums gradients over the ranks, so records on
+        # different ranks would not be told apart.
         dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
         compute_gradients(packs)
@@ -224,7 +239,7 @@ def gradient_error(
 
 
 def _has_finite_gradients(model: Any) -> bool:
-    """True if the squares of all gradients on this rank have a finite sum, as the norm needs."""
+    """True if the sum of squares of this rank's gradients is finite, so that the norm is, too."""
     norms = [
         parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad
     ]
@@ -232,7 +247,10 @@ def _has_finite_gradients(model: Any) -> bool:
 
 
 def _gradient_norm(model: Any) -> float:
-    """Norm of all gradients on this rank, in float64, which holds the square of any float32."""
+    """Compute the norm of this rank's gradients in float64.
+
+    Squares of large float32 values overflow in float32, but not in float64.
+    """
     norms = [
         torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float64)
         for parameter in model.parameters()

@@ -1,8 +1,8 @@
-"""The optimizer of a run: AdamW on DDP's flat buffers, with schedule, clipping and loss scale.
+"""The optimizer of a run: AdamW with learning rate schedule, gradient clipping and fp16 loss scale.
 
 ``Optimizer`` takes a step, and saves and loads its state. ``build_optimizer`` groups the model's
-parameters by their hyperparameters and builds it. ``adamw.py`` has the update itself, and
-``optimizer_state.py`` the shards.
+parameters by their hyperparameters and builds the optimizer. ``adamw.py`` computes the update.
+``optimizer_state.py`` shards weights and moments over the data parallel ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from nemo_aligner.training.adamw import AdamW, MomentStreamer
 from nemo_aligner.training.optimizer_state import MOMENTS, Shard, ShardedState
 from nemo_aligner.utils.host_transfer import wait_for_host_copies
 
-# A step, and the state to save and load.
+# Taking a step, and saving and loading the optimizer's state.
 
 _SKIPPED = "skipped_steps"
-_EPSILON = 1e-6  # added to a norm that divides, as in Megatron and torch
+_EPSILON = 1e-6  # added to the gradient norm before dividing by it, as in Megatron and torch
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Update:
 
     Attributes:
         grad_norm: L2 norm of the gradient before clipping; NaN if fp16 overflowed.
-        applied: the weights were updated.
-        skipped: fp16 overflowed, and a lower loss scale may help; the weights are unchanged. If
-            neither is true, the gradient is not finite for another reason, and the weights are
-            unchanged, too.
+        applied: True if the weights were updated.
+        skipped: True if fp16 overflowed, and the next step tries a lower loss scale. If neither
+            ``applied`` nor ``skipped`` is True, a lower loss scale cannot help, and the run must
+            end.
     """
 
     grad_norm: float
@@ -68,7 +68,15 @@ class Optimizer:
         scheduler: OptimizerParamScheduler,
         clip_grad: float,
     ) -> None:
-        """Hold what ``build_optimizer`` builds: ``states`` are those of dense weights, experts."""
+        """Hold the parts that ``build_optimizer`` builds.
+
+        Args:
+            model: Megatron's data parallel wrapper.
+            states: the state of the dense weights and, for a mixture-of-experts model, a second
+                one of the experts' weights.
+            param_groups: hyperparameters of each group of parameters.
+            clip_grad: largest gradient norm; 0 does not clip.
+        """
         self._model = model
         self._states = states
         self.param_groups = param_groups
@@ -82,7 +90,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step for groups without a multiple of their own."""
+        """Learning rate of the next step for parameters whose multiple of it is 1."""
         return float(self._scheduler.get_lr({"lr_mult": 1.0}))
 
     @property
@@ -91,18 +99,19 @@ class Optimizer:
         return None if self._loss_scale is None else self._loss_scale.value
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiply ``loss`` by the loss scale; unchanged in fp32 and bf16."""
+        """Multiply ``loss`` by the loss scale; in fp32 and bf16 return it unchanged."""
         return loss if self._loss_scale is None else loss * self._loss_scale.value
 
     @torch.no_grad()
     def step(self) -> Update:
-        """Update the weights if the gradient is finite; collective, same result on every rank.
+        """Update the weights if the gradient is finite.
 
-        As in Megatron's training loop, a skipped step does not advance the learning rate.
+        Every rank must call it, and all get the same result. As in Megatron's training loop, a
+        skipped step does not advance the learning rate schedule.
         """
         overflows, norm = self._measure_gradients()
         if self._loss_scale is not None:
-            # At the lowest scale there is no lower one to try: the gradient itself is at fault.
+            # Below the lowest scale there is none to try: the gradient itself is not finite.
             skipped = overflows and self._loss_scale.value > MIN_LOSS_SCALE
             self._loss_scale.update(overflows)
             if overflows:
@@ -110,39 +119,42 @@ class Optimizer:
                 return Update(math.nan, applied=False, skipped=skipped)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
-        factor = self._clip_grad / (norm + _EPSILON)  # Pascanu et al. 2013
+        factor = self._clip_grad / (norm + _EPSILON)  # clipping as in Pascanu et al. 2013
         if 0 < factor < 1 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
         wait_for_host_copies()  # a save may still be copying weights and moments
         self._adamw.step(self.param_groups, self._scheduler.num_steps + 1)
-        # Each rank has updated its shards. If the all-gather overlaps, the next forward pass
-        # gathers the weights bucket by bucket as it reaches them (see ``finish_update``).
+        # Each rank has updated its shards only. With ``overlap_param_gather``, the next forward
+        # pass gathers the updated weights, bucket by bucket as it reaches them (see
+        # ``finish_update``). Otherwise gather all of them now.
         if not self._model.ddp_config.overlap_param_gather:
             self._model.start_param_sync()
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
 
     def _measure_gradients(self) -> tuple[bool, float]:
-        """Check the gradients for an overflow of fp16, and compute their L2 norm; collective.
+        """Divide fp16 gradients by the loss scale, and measure all gradients; collective.
 
-        In fp16 it divides the gradients by the loss scale. The host waits for the GPU once.
+        Returns:
+            True if a gradient overflowed fp16, and the L2 norm of the gradients of all ranks.
         """
-        # A rank without gradients contributes 0. Shards do not overlap, and only one tensor
-        # parallel rank counts a replicated parameter, so the squares add up over all ranks.
+        # The global sum of squares is the sum over ranks: shards do not overlap, and only one
+        # tensor parallel rank counts a replicated parameter. A rank without gradients adds 0.
         sums = torch.zeros(1 + len(self._norm_gradients), device=current_device())
         if self._loss_scale is not None and self._gradients:
             inverse = torch.full((1,), 1 / self._loss_scale.value, device=sums.device)
             torch._amp_foreach_non_finite_check_and_unscale_(self._gradients, sums[:1], inverse)
         for index, gradients in enumerate(self._norm_gradients, 1):
             if gradients:
-                # One norm per parameter: on a CPU a single sum of billions of squares loses digits.
+                # A list with one tensor per parameter: on a CPU, a single sum over billions of
+                # squares would lose digits.
                 sums[index] = get_total_norm(gradients) ** 2.0
         dist.all_reduce(sums, group=parallel_state.get_intra_distributed_optimizer_instance_group())
-        overflows, *squares = sums.tolist()
+        overflows, *squares = sums.tolist()  # the only time that the host waits for the GPU
         return overflows > 0, math.sqrt(sum(squares))
 
     def state_tensors(self) -> list[Tensor]:
-        """List this rank's fp32 weights and moments, as one view for each parameter."""
+        """List this rank's fp32 weights and moments, as a view for each parameter and kind."""
         return [
             shard.state[key][segment.start : segment.stop]
             for state in self._states
@@ -152,9 +164,10 @@ class Optimizer:
         ]
 
     def finish_update(self) -> None:
-        """Wait until every rank has all updated weights; collective.
+        """Gather the updated weights on every rank now; collective.
 
-        A training step needs no such call: its forward pass waits for weights where it uses them.
+        Call it after training and before anything else reads the weights. The forward pass of a
+        training step needs no such call, because it waits for each bucket before it uses it.
         """
         if not self._model.ddp_config.overlap_param_gather:
             return
@@ -165,12 +178,17 @@ class Optimizer:
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Build the optimizer's sharded state dict, given that of the model; collective.
+        """Build the optimizer's sharded state dict for megatron-core's checkpoints; collective.
 
-        For a save it holds copies in host memory: 12 bytes for each trained parameter on the first
-        rank of a data parallel group. They may still be in flight; they have arrived once the
-        tensors of the next call of ``start_host_copies`` have. The next call of this method reuses
-        the memory, so the result of this one must have been written by then.
+        For a save, the result holds copies in host memory: 12 bytes per trained parameter on the
+        first rank of each data parallel group. The copies may not be complete on return. To wait
+        for them, call ``start_host_copies`` afterwards, with or without tensors, and wait for its
+        result, because copies finish in order. The next call of this method reuses the memory, so
+        write the result to disk before that.
+
+        Args:
+            model_state: the model's sharded state dict, which says how each weight is sharded.
+            is_loading: build the state dict to read a checkpoint into.
         """
         self._adamw.wait()
         parts = [
@@ -183,7 +201,7 @@ class Optimizer:
     def _sharded_part(
         self, state: ShardedState, is_expert: bool, model_state: dict[str, Any], is_loading: bool
     ) -> dict[str, Any]:
-        """State dict of dense or of expert parameters, as megatron-core's optimizer saves it."""
+        """Build the state dict of the dense or the expert parameters, in megatron-core's format."""
         step = float(self._scheduler.num_steps)
         groups = [
             {**group, "step": step}
@@ -195,7 +213,8 @@ class Optimizer:
             "param_state_sharding_type": "fully_reshardable",
         }
         tensors = state.to_load(model_state) if is_loading else state.to_save(model_state)
-        # A rank may have nothing to save; an empty entry would differ from other ranks'.
+        # A rank with nothing to save must not write an empty entry, which would conflict with the
+        # entries of other ranks.
         if tensors:
             part["param_state"] = tensors
         if self._loss_scale is not None:
@@ -203,9 +222,12 @@ class Optimizer:
         return part
 
     def load_state_dict(self, state: dict[Any, Any], step: int) -> None:
-        """Load the state after ``step`` steps; hyperparameters stay as configured."""
+        """Load a saved state, which was saved after ``step`` steps.
+
+        Hyperparameters keep the values of this run's settings.
+        """
         self._adamw.wait()
-        # Missing in checkpoints of versions before fp16.
+        # Checkpoints of old versions, which could not train in fp16, do not have this entry.
         self.skipped_steps = int(state.get(_SKIPPED, 0))
         count = len(self._states)
         parts = [state] if count == 1 else [state[index] for index in range(count)]
@@ -218,10 +240,10 @@ class Optimizer:
 
 
 def _select_for_norm(shards: Sequence[Shard]) -> list[Tensor]:
-    """List the gradients that this rank adds to the norm, one view for each parameter.
+    """List the gradients that this rank adds to the norm, as a view for each parameter.
 
-    Matrices come first, as in megatron-core's groups. Earlier versions added squares in that order,
-    so a resumed run keeps its rounding.
+    Matrices come before vectors, as in megatron-core's parameter groups. Earlier versions summed
+    in that order, so a run that resumes from their checkpoints rounds as before.
     """
     pairs = [(shard, segment) for shard in shards for segment in shard.segments]
     pairs.sort(key=lambda pair: pair[1].parameter.dim() == 1)
@@ -241,8 +263,8 @@ _HYSTERESIS = 2
 class LossScale:
     """Loss scale of fp16: halved from the second overflow on, doubled after 1,000 good steps.
 
-    It has the rules and the state of megatron-core's ``DynamicGradScaler``. But it lives on the
-    host, so that reading it does not wait for the GPU.
+    Rules and saved state are those of megatron-core's ``DynamicGradScaler``. Unlike there, the
+    value is a Python float, so that reading it does not wait for the GPU.
     """
 
     value: float = 2.0**16
@@ -250,7 +272,7 @@ class LossScale:
     hysteresis_tracker: int = _HYSTERESIS
 
     def update(self, overflows: bool) -> None:
-        """Adapt the scale to the outcome of a step."""
+        """Lower or raise the scale after a step; ``overflows`` says whether fp16 overflowed."""
         if overflows:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
@@ -263,7 +285,7 @@ class LossScale:
             self.value *= 2
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under the names of megatron-core's ``DynamicGradScaler``."""
+        """Return the state, with the keys of megatron-core's ``DynamicGradScaler``."""
         return {
             "scale": torch.tensor([self.value]),
             "growth_tracker": self.growth_tracker,
@@ -271,7 +293,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore a state that ``state_dict`` returned."""
         self.value = float(state["scale"])
         self.growth_tracker = state["growth_tracker"]
         self.hysteresis_tracker = state["hysteresis_tracker"]
@@ -279,13 +301,16 @@ class LossScale:
 
 # Building the optimizer and its schedule.
 
-# Multiple of the learning rate for the scalars that an objective learns. They are logarithms and
-# move further than weights.
+# Multiple of the learning rate for scalars that an objective learns, such as a log of a scale. They
+# have to change much more than weights do.
 _OBJECTIVE_LR = 100.0
 
 
 class _Group(NamedTuple):
-    """Properties that the parameters of a group share. Dense groups sort before expert groups."""
+    """The properties of a group of parameters.
+
+    Groups are sorted by these fields, so dense groups come before expert groups.
+    """
 
     is_expert: bool
     is_of_objective: bool
@@ -293,7 +318,11 @@ class _Group(NamedTuple):
     decays: bool
 
     def hyperparameters(self, config: OptimConfig) -> dict[str, Any]:
-        """Values that the scheduler reads, and by which megatron-core's loader matches groups."""
+        """Return the hyperparameters of the group, under megatron-core's names.
+
+        The scheduler reads them. When a checkpoint is loaded, megatron-core finds the saved group
+        by them.
+        """
         assert config.lr is not None
         scale = _OBJECTIVE_LR if self.is_of_objective else 1.0
         return {
@@ -313,13 +342,13 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of ``model``'s trainable parameters, and connect it to the model.
 
-    The weights of norms do not decay. Lower layers may have lower learning rates, and the head its
-    own (Howard and Ruder 2018, "Universal language model fine-tuning for text classification",
-    section 3.2; Clark et al. 2020, "ELECTRA", appendix B).
+    Norms and biases have no weight decay. Settings may give lower layers lower learning rates, and
+    the head a different one (Howard and Ruder 2018, "Universal language model fine-tuning for text
+    classification", section 3.2; Clark et al. 2020, "ELECTRA", appendix B).
 
     Args:
         model: Megatron's data parallel wrapper.
-        config: settings in which ``lr`` is a number (``ModelConfig.with_learning_rate``).
+        config: settings whose ``lr`` is set (``ModelConfig.with_learning_rate`` sets a default).
         clip_grad: largest gradient norm; 0 does not clip.
         total_steps: steps of the run, for the learning rate schedule.
 
@@ -334,14 +363,15 @@ def build_optimizer(
     adamw = AdamW(
         [shard for state in states for shard in state.shards],
         {parameter: groups.index(group) for parameter, group in group_of.items()},
-        # Without a GPU, weights and moments both live in host memory.
+        # Without a GPU everything is in host memory, and there is nothing to copy.
         MomentStreamer(device) if config.cpu_offload and device.type == "cuda" else None,
     )
     scheduler = _build_scheduler(param_groups, config, total_steps)
     optimizer = Optimizer(model, states, param_groups, adamw, scheduler, clip_grad)
-    # Megatron's schedules call two functions of the model's config. The first runs after the last
-    # micro-batch. It waits until gradients are reduced over data parallel ranks, sums those of
-    # norms over tensor parallel ranks under sequence parallelism, and divides by the global count.
+    # Megatron's schedules call two functions that the model's config holds. After the last
+    # micro-batch, ``finalize_model_grads`` waits until gradients are reduced over data parallel
+    # ranks. With sequence parallelism, it sums the gradients of norms over tensor parallel ranks.
+    # Then it divides all gradients by the global count of losses.
     model_config = model.module.config
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
@@ -351,10 +381,10 @@ def build_optimizer(
 def _build_states(
     model: DistributedDataParallel, has_experts: bool, moments_on_host: bool
 ) -> list[ShardedState]:
-    """Build the state of dense parameters and, if any rank has experts, that of experts.
+    """Build one state for the dense parameters and, if any rank has experts, one for the experts.
 
-    Experts have a state of their own, because the copies of an expert are on other ranks than those
-    of a dense parameter.
+    They are separate because they are sharded over different ranks: with expert parallelism, fewer
+    ranks have a copy of an expert than of a dense parameter.
     """
     dense, expert = model.buffers, model.expert_parallel_buffers
     group = parallel_state.get_data_parallel_group_gloo(True, partial_data_parallel=True)
@@ -370,7 +400,7 @@ def _build_states(
 def _group_parameters(
     model: DistributedDataParallel, config: OptimConfig
 ) -> dict[torch.nn.Parameter, _Group]:
-    """Return the group of each trained parameter."""
+    """Map each trained parameter to its group."""
     multiples = _lr_multiples(model.module, config)
     return {
         parameter: _Group(
@@ -385,7 +415,7 @@ def _group_parameters(
 
 
 def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, float]:
-    """Return the multiples of the learning rate, for the parameters that have one."""
+    """Map parameters to their multiples of the learning rate; missing parameters have 1."""
     multiples: dict[torch.nn.Parameter, float] = {}
     if config.layer_lr_decay != 1:
         parts = [(layer, layer.layer_number) for layer in model.decoder.layers]
@@ -401,7 +431,7 @@ def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, f
 
 
 def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
-    """True for a scalar that a loss learns, as opposed to a weight."""
+    """True for a scalar that belongs to the loss, such as a learned scale, not to the model."""
     return getattr(parameter, "is_of_objective", False)
 
 
@@ -409,7 +439,7 @@ class _Scheduler(OptimizerParamScheduler):
     """Megatron's scheduler, with each group's ``lr_mult`` applied during warm-up and decay."""
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Learning rate of the next step for a group."""
+        """Return the learning rate of a group for the next step."""
         return super().get_lr(param_group) * param_group["lr_mult"]
 
 
@@ -421,7 +451,8 @@ def _build_scheduler(
     warmup = config.sched.warmup_steps
     return _Scheduler(
         SimpleNamespace(param_groups=param_groups),
-        # NeMo's warm-up: step k of w (from 1) has k / (w + 1) of the rate, so no step has rate 0.
+        # Warm-up as in NeMo: step k (from 1) of w warm-up steps has k / (w + 1) of the learning
+        # rate, so that no step has a learning rate of 0.
         init_lr=config.lr / (warmup + 1),
         max_lr=config.lr,
         min_lr=config.sched.min_lr,

@@ -1,14 +1,14 @@
-"""AdamW's state, sharded like DDP's flat buffers: in memory, for a save, and for a load.
+"""AdamW's state, sharded over data parallel ranks (ZeRO stage 1), in memory and in checkpoints.
 
 Megatron's DDP keeps weights and fp32 gradients in flat buffers, which it cuts into buckets. Each
-data parallel rank updates an equal part of every bucket, its shard. The reduce-scatter leaves the
-summed gradients in the shard, and the all-gather sends the updated weights from it to the other
-ranks.
+data parallel rank updates an equal part of every bucket, called its shard. The reduce-scatter
+leaves the summed gradients in the shard. The all-gather sends the updated weights of the shard to
+the other ranks.
 
-For a save, the first rank of each group gathers the state into host memory, which is allocated
-once. For a load, each rank reads only the rows of each tensor that its shards lie in, so no rank
-ever holds the whole state. The format is megatron-core's ``fully_reshardable``, which any layout
-can read.
+For a save, the first rank of each group gathers the state in host memory, which is allocated once.
+For a load, each rank reads only those rows of each saved tensor that overlap with its shards, so no
+rank holds the whole state. The format is megatron-core's ``fully_reshardable``, which a run with
+any parallel layout can read.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _STATE = ("param", *MOMENTS)
 _Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 _Flat: TypeAlias = dict[str, Tensor]
 
-# The state in memory.
+# The optimizer's state in memory.
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The elements of a parameter that lie in a shard.
+    """The part of a parameter that lies in a shard.
 
     Attributes:
-        start, stop: their range in the shard.
-        offset: index of the segment's first element in the flattened parameter.
+        start, stop: range of the part's elements in the shard.
+        offset: index of the part's first element in the flattened parameter.
     """
 
     parameter: torch.nn.Parameter
@@ -54,14 +54,14 @@ class Segment:
 class Shard:
     """The part of a bucket that this rank updates, as flat tensors of equal length.
 
-    Between segments there may be padding, which is zero in all tensors.
+    Megatron pads buckets, so there may be padding between segments. It is zero in all tensors.
 
     Attributes:
         weights: view of DDP's buffer, in the model's dtype.
         gradients: view of DDP's buffer, in fp32.
         state: ``param``, ``exp_avg`` and ``exp_avg_sq``, in fp32. If the weights are in fp32,
             ``param`` is ``weights`` itself.
-        segments: the parameters that lie in the shard.
+        segments: the parts of parameters that lie in the shard, in order.
     """
 
     weights: Tensor
@@ -71,7 +71,7 @@ class Shard:
 
 
 def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
-    """Build this rank's shard of each bucket of a DDP buffer; the moments are zero."""
+    """Build this rank's shard of each bucket of a DDP buffer, with moments of zero."""
     rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
     shards = []
     for bucket in buffer.buckets:
@@ -91,17 +91,17 @@ def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
     return shards
 
 
-# The state in checkpoints.
+# The optimizer's state in checkpoints.
 
 
 class ShardedState:
-    """The state of the parameters in ``buffers``, sharded over one group of ranks.
+    """The optimizer state of all parameters in ``buffers``, and how it is saved and loaded.
 
     Args:
-        buffers: buffers of Megatron's DDP; none on a rank that trains nothing.
-        group: the gloo data parallel group over which the buffers are sharded.
-        prefix: prefix of the names in a checkpoint.
-        moments_on_host: allocate moments by ``host_zeros``.
+        buffers: buffers of Megatron's DDP; empty on a rank that trains no parameter.
+        group: the gloo data parallel group over whose ranks the state is sharded.
+        prefix: prefix of the tensors' names in a checkpoint.
+        moments_on_host: keep the moments in page-locked host memory (``host_zeros``).
     """
 
     def __init__(
@@ -112,26 +112,32 @@ class ShardedState:
         self._prefix = prefix
         self._by_buffer = [build_shards(buffer, moments_on_host) for buffer in buffers]
         parameters = chain.from_iterable(buffer.param_index_map for buffer in buffers)
-        # The integer by which Megatron's state dict names a parameter.
+        # Megatron's state dict names parameters by these integers.
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._host: list[_Flat] = []
-        # For each parameter and tensor: the slices of the rows to read that belong to the shard.
+        # For the number of a parameter and the name of a state tensor: for each block of rows to
+        # read, the slice of its elements that lies in this rank's shard.
         self._slices: dict[tuple[int, str], list[slice]] = {}
 
     @property
     def shards(self) -> list[Shard]:
-        """This rank's shards of all buckets, in order."""
+        """This rank's shards of all buckets, in the order of the buffers and buckets."""
         return list(chain.from_iterable(self._by_buffer))
 
     def to_save(self, model_state: dict[str, Any]) -> dict[int, dict[str, _Entry]]:
-        """Gather the state in host memory, and describe it for a save; collective.
+        """Gather the state in the host memory of the group's first rank for a save; collective.
 
-        Only the first rank of the group gets the result; the others get an empty dict. The tensors
-        may still be in flight (``start_host_copies``), and the next call overwrites them.
+        The copies may not be complete on return (see ``start_host_copies``). The next call reuses
+        their memory.
+
+        Returns:
+            On the first rank of the group, a sharded tensor by the parameter's number and the
+            tensor's name; on the others an empty dict.
         """
         size, is_first = self._group.size(), self._group.rank() == 0
         if not self._host:
-            # The first rank holds the whole state of a buffer, the others the part that they send.
+            # The first rank needs room for the whole state of a buffer, each other rank only for
+            # its shards, which it sends.
             numels = [
                 buffer.numel if is_first else buffer.numel // size for buffer in self._buffers
             ]
@@ -155,8 +161,12 @@ class ShardedState:
         return self._describe(model_state, self._host) if is_first else {}
 
     def to_load(self, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """Describe the rows that this rank's shards lie in, and allocate memory for them."""
-        # Meta tensors show where a stored tensor lies in the flat buffer, and so in the parameter.
+        """Build the request for the rows that overlap with this rank's shards, with their memory.
+
+        megatron-core reads a checkpoint into the tensors of the result.
+        """
+        # Meta tensors take no memory, but their offsets tell where a saved tensor lies in the flat
+        # buffer and in the parameter.
         meta = [
             {key: torch.empty(buffer.numel, device="meta") for key in _STATE}
             for buffer in self._buffers
@@ -175,10 +185,10 @@ class ShardedState:
 
     @torch.no_grad()
     def copy_loaded(self, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-        """Copy the rows that ``to_load`` requested into the shards; empties ``loaded``."""
+        """Copy the rows that ``to_load`` requested into the shards; this empties ``loaded``."""
         for shard, segment in self._segments():
             number = self._numbers[segment.parameter]
-            stored = loaded.pop(number)  # frees its memory after the copy
+            stored = loaded.pop(number)  # popped, so that its memory is freed after the copy
             for key in _STATE:
                 parts = zip(stored[key], self._slices[number, key], strict=True)
                 values = torch.cat([rows.flatten()[elements] for rows, elements in parts])
@@ -192,7 +202,11 @@ class ShardedState:
     def _describe(
         self, model_state: dict[str, Any], flats: Sequence[_Flat]
     ) -> dict[int, dict[str, _Entry]]:
-        """Describe every parameter's state in ``flats``, with the sharding of its weight."""
+        """Build a sharded tensor for every state tensor of every parameter.
+
+        It is sharded over model parallel ranks like the parameter's weight in ``model_state``. Its
+        data is a view of the buffer's tensor in ``flats``.
+        """
         bases, _ = extract_sharded_tensors_and_factories(model_state)
         base_of = {base.data: base for base in nested_values(bases)}
         entries = {}
@@ -212,10 +226,10 @@ class ShardedState:
         return entries
 
     def _split(self, bucket: Any, flat: _Flat) -> dict[str, Sequence[Tensor]]:
-        """Split ``flat`` into the shards of a bucket.
+        """Split the memory of a bucket in ``flat`` into shards, for each state tensor.
 
-        The first rank gets all shards, its own first. Any other rank gets the memory of the one
-        that it sends.
+        The first rank gets views of all ranks' shards, its own first. Every other rank gets one
+        view, of the shard that it sends.
         """
         size, numel = self._group.size(), bucket.grad_data.numel()
         if self._group.rank() == 0:
@@ -231,15 +245,18 @@ def _host_memory(numel: int) -> _Flat:
 
 
 def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedTensor, slice]]:
-    """Narrow stored tensors to the rows that contain elements ``start`` to ``end`` of a parameter.
+    """Select the rows of saved tensors that hold elements ``start`` to ``end`` of a parameter.
 
-    A parameter is stored as one tensor or, if it has a factory, as several. Yields each with memory
-    for its rows, and the slice of the rows' elements that lies between ``start`` and ``end``.
+    A parameter is saved as one tensor or, if megatron-core has a factory for it, as several.
+
+    Yields:
+        For each saved tensor with such rows: a sharded tensor with memory for the rows, and the
+        slice of the rows' elements that lies between ``start`` and ``end``.
     """
     tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
     for stored in tensors:
         data = stored.data
-        assert data.is_contiguous(), stored.key  # Megatron splits parameters along rows
+        assert data.is_contiguous(), stored.key  # because Megatron splits parameters by rows
         begin = data.storage_offset() - entry.data.storage_offset()
         first, last = max(start, begin) - begin, min(end, begin + data.numel()) - begin
         if first >= last:
@@ -258,7 +275,7 @@ def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedT
                 data=rows,
                 local_shape=tuple(rows.shape),
                 global_offset=tuple(offset),
-                axis_fragmentations=None,  # arbitrary rows form no regular grid
+                axis_fragmentations=None,  # because the selected rows form no regular grid
             ),
             slice(first - above * row, last - above * row),
         )

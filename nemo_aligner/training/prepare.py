@@ -1,7 +1,8 @@
-"""Prepare a training run: everything that needs no weights, for a run and for its dry run.
+"""Prepare a training run up to the point where weights are needed; a dry run stops there.
 
 ``prepare_run`` reads the base checkpoint, resolves and checks the settings, and tokenizes the data.
-``open_run_folder`` opens the folder of the run and compares it with its newest checkpoint.
+``open_run_folder`` opens the run's folder, and checks that the newest checkpoint in it belongs to
+this run.
 """
 
 from __future__ import annotations
@@ -50,16 +51,19 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run before its weights are read. Training and the dry run both start from it.
+    """A run whose settings and data are ready, but whose weights are not read yet.
+
+    Training and the dry run both start from it.
 
     Attributes:
-        config: the settings, with every null resolved that depends on the model or the machine.
-            Everything that a run writes (config.yaml, checkpoints, its report) has these values.
-        layout: a ``ParallelLayout`` in a run; in a dry run only its sizes.
+        config: the settings, in which each null that depends on the model or the machine is
+            replaced by a value. The run writes these values to config.yaml, checkpoints and report.
+        layout: a ``ParallelLayout`` in a training run; in a dry run only the sizes of the groups.
         base: the checkpoint that training starts from.
         shape: shape of the model to train, with the head and the LoRA adapters of the settings.
         data: the data, tokenized by the run's scoring contract.
-        latest: the newest checkpoint in the run's folder, not yet compared with this run.
+        latest: the newest checkpoint in the run's folder. It may belong to another run, which
+            ``open_run_folder`` checks.
     """
 
     config: TrainConfig
@@ -74,7 +78,7 @@ class PreparedRun:
         """Batches of this data parallel rank; in a dry run, of the first rank.
 
         Raises:
-            ConfigError: a batch has fewer records than ranks.
+            ConfigError: a batch has fewer records than there are data parallel ranks.
         """
         options, layout = self.config.model, self.layout
         return TrainLoader(
@@ -105,11 +109,12 @@ class PreparedRun:
 def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     """Read the base checkpoint, resolve and check the settings, and tokenize the data.
 
-    Every rank calls it; a dry run needs no process group. Everything that can be rejected without
-    the data is rejected before tokenizing it, which may take minutes.
+    Every rank calls it; a dry run calls it without a process group. All checks that do not need the
+    data come before tokenization, which may take minutes.
 
     Raises:
-        AlignerError: settings, data, base checkpoint, layout or the run's folder are unfit.
+        AlignerError: settings, data, base checkpoint or layout are invalid, or the run's folder
+            holds a checkpoint that must not be resumed.
     """
     latest = RunCheckpoints(_checkpoints_folder(config.exp_manager), save_top_k=0).latest()
     check_may_resume(latest, config.exp_manager)
@@ -128,13 +133,14 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
 
 
 def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
-    """Open the folder that a run writes to, and check that its newest checkpoint is of this run.
+    """Open the folder that a run writes to, and check that its checkpoint belongs to this run.
 
-    Every rank calls it. ``lock`` is the lock of the folder, which a dry run does not take.
+    Every rank calls it. ``lock`` is the lock of the folder; a dry run has none.
 
     Raises:
-        ConfigError: the metric that ranks checkpoints, or early stopping, does not fit the data.
-        CheckpointError: the checkpoint belongs to another run.
+        ConfigError: no validation set has the metric that ranks checkpoints, or early stopping is
+            on without validation data.
+        CheckpointError: the newest checkpoint belongs to another run.
     """
     settings, latest = run.config.exp_manager, run.latest
     checkpoints = open_checkpoints(settings, run.data, lock)
@@ -144,14 +150,14 @@ def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
     return RunFolder(checkpoints, early_stopping, fresh, latest)
 
 
-# The settings and the shape of the model.
+# Checking and completing the settings.
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Reject settings that cannot work, before anything is built.
+    """Make the checks of settings that need no other file, before anything is built.
 
     Raises:
-        ConfigError: no base checkpoint is set, or a logger is not installed.
+        ConfigError: no base checkpoint is set, or the package of a logger is not installed.
         CheckpointError: the base checkpoint does not exist.
     """
     base = config.pretrained_checkpoint.restore_from_path
@@ -165,10 +171,10 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelShape:
-    """Return the shape of the model to train, which may have another head and LoRA than its base.
+    """Return the shape of the model to train: that of its base, with the settings' head and LoRA.
 
     Raises:
-        CheckpointError: the base has LoRA adapters, and the settings ask for different ones.
+        CheckpointError: the base has LoRA adapters, but the settings want different ones.
     """
     lora = LoraShape.from_settings(config.model.lora)
     check_lora(base.shape.lora, lora, base.path)
@@ -180,11 +186,11 @@ def _trained_shape(config: TrainConfig, base: CheckpointDescription) -> ModelSha
 def _resolve_defaults(
     config: TrainConfig, shape: ModelShape, contract: ScoringContract | None
 ) -> TrainConfig:
-    """Resolve the settings whose null depends on the model or on the machine.
+    """Replace a null precision or learning rate by a value for this model and machine.
 
-    The machine chooses the precision only if training starts from a base model. A run that is
-    resumed on another machine, and a reward model that is trained further, keep the precision of
-    their ``contract``, because another one would change the contract.
+    A new run from a base model gets a precision that suits the machine. A resumed run, and a run
+    that starts from a reward model, keep the precision of their ``contract``, because the precision
+    is part of the scoring contract.
 
     Raises:
         ConfigError: see ``ModelConfig.with_learning_rate``.
@@ -192,7 +198,7 @@ def _resolve_defaults(
     if config.trainer.precision is None:
         if contract is not None:
             precision = Precision(contract.dtype)
-        else:  # rank 0 decides, as the nodes of a cluster may have different GPUs
+        else:  # rank 0 decides for all, because the nodes of a cluster may have different GPUs
             precision = Precision.bf16 if on_main(gpu_computes_bf16) else Precision.fp32
         config = replace(config, trainer=replace(config.trainer, precision=precision))
     if config.model.optim.lr is None:
@@ -202,11 +208,11 @@ def _resolve_defaults(
 
 
 def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) -> None:
-    """Reject settings that do not fit a mixture-of-experts model, or a model without experts.
+    """Check that the settings fit a model with or without a mixture of experts.
 
     Raises:
-        ConfigError: fp16 for experts, which is untested; or a setting of experts for a model that
-            has none.
+        ConfigError: the model has experts and the precision is fp16, which is untested; or
+            ``model.train_router`` is set, but the model has no experts.
     """
     if shape.experts is None and getattr(config.model, "train_router", False):
         raise ConfigError(
@@ -219,7 +225,7 @@ def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) ->
         )
 
 
-# The data, tokenized by the run's scoring contract.
+# Tokenizing the data by the run's scoring contract.
 
 
 def _build_data(
@@ -228,9 +234,9 @@ def _build_data(
     shape: ModelShape,
     resumed: ScoringContract | None,
 ) -> TrainingData:
-    """Tokenize the run's data by the contract of its settings and its base; every rank calls it.
+    """Build the run's scoring contract, and tokenize the data by it; every rank calls it.
 
-    ``resumed`` is the contract of the run that continues; None for a new run.
+    ``resumed`` is the contract of the run that is resumed; None for a new run.
 
     Raises:
         ConfigError, DataError: see ``build_contract``, ``continue_contract``,
@@ -242,10 +248,12 @@ def _build_data(
     model, start = config.model, base.contract
     if resumed is not None:
         model = replace(model, objective_kwargs=settings_of_run(model, resumed))
-    # Only a built-in template can have changed since the run began.
+    # A previous contract matters only for built-in templates, because only these can have changed
+    # between two versions of this package.
     previous_contract = resumed if model.data.template in BUILT_IN_TEMPLATES else None
     contract = build_contract(model, base.tokenizer, config.precision, start, previous_contract)
-    # The contract must be complete before it is compared with that of the model to start from.
+    # The objective may set the contract's ``aggregate``, so build the objective before the contract
+    # is compared with that of the reward model to start from.
     objective = build_objective(
         model, contract.attributes, contract.attribute_weights, contract.has_steps
     )
@@ -279,24 +287,25 @@ def _build_data(
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
-# The folder of the run.
+# Opening the folder of the run.
 
 
 def _checkpoints_folder(config: ExpManagerConfig) -> Path:
-    """The folder of checkpoints in a run's folder."""
+    """Return the folder of checkpoints inside the run's folder."""
     return Path(config.explicit_log_dir) / CHECKPOINTS_NAME
 
 
 def open_checkpoints(
     config: ExpManagerConfig, data: TrainingData, lock: RunLock | None = None
 ) -> RunCheckpoints:
-    """Open the run's checkpoints, ranked by ``monitor``.
+    """Open the run's checkpoints, which the metric ``monitor`` ranks.
 
-    ``monitor`` null means the first validation set's main metric. ``mode`` null means the metric's
-    natural direction: for losses, ties and calibration errors, smaller is better.
+    If ``monitor`` is null, it is the main metric of the first validation set. If ``mode`` is null,
+    the metric determines it: for losses, ties and calibration errors, smaller is better.
 
     Raises:
-        ConfigError: no validation metric has that name, or ``mode`` contradicts the metric.
+        ConfigError: no validation metric is called ``monitor``, or ``mode`` is the wrong direction
+            for the metric.
     """
     monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
     save_top_k = config.checkpoint_callback_params.save_top_k
@@ -304,7 +313,7 @@ def open_checkpoints(
 
 
 def _build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
-    """Build early stopping by the metric that ranks checkpoints.
+    """Build early stopping, which watches the same metric that ranks checkpoints.
 
     Raises:
         ConfigError: early stopping is on, but there is no validation data.
@@ -322,7 +331,10 @@ def _build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> Early
 def _find_monitor(
     settings: CheckpointCallbackConfig, data: TrainingData
 ) -> tuple[str | None, MonitorMode]:
-    """Return the metric that ranks validations, None without any, and its better direction."""
+    """Return the metric that ranks checkpoints, and whether smaller or larger values are better.
+
+    Without validation data the metric is None.
+    """
     objective, datasets = data.objective, data.validation
     monitor = settings.monitor
     if monitor is None and datasets:
@@ -333,16 +345,22 @@ def _find_monitor(
             full_name = f"{datasets[0].name}/{monitor}"
         available = validation_metric_names(objective, datasets)
         if full_name not in available:
+            names = f"one of {', '.join(available)}" if available else "null"
+            reason = "" if available else ", because there is no validation data"
             raise ConfigError(
-                f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, wanted one of "
-                f"{', '.join(available) or 'none, as there is no validation data'}"
+                f"exp_manager.checkpoint_callback_params.monitor: got {monitor!r}, "
+                f"wanted {names}{reason}"
             )
         monitor = full_name
     return monitor, _find_mode(settings.mode, monitor)
 
 
 def _find_mode(mode: MonitorMode | None, monitor: str | None) -> MonitorMode:
-    """Return ``mode``, or the metric's direction if it is None; a ConfigError if they differ."""
+    """Return which values of the metric ``monitor`` are better: ``mode``, or if None the default.
+
+    Raises:
+        ConfigError: ``mode`` is the wrong direction for the metric.
+    """
     better = Better.neither if monitor is None else better_values(monitor)
     natural = MonitorMode.min if better is Better.lower else MonitorMode.max
     if mode not in (None, natural) and better is not Better.neither:

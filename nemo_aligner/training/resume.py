@@ -1,7 +1,8 @@
-"""Start or resume a run: what must not have changed since its checkpoint, and its metadata.
+"""Start or resume a run from its newest checkpoint, and write facts about the run for its report.
 
-``resume`` loads the newest checkpoint, if there is one. ``check_resumable`` compares it with the
-settings and the data of this run. ``RunFacts`` writes down what a report says about a run.
+``check_resumable`` checks that model, data and objective are still those of the checkpoint.
+``resume`` loads the checkpoint, if there is one. ``RunFacts`` writes ``run_facts.json``, which
+``nemo-aligner report`` shows.
 """
 
 from __future__ import annotations
@@ -50,16 +51,18 @@ from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
-# Keys of a run's fingerprint that need special care.
+# Keys of a run's fingerprint, the values that must not change when the run resumes. Those listed
+# here are compared in a special way.
 
 _CONTRACT = "scoring contract"
-# The digest of the frozen weights. A checkpoint of a LoRA run does not contain them.
+# Digest of the frozen weights of a LoRA run, whose checkpoints do not contain these weights.
 _FROZEN = "frozen weights"
 _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
-# Multiples of the learning rate. They determine the groups of parameters in the optimizer's state.
+# Settings of multiples of the learning rate. The optimizer's state groups parameters by them, so
+# they must not change.
 _MULTIPLES = ("head_lr_mult", "layer_lr_decay")
 _DATA = "training data"
 # Settings that choose the metric by which checkpoints are compared.
@@ -75,9 +78,9 @@ class RunFolder:
 
     Attributes:
         checkpoints: the folder's checkpoints.
-        early_stopping: counter of validations without an improvement.
-        fresh: the state that this run would have before its first step if it were new.
-        latest: the newest checkpoint, which belongs to this run; None for a new run.
+        early_stopping: counts validations without an improvement.
+        fresh: the state of a new run with these settings and data, before its first step.
+        latest: the newest checkpoint, which was checked to belong to this run; None for a new run.
     """
 
     checkpoints: RunCheckpoints
@@ -87,13 +90,13 @@ class RunFolder:
 
 
 def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> RunState:
-    """Load the newest checkpoint into the learner; without one a new run begins.
+    """Load the newest checkpoint into the learner, or start a new run if there is none.
 
     Returns:
-        The state of the run after its last step so far.
+        The state from which the run continues.
 
     Raises:
-        CheckpointError: the checkpoint belongs to other frozen weights, or is damaged.
+        CheckpointError: the checkpoint is damaged, or was trained on other frozen weights.
     """
     checkpoints, fresh, latest = folder.checkpoints, folder.fresh, folder.latest
     if config.model.lora.rank > 0:
@@ -120,7 +123,10 @@ def load_checkpoint(
     optimizer: Optimizer,
     samples: str = "records",
 ) -> None:
-    """Load weights and moments, and report where the run continues and what has changed."""
+    """Load weights and moments of ``latest``, and log where the run continues and what changed.
+
+    ``samples`` is the word for the items that the run has counted so far, for the log.
+    """
     say(f"loading {latest.path} ...")
     with waiting_for(f"loading {latest.path}"):
         checkpoints.load(latest, model, optimizer)
@@ -130,10 +136,11 @@ def load_checkpoint(
 
 
 def resumed_state(fresh: RunState, previous: RunState) -> RunState:
-    """Combine the state of this run with that of the checkpoint from which it continues.
+    """Combine the settings of this run with the progress of the checkpoint that it resumes.
 
-    The count of validations without an improvement restarts if another metric or other records are
-    validated now. With other records, the metrics of the checkpoint's step are dropped, too.
+    Early stopping counts from 0 again if the validation data or the monitored metric has changed,
+    because old and new values cannot be compared. If the validation data has changed, the metrics
+    of the checkpoint are dropped, too, so that its step is validated again.
     """
     state = replace(fresh, step=previous.step, consumed_samples=previous.consumed_samples)
     if not same_validation(previous, fresh):
@@ -150,7 +157,10 @@ def resumed_state(fresh: RunState, previous: RunState) -> RunState:
 
 
 def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> RunState:
-    """Build the state of a run before its first step; ``shape`` is that of the model to train."""
+    """Build the state of a new run before its first step; ``shape`` is that of the model to train.
+
+    A new run starts with it. When a run resumes, its checkpoint's state is compared with it.
+    """
     return RunState(
         step=0,
         consumed_samples=0,
@@ -162,22 +172,24 @@ def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> Run
 
 
 def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved:
-    """Check that a checkpoint belongs to the run whose state would be ``fresh`` if it were new.
+    """Check that a checkpoint belongs to this run: same model, data, objective and contract.
 
-    The frozen weights of a LoRA run are not compared here, because the model is not read yet.
-    ``resume`` does that.
+    The frozen weights of a LoRA run are not read yet, so ``resume`` compares them later.
+
+    Args:
+        fresh: the state of a new run with the settings and the data of this run.
 
     Returns:
-        The checkpoint, with the keys added to its fingerprint that older versions left out.
+        The checkpoint. A fingerprint of an older version is completed with the keys it lacks.
 
     Raises:
-        CheckpointError: it belongs to another run.
+        CheckpointError: the checkpoint belongs to another run.
     """
     stored, current = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     latest = replace(latest, state=_complete_fingerprint(latest.state))
     saved = latest.state.fingerprint
-    # Contracts of older versions do not name the rule that makes one reward of several steps'
-    # rewards, but their objective's settings do.
+    # In older versions, the rule that aggregates the rewards of steps was a setting of the
+    # objective and not part of the contract. Move it there before comparing.
     aggregate = saved[_OBJECTIVE_SETTINGS].get("aggregate", Aggregate.last.value)
     differences = describe_differences(with_aggregate(stored, aggregate).differences(current))
     fingerprint = {
@@ -186,20 +198,22 @@ def check_resumable(latest: Saved, fresh: RunState, data: TrainingData) -> Saved
         _CONTRACT: differences or stored.hash,
     }
     if differences:
-        # By another contract the same files give other tokens, so their digest proves nothing.
+        # Another contract tokenizes the same files differently, so their digests always differ.
+        # Report only the difference of the contracts.
         fingerprint[_DATA] = saved.get(_DATA)
     elif saved.get(_DATA) != fingerprint[_DATA]:
-        # Older versions saved one digest of all tokens instead of one of each file.
+        # Older versions saved one digest of all tokens, newer ones a digest for each file. Compare
+        # with the digest that the older version would have computed.
         fingerprint[_DATA] = data.train.measure_digest()
     check_same_run(latest, fingerprint)
     return latest
 
 
 def check_objective_exists(latest: Saved) -> None:
-    """Reject a checkpoint of a run whose objective this version has removed.
+    """Check that this version still has the objective of the checkpoint's run.
 
     Raises:
-        CheckpointError: the objective was removed.
+        CheckpointError: this version has removed the objective.
     """
     removed = describe_removed(latest.state.fingerprint.get(_OBJECTIVE, ""))
     if removed is not None:
@@ -210,7 +224,7 @@ def check_objective_exists(latest: Saved) -> None:
 
 
 def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
-    """Reject a folder that has a checkpoint if the settings forbid resuming.
+    """Check that the run's folder has no checkpoint, if the settings do not allow to resume.
 
     Raises:
         ConfigError: ``exp_manager.resume_if_exists`` is false, and the folder has a checkpoint.
@@ -223,7 +237,7 @@ def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
 
 
 def changes_since(latest: Saved, fresh: RunState) -> list[str]:
-    """Describe every setting and validation set that has changed since a checkpoint, by line."""
+    """Describe each setting and validation set that has changed since a checkpoint, on one line."""
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
     old, new = latest.state.validated_on or {}, fresh.validated_on or {}
@@ -237,10 +251,10 @@ def changes_since(latest: Saved, fresh: RunState) -> list[str]:
 
 
 def _complete_fingerprint(state: RunState) -> RunState:
-    """Add the keys to a state's fingerprint that older versions left out, with their meaning then.
+    """Add the keys that older versions did not write to the fingerprint of a checkpoint.
 
-    Older versions had one objective for each type of model and did not name it, and they had fewer
-    settings.
+    Older versions had one objective for each type of model, and fewer settings. The keys get the
+    values that describe how these versions trained.
     """
     fingerprint = dict(state.fingerprint)
     name = fingerprint.setdefault(_OBJECTIVE, default_objective_name(fingerprint[_MODEL_TYPE]))
@@ -253,7 +267,7 @@ def _complete_fingerprint(state: RunState) -> RunState:
 
 
 def write_run_config(config: object, run: RunFolderConfig) -> None:
-    """Write all settings to ``config.yaml`` in the folder of their run; every rank calls it."""
+    """Write all settings to ``config.yaml`` in the run's folder; every rank calls it."""
     folder = Path(run.explicit_log_dir)
 
     def write() -> None:
@@ -264,10 +278,10 @@ def write_run_config(config: object, run: RunFolderConfig) -> None:
 
 
 def fingerprint(config: TrainConfig, shape: ModelShape, data: TrainingData) -> dict[str, Any]:
-    """Settings and data that must not change when a run resumes, as plain JSON values.
+    """Collect the values that must not change when a run resumes, as plain JSON values.
 
-    These are the model, the data and its order, and the objective. The parallel layout, the
-    learning rate and the length of the run may change.
+    They describe the model, the data and its order, and the objective. The parallel layout, the
+    learning rate and the length of the run are left out, because they may change.
     """
     model = config.model
     return {
@@ -298,13 +312,17 @@ def changed_settings(previous: Mapping[str, Any], current: Mapping[str, Any]) ->
     ]
 
 
-# Facts about a run for its report: versions, data, contract, memory.
+# Facts about a run for its report: versions, data, scoring contract and memory.
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 
 
 class RunFacts:
-    """Writes ``run_facts.json`` at the start of a run and after every validation."""
+    """Collects facts about a run, and writes them to ``run_facts.json`` for the report.
+
+    The file is written at the start of the run and, with the peak memory so far, after every
+    validation.
+    """
 
     def __init__(self, run: Path, data: TrainingData, ranks: int) -> None:
         self._path = run / FACTS_NAME
@@ -320,18 +338,18 @@ class RunFacts:
         }
 
     def begin(self, described: Sequence[str]) -> None:
-        """Write the file for the first time, with the lines that the run prints at its start."""
+        """Write the file at the start of the run; ``described`` are the lines that it prints."""
         self._facts["described"] = list(described)
         self.write()
 
     def write(self) -> None:
-        """Write the file, with the peak memory so far."""
+        """Write the file again, with the peak memory so far."""
         content = json.dumps({**self._facts, "peak_memory": peak_memory()}, indent=2)
         write_lines(self._path, [content])
 
 
 def describe_file(report: FileReport) -> dict[str, Any]:
-    """Return the table of a data file that the run prints at its start, as plain JSON values."""
+    """Convert the summary of a data file to plain JSON values; the run prints it as a table."""
     return {
         "name": report.name,
         "path": report.path,
@@ -361,7 +379,7 @@ def find_versions() -> dict[str, str]:
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the peak memory of this process in bytes: resident on the host, and on its GPU."""
+    """Return the peak memory of this process in bytes: on the host (RSS), and on its GPU."""
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
         peaks["GPU"] = torch.cuda.max_memory_allocated()

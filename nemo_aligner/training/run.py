@@ -1,7 +1,8 @@
-"""A training run from its settings to the reward model's archive.
+"""Run training, from the settings to the reward model's ``.nemo`` file.
 
 ``train`` builds the parts and runs the trainer. ``finish`` and ``export`` write the model of the
-best checkpoint, or the mean of several. ``describe.py`` has the texts that a run prints.
+best checkpoint, or the mean of several checkpoints' weights. ``describe.py`` has the texts that a
+run prints.
 """
 
 from __future__ import annotations
@@ -59,15 +60,16 @@ def train(
     """Train a reward model: build the parts in the order of the data flow, and run the trainer.
 
     Args:
-        callback: called on rank 0 with all metrics that are logged. An error in it ends the run.
-        in_program: the process continues after the run, see ``SignalHandler``.
+        callback: called on rank 0 with all metrics that are logged. If it raises, the run ends.
+        in_program: the process continues after the run, as a notebook does; see ``SignalHandler``.
 
     Raises:
-        AlignerError: settings, data or checkpoint are unfit, or a number is not finite.
+        AlignerError: settings, data or checkpoint are invalid, or a reward, loss or gradient is not
+            finite.
     """
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
-    # After an error the exit stack closes everything, too: a notebook continues in this process.
+    # The exit stack also cleans up after an error, because a notebook's process lives on.
     with stop, launch() as world, ExitStack() as exit_stack:
         lock = exit_stack.enter_context(lock_run(Path(config.exp_manager.explicit_log_dir)))
         layout = layout_of(config.model)
@@ -106,7 +108,11 @@ def train(
 def _say_descriptions(
     run: PreparedRun, checkpoints: RunCheckpoints, pretrained: PretrainedModel
 ) -> list[str]:
-    """Print what is about to be trained; its lines, each in one piece, for the run's report."""
+    """Print the descriptions of model and steps.
+
+    Returns:
+        Their lines, for the run's report. A line that was printed in several parts is one line.
+    """
     descriptions = [
         describe_model(run, head_is_new=pretrained.head_is_new),
         describe_steps(run, checkpoints),
@@ -116,7 +122,10 @@ def _say_descriptions(
 
 
 def heldout_writer(config: TrainConfig, data: TrainingData, facts: RunFacts) -> KeepHeldout:
-    """Build a function that writes a validation's rewards and the run's facts for its report."""
+    """Build the function that every validation calls with a set and its rewards.
+
+    It writes the rewards and updates ``run_facts.json``, both for ``nemo-aligner report``.
+    """
     folder = Path(config.exp_manager.explicit_log_dir)
     heldout = HeldoutRewards(folder, how_to_read(config.model, data.objective), data.contract)
 
@@ -127,7 +136,7 @@ def heldout_writer(config: TrainConfig, data: TrainingData, facts: RunFacts) -> 
     return keep
 
 
-# The model that comes out of a run.
+# Exporting the model at the end of a run.
 
 
 def finish(
@@ -150,8 +159,9 @@ def finish(
         return export(path, checkpoints, learner, pretrained, average_best)
     say(
         f"stopped by {outcome.stopped_by} after step {outcome.step}, which is saved. The same "
-        f"command continues from there. With trainer.rm.max_steps={outcome.step} it ends there: "
-        f"it validates that step and writes {MODEL_NAME}"
+        "command continues from there. To finish here instead, add "
+        f"trainer.rm.max_steps={outcome.step} to it: it then validates this step and writes "
+        f"{MODEL_NAME}"
     )
     return {}
 
@@ -163,10 +173,11 @@ def export(
     pretrained: PretrainedModel,
     average_best: int = 1,
 ) -> dict[str, float]:
-    """Write the reward model's ``.nemo`` with the weights of the best checkpoint, or the newest.
+    """Write the reward model's ``.nemo`` with the weights of the best checkpoint.
 
-    With ``average_best`` above 1 it gets the mean of the weights of so many best checkpoints, which
-    is validated first.
+    If no checkpoint was validated, the newest one is taken. If ``average_best`` is above 1, the
+    model gets the mean of the weights of that many best checkpoints, and another validation
+    measures it.
 
     Returns:
         The model's metrics on the test sets, named ``set/metric``.
@@ -195,7 +206,7 @@ def export(
     config = {
         **pretrained.config,
         "reward_model_type": contract.reward_model_type,
-        # NeMo makes this the width of the head.
+        # NeMo reads the number of the head's outputs from here.
         "regression": {"num_attributes": contract.num_outputs},
     }
     with waiting_for(f"writing {path}"):
@@ -213,7 +224,7 @@ def export(
 
 
 def _can_export(contract: ScoringContract) -> bool:
-    """True if a Hugging Face reward model can hold this head."""
+    """True if ``nemo-aligner export`` can write this model as a Hugging Face reward model."""
     try:
         check_plain_reading(contract, "", "")
     except CheckpointError:
@@ -224,10 +235,13 @@ def _can_export(contract: ScoringContract) -> bool:
 def _average(
     saved: Sequence[Saved], checkpoints: RunCheckpoints, learner: RewardLearner
 ) -> tuple[Saved, str]:
-    """Load the mean of the weights of ``saved``, the best first, and validate it.
+    """Load the mean of the weights of ``saved`` into the learner's model, and validate the model.
+
+    Args:
+        saved: the checkpoints to average, the best first.
 
     Returns:
-        The best checkpoint with the metrics of the mean, and a description for people.
+        The best checkpoint, but with the metrics of the mean, and a description for the log.
     """
     _load_mean(saved, checkpoints, learner.model)
     best = saved[0]
@@ -242,11 +256,12 @@ def _average(
 
 
 def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) -> None:
-    """Load the mean of the weights of ``saved``, summed in float64 in host memory, rounded once.
+    """Load the mean of the weights of ``saved`` into ``model``.
 
-    With LoRA this averages each of its two matrices, which is not the mean of their products.
+    Weights are summed in float64 in host memory, so the mean is rounded only once. With LoRA, the
+    matrices A and B are averaged one by one, and their product is not the mean of the products.
     """
-    # Load one checkpoint at a time into the model itself, so that host memory holds only one sum.
+    # The model itself holds each checkpoint in turn, so host memory only needs room for the sums.
     sums: dict[str, Tensor] = {}
     trained = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -261,7 +276,10 @@ def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) 
 
 
 def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContract:
-    """Add the rewards' mean and standard deviation on the first validation set to the contract."""
+    """Add the mean and standard deviation of the model's rewards to the scoring contract.
+
+    They were measured on the first validation set. Without one the contract stays unchanged.
+    """
     metrics = chosen.state.metrics
     first = next((name for name in metrics if "/reward_mean/" in name), None)
     if first is None:

@@ -1,19 +1,20 @@
-"""When a run stops early: its time is up, or it received Ctrl-C (SIGINT), SIGTERM or SIGUSR1.
+"""Stop a run early: after Ctrl-C (SIGINT), SIGTERM or SIGUSR1, or when its time limit is reached.
 
-The first signal ends the run in an orderly way. During training the current step is finished and
-saved. Before the first step there is nothing to save. After the last step the model is still
+The first signal ends the run in an orderly way. During training, the current step is finished and
+saved. Before the first step there is nothing to save. After the last step, the model is still
 written. A second Ctrl-C ends the process at once.
 
 torchrun starts its workers in other sessions. It forwards Ctrl-C to them as SIGINT, and a second
-Ctrl-C as SIGTERM. srun, and a terminal without a launcher, send both to every process themselves.
-So one Ctrl-C may arrive twice within milliseconds. A second one counts only after a second.
+Ctrl-C as SIGTERM. Without torchrun, srun or the terminal sends each Ctrl-C to every process. So the
+same Ctrl-C may arrive twice within milliseconds. Therefore a Ctrl-C counts as the second one only
+if it comes at least one second after the first signal.
 
 A program that trains through ``nemo_aligner.train``, such as a notebook, continues after the run.
-There Ctrl-C raises KeyboardInterrupt instead of ending the process. Python delivers signals only to
-the main thread, so a run in another thread leaves them to the program.
+There Ctrl-C raises KeyboardInterrupt instead of ending the process. Python handles signals only in
+the main thread, so a run in another thread leaves all signals to the program.
 
 SIGUSR1 means that the sender will start the same command again. The exit code then says whether
-anything is left to do. Slurm jobs request this signal before their time is up.
+the run must be continued. Slurm jobs request this signal before their time is up.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from nemo_aligner.utils.console import fit
 from nemo_aligner.utils.processes import is_first_rank
 
 _STDERR = 2
-# Seconds after the first signal from which on another one counts as a second.
+# A signal counts as the second one only if it comes at least this many seconds after the first.
 _SECOND_AFTER = 1.0
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
-# Exit code of a run that SIGUSR1 stopped: the one that a shell gives for a death by the signal.
+# Exit code of a run that SIGUSR1 stopped; a shell reports the same code for a process that SIGUSR1
+# killed.
 RESUME_EXIT_CODE = 128 + signal.SIGUSR1
 _AT_ONCE = "press Ctrl-C again to exit at once"
 
 
 class Phase(Enum):
-    """Phase of a run; the value is the message that the first signal prints in that phase."""
+    """Phase of a run. Its value is the message that is printed if a signal arrives in the phase."""
 
     starting = "stopped before the first step; there is nothing to save"
     training = f"stopping after the current step, which is saved first ({_AT_ONCE})"
@@ -52,7 +54,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run stops, in words, and the exit code of its process once everything is saved."""
+    """Why a run stops, as a text for messages, and with which exit code its process ends."""
 
     text: str
     exit_code: int = 0
@@ -72,16 +74,19 @@ class StopReason:
 
 
 class SignalHandler:
-    """Watches for signals and the time limit that stop this process.
+    """Receives the signals that stop a run, and watches its time limit.
 
-    As a context manager it replaces the process's signal handlers. Before the first step a signal
-    raises SystemExit with the exit code that shells give for it (130, 143, 138). With
-    ``in_program``, Ctrl-C raises KeyboardInterrupt then, and so does a second Ctrl-C later.
+    As a context manager it replaces the process's signal handlers. The training loop reads
+    ``reason`` after each step. Before the first step, a signal raises SystemExit at once, with the
+    exit code that shells report for the signal (130, 143 or 138).
+
+    With ``in_program``, Ctrl-C before the first step raises KeyboardInterrupt instead. A second
+    Ctrl-C, in any phase, raises it, too.
 
     Args:
         max_time: time limit of the run, ``DD:HH:MM:SS``; None for no limit.
         now: clock in seconds.
-        in_program: the process continues after the run.
+        in_program: the process continues after the run, as a notebook does.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class SignalHandler:
 
     @property
     def reason(self) -> StopReason | None:
-        """Why the run has to stop after the current step; None if it continues."""
+        """The reason to stop the run after the current step; None if it continues."""
         if self._signal is not None:
             is_restarted = self._signal == signal.SIGUSR1
             name = _NAMES[signal.Signals(self._signal)]
@@ -114,7 +119,7 @@ class SignalHandler:
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
-        """Mark the block as the run's steps; after it the run is finishing."""
+        """Set the phase to ``training`` in the block, and to ``finishing`` after it."""
         self._phase = Phase.training
         yield
         self._phase = Phase.finishing
@@ -123,9 +128,9 @@ class SignalHandler:
         self._takes_signals = threading.current_thread() is threading.main_thread()
         if not self._takes_signals:
             return self
-        # Python runs its handlers only between two bytecode instructions, and a whole backward pass
-        # is one. But the interpreter writes each signal to a socket at once, where a thread reads
-        # it and can announce it in the meantime.
+        # Python calls ``_on_signal`` only between two bytecode instructions, so a signal during a
+        # backward pass waits until its end. But the interpreter also writes each signal to a
+        # socket at once. A thread reads the socket, and tells the user that the run will stop.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         descriptor = self._writer.fileno()
@@ -146,11 +151,15 @@ class SignalHandler:
         self._reader.close()
         is_ending = kind in (SystemExit, KeyboardInterrupt)
         if self._signal is not None and self._phase is Phase.starting and not is_ending:
-            # Other ranks left first, and the error on this rank only says that they are gone.
+            # Other ranks have exited before this one because of the signal. The error that ends
+            # the block only says that they are gone, so report the signal instead.
             raise self._exit_exception(self._signal) from None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal; Python calls this in the main thread."""
+        """Handle a signal: remember the first one, and raise if the run must end at once.
+
+        Python calls this in the main thread.
+        """
         if self._signal is None:
             self._signal, self._signal_time = number, self._now()
             if self._phase is Phase.starting:
@@ -159,13 +168,16 @@ class SignalHandler:
             raise KeyboardInterrupt("interrupted again: unsaved work is lost")
 
     def _exit_exception(self, number: int) -> BaseException:
-        """The exception that ends a run before its first step."""
+        """Build the exception that ends a run before its first step."""
         if self._in_program and number == signal.SIGINT:
             return KeyboardInterrupt(Phase.starting.value)
         return SystemExit(128 + number)
 
     def _watch(self) -> None:
-        """Announce every signal as it arrives, in a thread of its own."""
+        """Print a message as soon as a signal arrives; runs in a separate thread.
+
+        Unless ``in_program`` is set, a second Ctrl-C ends the process here.
+        """
         while received := self._reader.recv(1):
             number = received[0]
             if number not in _NAMES:
@@ -179,13 +191,15 @@ class SignalHandler:
                     os._exit(128 + signal.SIGINT)
 
     def _is_second(self, number: int, first: int, first_time: float) -> bool:
-        """True if this signal, after the ``first`` one, asks the process to exit at once."""
-        # Some schedulers repeat SIGTERM, so that at least one of both must be Ctrl-C.
+        """True if this signal, after the ``first`` one, means that the user wants to exit at once.
+
+        At least one of the two signals must be Ctrl-C, because some schedulers repeat SIGTERM.
+        """
         is_from_user = signal.SIGINT in (number, first)
         return is_from_user and self._now() - first_time >= _SECOND_AFTER
 
     def _announce(self, text: str) -> None:
         """Print a line, on the first rank only."""
         if self._is_main:
-            start = "\n" if os.isatty(_STDERR) else ""  # a progress bar, or ^C, may be on the line
+            start = "\n" if os.isatty(_STDERR) else ""  # the line may hold a progress bar, or ^C
             os.write(_STDERR, f"{start}{fit(text)}\n".encode())

@@ -1,9 +1,9 @@
-"""Weights & Biases, MLflow, and the file ``metrics.jsonl`` in the folder of a run.
+"""Log metrics to Weights & Biases, to MLflow, and to ``metrics.jsonl`` in the folder of a run.
 
-Lightning's loggers resume a run at a service by its id. ``tracking.json`` in the run's folder keeps
-the id at each service, so a resumed training run continues as the same run there. A service cannot
-delete numbers: steps that are computed again after a checkpoint are logged there a second time.
-``metrics.jsonl`` has each step once.
+W&B and MLflow give each run an id. ``tracking.json`` in the run's folder keeps these ids, so that a
+resumed training run continues the same run at each service. A resumed run repeats the steps after
+its checkpoint. The services cannot delete the old values of these steps, so these steps appear
+twice there. ``metrics.jsonl`` has each step once.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
 from nemo_aligner.utils.writing import write_problem
 
 Open = Callable[[Path, Mapping[str, Any], "str | None", Mapping[str, Any]], tuple[Any, str]]
-"""Opens a service's logger for the run's folder, the user's arguments of the logger, the id of the
-run that continues there (None for a new one), and the settings. Returns the logger and the id."""
-# Outcomes of a run, as Lightning's loggers name them.
+"""A function that opens Lightning's logger of a service.
+
+Its arguments are the run's folder, the user's arguments for the logger, the id of the run to
+continue (None for a new run), and the settings. It returns the logger and the run's id."""
+# Outcomes of a run, under the names that ``finalize`` of Lightning's loggers expects.
 SUCCESS, FAILED = "success", "failed"
 
 
 def _open_wandb(
     folder: Path, options: Mapping[str, Any], run_id: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Open Lightning's logger of a W&B run, online or offline, with its files in ``wandb/``."""
+    """Open a W&B run by Lightning's logger, online or offline; its files are in ``wandb/``."""
     from lightning.pytorch.loggers import WandbLogger
 
     class OneRunLogger(WandbLogger):
-        """Ends the W&B run with the training run, even if that failed.
+        """Ends the W&B run when the training run ends, even if training failed.
 
-        Otherwise the next training run of this process would be logged as a part of it.
+        Otherwise the next training run in the same process would log to the same W&B run.
         """
 
         def finalize(self, status: str) -> None:
@@ -55,14 +57,14 @@ def _open_wandb(
 def _open_mlflow(
     folder: Path, options: Mapping[str, Any], run_id: str | None, settings: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Open Lightning's logger of a run at an MLflow server, or in ``mlflow.db``."""
+    """Open an MLflow run by Lightning's logger, at a server or in the file ``mlflow.db``."""
     from lightning.pytorch.loggers import MLFlowLogger
 
     arguments: dict[str, Any] = {"run_name": folder.name, "run_id": run_id}
     has_server = {"tracking_uri", "save_dir"} & {*options} or "MLFLOW_TRACKING_URI" in os.environ
     if not has_server:
         path = folder.resolve()
-        # MLflow 3 does not support plain files any more.
+        # Use SQLite, because MLflow 3 cannot log to plain files any more.
         arguments["tracking_uri"] = f"sqlite:///{path / 'mlflow.db'}"
         arguments["artifact_location"] = (path / "mlflow_artifacts").as_uri()
     arguments.update(options)
@@ -74,8 +76,8 @@ def _open_mlflow(
 def _new_parameters(logger: Any, run_id: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
     """Select the parameters that an MLflow run does not have yet, and mark the run as running.
 
-    MLflow forbids to change parameters, so a run that continues keeps those of its start. A run
-    that the user names by its id may have some already, too.
+    MLflow does not allow to change a parameter. So a resumed run keeps the values that its start
+    has logged, and so does a run that the user selects by ``run_id``.
     """
     if run_id is None:
         return parameters
@@ -90,17 +92,19 @@ _SERVICES: dict[str, Open] = {"wandb": _open_wandb, "mlflow": _open_mlflow}
 def build_tracked_loggers(
     config: RunFolderConfig, settings: Mapping[str, Any], start_step: int
 ) -> dict[str, Any]:
-    """Open the services that the settings name: the existing run at each, or a new one at step 0.
+    """Open a run at each service that the settings enable, and write its id to ``tracking.json``.
+
+    A resumed training run continues its run at the service; one from step 0 gets a new run.
 
     Args:
-        settings: the run's resolved settings, which become its parameters.
-        start_step: steps that the run has done already.
+        settings: the training run's resolved settings, which are logged as parameters.
+        start_step: number of steps that the training run has done already.
 
     Returns:
         Lightning's loggers by the names of the services.
 
     Raises:
-        ConfigError: a service rejects the run; the others are closed.
+        ConfigError: a service rejects the run. Loggers that are open already are closed.
         CheckpointError: ``tracking.json`` in the folder is damaged.
     """
     folder = Path(config.explicit_log_dir)
@@ -124,10 +128,14 @@ def build_tracked_loggers(
 
 
 def _open_service(name: str, *arguments: Any) -> tuple[Any, str]:
-    """Open a service's logger; a ConfigError that names its settings if the service rejects it."""
+    """Open the logger of the service ``name``.
+
+    Raises:
+        ConfigError: the service rejects the run; the message names the settings to change.
+    """
     try:
         return _SERVICES[name](*arguments)
-    # The services' packages raise all kinds of errors, and an argument may not exist there.
+    # The services' packages raise all kinds of errors, also for an unknown argument of the user.
     except Exception as error:
         raise ConfigError(
             f"exp_manager.create_{name}_logger: got true, but the run cannot be logged there "
@@ -137,14 +145,14 @@ def _open_service(name: str, *arguments: Any) -> tuple[Any, str]:
 
 
 def close_loggers(loggers: Iterable[Any], status: str) -> None:
-    """Close Lightning's loggers after an error, whatever their packages raise meanwhile."""
+    """Close Lightning's loggers after an error, and ignore errors of closing them."""
     for logger in loggers:
         with suppress(Exception):
             logger.finalize(status)
 
 
 def _options_by_service(config: RunFolderConfig) -> dict[str, dict[str, Any]]:
-    """Arguments of each logger that the settings enable, by the name of its service."""
+    """Return the user's arguments for each enabled logger, by the name of its service."""
     services = {
         "wandb": (config.create_wandb_logger, config.wandb_logger_kwargs),
         "mlflow": (config.create_mlflow_logger, config.mlflow_logger_kwargs),
@@ -153,7 +161,7 @@ def _options_by_service(config: RunFolderConfig) -> dict[str, dict[str, Any]]:
 
 
 def _read_ids(path: Path) -> dict[str, str]:
-    """Read the id of the run at each service; empty without a file.
+    """Read the id of the run at each service from ``tracking.json``; empty if it does not exist.
 
     Raises:
         CheckpointError: the file does not have the form that ``build_tracked_loggers`` writes.
@@ -164,18 +172,19 @@ def _read_ids(path: Path) -> dict[str, str]:
         return {name: str(run["id"]) for name, run in read_json(path, str(path)).items()}
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: got {type(error).__name__}: {error}, wanted the id of the run at each "
-            "service. Delete the file to begin a new run there"
+            f"{path}: the file does not have the id of the run at each service "
+            f"({type(error).__name__}: {error}). Delete the file to start a new run at each service"
         ) from error
 
 
-# ``metrics.jsonl`` in the folder of a run: all logged numbers, one JSON object per line.
+# Writing and reading ``metrics.jsonl`` in the folder of a run: a JSON object per line.
 
 
 class MetricsFile:
-    """Appends lines to a run's metrics file; ``log`` returns when the line is in the file.
+    """Appends lines to a run's ``metrics.jsonl``; ``log`` returns when the line is in the file.
 
-    A resumed run first cuts off the lines of steps after ``start_step``; 0 cuts off all.
+    Opening it deletes the lines of steps after ``start_step``, which a resumed run computes again.
+    If ``start_step`` is 0, it deletes all lines.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -183,7 +192,7 @@ class MetricsFile:
         self._path, self._lines = path, path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write a line of ``step`` and the metrics; NaN and infinity, which JSON lacks, are null.
+        """Write a line with ``step`` and the metrics. NaN and infinity, unknown to JSON, are null.
 
         Raises:
             CheckpointError: the line cannot be written.
@@ -204,9 +213,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Read every complete line, in the order of the file; the last one may be incomplete.
+    """Read the lines of a metrics file in order, without a last line that was cut off.
 
-    Training, validation and saving each write their own line for a step.
+    A step may have several lines: training, validation and saving each write one.
     """
     if not path.is_file():
         return
@@ -227,7 +236,7 @@ def _parse_row(line: str) -> dict[str, Any] | None:
 
 
 def _cut_after(path: Path, last_step: int) -> None:
-    """Rewrite the file with the lines of steps up to ``last_step``; with none if that is 0."""
+    """Delete the lines of steps after ``last_step`` from the file; all lines if that is 0."""
     rows = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
     write_lines(path, map(json.dumps, rows))
 

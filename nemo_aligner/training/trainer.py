@@ -1,7 +1,7 @@
-"""The training loop: steps, validations, checkpoints, and when to stop.
+"""The training loop: it takes steps, validates, saves checkpoints, and decides when to stop.
 
-``SupervisedTrainer`` runs the loop. ``DivergenceWatch`` warns of a loss that grows, and
-``EarlyStopping`` counts the validations without an improvement.
+``SupervisedTrainer`` runs the loop. ``DivergenceWatch`` warns if the loss grows, and
+``EarlyStopping`` ends the run after several validations without an improvement.
 """
 
 from __future__ import annotations
@@ -49,30 +49,33 @@ _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in me
 
 
 class _LeftEarlyError(Exception):
-    """A validation ended early because the run has to stop; raised on every rank."""
+    """Raised on every rank to leave a validation early, because the run has to stop."""
 
 
 class Logger(Protocol):
-    """Receives a run's metrics: ``MetricLoggers``, or a benchmark's own class."""
+    """What the trainer needs of a logger; ``MetricLoggers`` is one, and benchmarks have another."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of a step."""
+        """Log metrics after ``step``, the number of steps done."""
         ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Last step of a run, and why it stopped; ``stopped_by`` is None if the run is complete."""
+    """How a run ended: its last step, and why it stopped (None if it is complete)."""
 
     step: int
     stopped_by: StopReason | None = None
 
 
 class SupervisedTrainer:
-    """Trains until ``total_steps``, or until a signal or the time limit stops it; on every rank.
+    """Trains until ``total_steps``, or until a signal, the time limit or early stopping ends it.
 
-    A validation that was due when a run was stopped is done first by the run that continues. So
-    both together have the same validations as a run that was never stopped.
+    Every rank makes the same calls.
+
+    If a validation is due when a signal stops the run, the run stops without it. The same command
+    then continues with this validation. So the two runs together validate at the same steps as a
+    run that was never stopped.
     """
 
     def __init__(
@@ -87,10 +90,11 @@ class SupervisedTrainer:
         device: torch.device | str,
         patience: EarlyStopping | None = None,
     ) -> None:
-        """Take the parts of a run.
+        """Hold the parts of a run.
 
         Args:
-            start: state of learner and checkpoints: step 0, or the step resumed from.
+            start: the state to start from, which the learner has loaded: that of step 0, or that of
+                the checkpoint that is resumed.
             patience: early stopping; None never ends the run early.
         """
         self._learner = learner
@@ -116,21 +120,23 @@ class SupervisedTrainer:
         due = self._is_due(self._loop.val_check_interval)
         if self._step == 0:
             due = self._loop.val_before_training
-        # A checkpoint with metrics was validated by the run that saved it.
+        # If the checkpoint has metrics, its step was already validated before the run stopped.
         self._owes_validation = due and not start.metrics
 
     def fit(self) -> Outcome:
         """Train, log, validate and save until the run is complete or stopped.
 
         Raises:
-            TrainingError: a number is not finite; the error names the checkpoint to resume from.
+            TrainingError: a reward, the loss or the gradient is not finite. The error names the
+                checkpoint to resume from.
         """
         with self._stop.while_training():
             try:
                 stopping = self._run()
                 self._publish()
             except TrainingError as error:
-                # Every rank raises it, so all of them publish the checkpoint that is being written.
+                # Publishing the checkpoint that is being written is collective. It is safe here,
+                # because a TrainingError is raised on every rank.
                 self._publish()
                 raise TrainingError(f"{error}; {self._describe_resume()}") from error
             finally:
@@ -141,22 +147,23 @@ class SupervisedTrainer:
         return Outcome(self._step, self._find_stop_reason() if stopped else None)
 
     def _describe_resume(self) -> str:
-        """Describe where the same command would continue after an error."""
+        """Describe from which step the same command would continue after an error."""
         latest = self._checkpoints.latest()
         if latest is None:
             return "this run has no checkpoint yet"
         return f"the same command resumes from the checkpoint of step {latest.state.step}"
 
     def _run(self) -> bool:
-        """Run the loop; True if a signal or the time limit stopped it."""
-        # A resumed run may have a best checkpoint already.
+        """Run the loop; return True if a signal or the time limit stopped it."""
+        # A resumed run may already have a best checkpoint.
         self._find_best()
         stopping = self._begin()
         while not self._is_over and not stopping:
             self._train()
-            # Validate before saving, because a checkpoint is ranked by its own metrics. A stop does
-            # not wait for a validation: that may take minutes, and the grace period seconds. The
-            # state then has no metrics, and the run that continues validates first.
+            # Validate before saving, because checkpoints are ranked by the metrics in them. But if
+            # the run has to stop, save without validating: a validation may take minutes, and the
+            # process may be killed within seconds. The checkpoint then has no metrics, and a
+            # resumed run validates it first.
             self._owes_validation = self._is_due(self._loop.val_check_interval)
             stopping = self._check_in()
             metrics: dict[str, float] = {}
@@ -168,7 +175,7 @@ class SupervisedTrainer:
         return stopping
 
     def _begin(self) -> bool:
-        """Validate before the first step if that is due; True if the run has to stop."""
+        """Validate before the first step if a validation is due; True if the run has to stop."""
         if not self._owes_validation:
             return False
         metrics = self._validate()
@@ -190,13 +197,13 @@ class SupervisedTrainer:
         task = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(task) if is_first else nullcontext():
             metrics = self._learner.train_step(self._step)
-            # Without waiting, the time of the update would count for the next step.
+            # Without waiting, the GPU's time for the update would count for the next step.
             wait_for_device()
         self._step += 1
         if self._freed is not None:
             self._freed.end_step()
         timing = self._timers.take()
-        # Tokens of all ranks. Packs have no padding, so all of them are real.
+        # Number of tokens of the batch on all ranks, without padding.
         tokens = metrics.pop("tokens")
         seconds = timing["timing/train_step"]
         metrics["tokens_per_second"] = tokens / seconds
@@ -212,7 +219,7 @@ class SupervisedTrainer:
         memory = describe_gpu_memory(current_device()) if is_first else None
         if memory is not None:
             self._progress.say(memory)
-        # A resumed run does not know the loss of the first step, so it cannot detect divergence.
+        # A resumed run does not know the loss of step 1, with which divergence is detected.
         warning = self._divergence.add(metrics["loss"]) if self._start.step == 0 else None
         if warning:
             self._progress.say(warning)
@@ -220,7 +227,10 @@ class SupervisedTrainer:
         self._progress.show(self._step, shown, self._best)
 
     def _validate(self) -> dict[str, float]:
-        """Validate, log and show the metrics; empty if the run has to stop before the end."""
+        """Validate, log and show the metrics, and return them.
+
+        The result is empty if the run has to stop before the validation is complete.
+        """
         start = time.perf_counter()
         try:
             with self._timers.measure("validation/total_validation_time"):
@@ -244,20 +254,24 @@ class SupervisedTrainer:
         return metrics
 
     def _can_swap(self, metrics: Mapping[str, float]) -> bool:
-        """True if ``evaluate swapped=true`` applies: ratings have no two replies to swap."""
+        """True if ``evaluate swapped=true`` works with the data, to which the leak tip refers.
+
+        It swaps the two replies of each pair, so it does not work with ratings.
+        """
         has_accuracy = any(name.endswith("/accuracy") for name in metrics)
         return has_accuracy and self._learner.data.train.kind is RecordKind.comparison
 
     def _watch_validation(self, done: int, total: int) -> None:
-        """Show the progress of a validation, and leave it if the run has to stop."""
+        """Show the progress of a validation; raise ``_LeftEarlyError`` if the run has to stop."""
         self._validating.show(done, total)
-        # After the last part, leaving would save no time, so the validation counts.
+        # If all records are done, finish the validation: stopping now would save no time.
         if done < total and agree(self._stop.reason is not None, self._device):
             raise _LeftEarlyError
 
     def _save(self, metrics: dict[str, float]) -> None:
-        """Start to write a checkpoint of this step with the metrics of its validation."""
-        self._publish()  # ``save`` would publish, too, but without logging the time
+        """Start to write a checkpoint of this step, which contains its validation metrics."""
+        # ``save`` would also publish the previous checkpoint, but not log how long it took.
+        self._publish()
         self._progress.mention("saving")
         with self._timers.measure("save"):
             state = self._state(metrics)
@@ -268,7 +282,7 @@ class SupervisedTrainer:
             self._find_best()
 
     def _state(self, metrics: dict[str, float]) -> RunState:
-        """Build the state of this run after its last step, with the metrics of its validation."""
+        """Build the state of the run after the current step, with its validation metrics."""
         return replace(
             self._patience.store_in(self._start),
             step=self._step,
@@ -277,11 +291,14 @@ class SupervisedTrainer:
         )
 
     def _find_best(self) -> None:
-        """Remember the best checkpoint so far, for the lines of steps."""
+        """Update the description of the best checkpoint that the lines of steps show."""
         self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
 
     def _publish(self) -> None:
-        """Wait until the checkpoint in progress is written, if there is one, and publish it."""
+        """Wait until a checkpoint that is being written is complete, and publish it.
+
+        It does nothing if no checkpoint is being written.
+        """
         start = time.perf_counter()
         with waiting_for("writing a checkpoint", self._progress.say):
             saved = self._checkpoints.publish()
@@ -293,18 +310,24 @@ class SupervisedTrainer:
             self._progress.say(f"step {saved.state.step}: saved {saved.path}")
 
     def _is_due(self, interval: int | None) -> bool:
-        """True at every multiple of the interval and at the end; None means only at the end."""
+        """True if the step is a multiple of ``interval``, or the last one.
+
+        An ``interval`` of None means only the last step.
+        """
         at_end = self._step >= self._total_steps
         return at_end or (interval is not None and self._step % interval == 0)
 
     def _save_is_due(self, metrics: Mapping[str, float]) -> bool:
-        """True if the interval is due, or the validation is among the best ones."""
+        """True if ``save_interval`` is due, or if the metrics are among the best ones so far."""
         return self._is_due(self._loop.save_interval) or self._checkpoints.is_among_best(metrics)
 
     def _check_in(self) -> bool:
-        """Agree with all ranks whether to stop, and publish a checkpoint that all have written."""
-        # A signal or a slow disk may affect only one rank, but saving and publishing are
-        # collective. So one all-reduce makes all ranks decide alike.
+        """Agree with all ranks whether the run has to stop; True if it has to.
+
+        If all ranks have finished writing a checkpoint, this also publishes it.
+        """
+        # A signal or a slow disk may affect only one rank. But saving and publishing need all
+        # ranks, so one all-reduce makes them decide alike.
         checkpoints = self._checkpoints
         flags = (
             self._stop.reason is not None,
@@ -323,15 +346,15 @@ class SupervisedTrainer:
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
 
 
-# When a run diverges or stops improving.
+# Detecting that a run diverges or no longer improves.
 
 
 class DivergenceWatch:
     """Warns once if the training loss of a new run grows instead of falling.
 
-    A learning rate that is far too high gives finite losses, so no check for NaN stops the run. The
-    watch compares each of the last ten steps with the first step, whose loss no update has changed.
-    A few hard batches may exceed it by the factor; ten in a row do so only if training diverges.
+    Even if the learning rate is far too high, losses may stay finite, so that no check for NaN ends
+    the run. Training is considered to diverge if each of the last ten losses exceeds three times
+    the loss of the first step. A few hard batches may do so, but not ten in a row.
     """
 
     _STEPS, _FACTOR = 10, 3.0
@@ -342,13 +365,17 @@ class DivergenceWatch:
         self._has_warned = False
 
     def add(self, loss: float) -> str | None:
-        """Record the loss of a step; returns the warning once, otherwise None."""
+        """Record the loss of a step.
+
+        Returns:
+            A warning, when divergence is detected for the first time; otherwise None.
+        """
         if self._first_loss is None:
             self._first_loss = loss
         self._recent_losses.append(loss)
         is_full = len(self._recent_losses) == self._STEPS
         limit = self._FACTOR * abs(self._first_loss)
-        # A first batch without labels has a loss of 0, which is no reference.
+        # If no record of the first batch has a label, its loss is 0, and nothing can be compared.
         if self._has_warned or not is_full or not limit or min(self._recent_losses) <= limit:
             return None
         self._has_warned = True
@@ -362,17 +389,17 @@ class DivergenceWatch:
 
 @dataclass
 class EarlyStopping:
-    """Counts validations without an improvement, and ends the run after too many.
+    """Ends a run after several validations without an improvement.
 
-    Early stopping as in Prechelt 1998, "Early stopping - but when?".
+    See Prechelt 1998, "Early stopping - but when?".
 
     Attributes:
-        monitor, mode: the metric, and which direction is better.
-        allowed: number of validations in a row without an improvement that end the run; None never
-            ends it.
-        min_delta: smallest change that counts as an improvement.
+        monitor, mode: the metric to watch, and whether smaller or larger values are better.
+        allowed: the run ends after this many validations in a row without an improvement; None
+            never ends it.
+        min_delta: only a larger change than this counts as an improvement.
         best: best value so far; None before the first validation.
-        since: validations since the best one.
+        since: number of validations since the one with the best value.
     """
 
     monitor: str | None = None
@@ -383,15 +410,15 @@ class EarlyStopping:
     since: int = 0
 
     def restore(self, state: RunState) -> None:
-        """Continue the count of a saved run."""
+        """Set best value and count to those of a saved state, to resume its run."""
         self.best, self.since = state.best_value, state.validations_since_best
 
     def store_in(self, state: RunState) -> RunState:
-        """Return the state with this count."""
+        """Return ``state`` with this best value and count, to be saved."""
         return replace(state, best_value=self.best, validations_since_best=self.since)
 
     def count_validation(self, metrics: Mapping[str, float]) -> None:
-        """Count a validation if it has the metric; NaN is never an improvement."""
+        """Record a validation's value of the metric, if it has one; NaN is no improvement."""
         if self.monitor is None or self.monitor not in metrics:
             return
         value = metrics[self.monitor]
@@ -408,7 +435,7 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
-        """True if the run has to end."""
+        """True if the run has to end because of early stopping."""
         return self.allowed is not None and self.since >= self.allowed
 
     def describe(self) -> str:

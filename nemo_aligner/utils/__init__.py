@@ -1,11 +1,13 @@
-"""Small tools that every other package may use; nothing here imports another package of ours.
+"""Small tools for all other subpackages of ``nemo_aligner``; they import none of these.
 
 - ``errors.py``: the error classes for users (``AlignerError``), and ``shown`` and ``short``, which
   format values in messages.
-- ``processes.py``: which rank this is, which rank reports an error, how to start our own verbs, and
-  temporary folders.
+- ``processes.py``: which rank this is, which rank reports an error, how to start a
+  ``nemo-aligner`` command as a subprocess, and temporary folders.
 - ``console.py``: output of rank 0: wrapped lines, numbers, durations, progress bars.
 - ``writing.py``: atomic writing of files, and messages about a full disk.
-- ``host_transfer.py``: copies between host memory and GPU that do not block. The only file here
-  that imports torch.
+- ``host_transfer.py``: copies between host memory and GPU that do not block the calling thread.
+- ``soft_cap.py``: reference implementation of attention with logit soft-capping.
+
+Only ``host_transfer.py`` and ``soft_cap.py`` import torch, so the others load quickly.
 """

@@ -1,6 +1,6 @@
-"""Output to terminal and log: lines that fit, formatted numbers, progress bars, time left.
+"""Print to the terminal or a log file: wrapped lines, formatted numbers, progress bars, time left.
 
-A terminal and a log file get the same lines. Only rank 0 prints.
+Only rank 0 prints. A log file gets the same texts as a terminal, but without wrapping and bars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tqdm import tqdm
 from nemo_aligner.utils.processes import is_main
 
 Watch: TypeAlias = Callable[[int, int], None]
-"""A callback for progress, called on every rank with (items done, all items); it may raise."""
+"""A callback for progress, called on every rank with (items done, all items).
+
+If it raises, the work ends with its exception."""
 
 LINE_SECONDS = 10.0
 _FALLBACK = (80, 24)
@@ -29,16 +31,16 @@ _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
 def unwatched(done: int, total: int) -> None:
-    """Ignore progress; the ``Watch`` that does nothing."""
+    """Ignore the progress; a ``Watch`` for work whose progress nobody needs."""
 
 
 def width() -> int:
-    """Return the number of columns of the terminal; 80 in a log file."""
+    """Return the number of columns of the terminal, at least 40; 80 without a terminal."""
     return max(_MIN_WIDTH, shutil.get_terminal_size(_FALLBACK).columns)
 
 
 def say(text: str) -> None:
-    """Print on rank 0; on a terminal long lines are wrapped between words."""
+    """Print ``text`` on rank 0; on a terminal, long lines are wrapped between words."""
     if is_main():
         print(fit(text) if sys.stdout.isatty() else text, flush=True)
 
@@ -49,15 +51,20 @@ def fit(text: str) -> str:
 
 
 def fit_row(name: str, text: object, column: int) -> str:
-    """Format a row of a two-column table; all lines of ``text`` begin at ``column``."""
-    # NULs stand for the name, because textwrap might break the line between its words.
+    """Format a row of a two-column table: the name, and ``text`` wrapped from ``column`` on."""
+    # NULs replace the name while the row is wrapped, because textwrap might break the line between
+    # the words of the name.
     start = name.ljust(column)
     row = _wrap_line("\0" * len(start) + str(text), " " * column)
     return start + row[len(start) :]
 
 
 def _wrap_line(line: str, hang: str) -> str:
-    """Wrap a line; further lines begin with ``hang``, or else with its indent and two spaces."""
+    """Wrap a line to ``width``.
+
+    The second and later lines start with ``hang``. If ``hang`` is empty, they start with the indent
+    of ``line`` and two more spaces.
+    """
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(
         line,
@@ -69,11 +76,11 @@ def _wrap_line(line: str, hang: str) -> str:
 
 
 def join_fields(fields: Iterable[str], first: str = "", indent: str = "  ") -> str:
-    """Put fields side by side in lines of ``width``, without breaking a field.
+    """Join fields by two spaces, with a new line where the next field would exceed ``width``.
 
     Args:
-        first: beginning of the first line.
-        indent: beginning of the other lines.
+        first: text in front of the first line.
+        indent: text in front of each other line.
     """
     lines: list[str] = []
     for field in fields:
@@ -85,9 +92,9 @@ def join_fields(fields: Iterable[str], first: str = "", indent: str = "  ") -> s
 
 
 def unfold(text: str) -> list[str]:
-    """Split a text into lines, and append indented lines to the line before them.
+    """Split a text into lines, and append each indented line to the line before it.
 
-    It is the inverse of ``join_fields``, for programs that read a log.
+    This undoes the line breaks of ``join_fields``, for the run's report.
     """
     lines: list[str] = []
     for line in text.splitlines():
@@ -99,7 +106,7 @@ def unfold(text: str) -> list[str]:
 
 
 def show_number(value: float) -> str:
-    """Format a number with four significant digits, and never fewer than its integer part has."""
+    """Format a number with four significant digits, or with all digits of a longer integer part."""
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -116,7 +123,7 @@ def show_duration(seconds: float) -> str:
 
 
 def show_bytes(count: float) -> str:
-    """Format bytes in GB, or in MB below one."""
+    """Format a number of bytes in GB or, below 1 GB, in MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
@@ -124,12 +131,13 @@ def show_bytes(count: float) -> str:
 def waiting_for(
     what: str, report_line: Callable[[str], None] = say, first: float = LINE_SECONDS
 ) -> Iterator[None]:
-    """Print now and then how long the block has taken, for work without known progress.
+    """Print now and then how long the block has taken so far, for work without known progress.
 
     Args:
         what: the text of the line, such as "loading weights".
-        report_line: prints a line.
-        first: seconds until the first line; the intervals double.
+        report_line: function that prints a line.
+        first: seconds until the first line. The next lines come after twice, four times, ... as
+            many seconds.
     """
     finished, started_at = threading.Event(), time.monotonic()
 
@@ -139,7 +147,7 @@ def waiting_for(
             pause = time.monotonic() - started_at
             report_line(f"{what} ({show_duration(pause)})")
 
-    # A daemon thread, so that a process that ends with an error does not wait for it.
+    # A daemon thread does not keep a process alive that ends with an error.
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
     if is_main():
         watcher.start()
@@ -152,12 +160,13 @@ def waiting_for(
 
 
 class Progress:
-    """Progress of ``total`` items: a bar on a terminal, and the time left for log lines.
+    """Progress of work on ``total`` items: a bar on a terminal, and an estimate of the time left.
 
     Args:
         name: text in front of the bar.
         total: number of items.
-        start: number of items that were done earlier; they do not count for the pace.
+        start: number of items that were done before, for example by an earlier run. They do not
+            count for the pace.
         now: a clock in seconds.
     """
 
@@ -176,11 +185,11 @@ class Progress:
         self._last_line = self._since
 
     def begin(self) -> None:
-        """Restart the clock that the pace is computed from."""
+        """Restart the clock from which the pace is computed."""
         self._since = self._now()
 
     def move(self, done: int) -> None:
-        """Set the number of items that are done."""
+        """Set the number of items that are done, and update the bar."""
         if self._is_main and self._bar is None and sys.stderr.isatty():
             self._bar = self._open_bar()
         if self._bar is not None:
@@ -188,7 +197,7 @@ class Progress:
             self._show_postfix(done)
 
     def mention(self, work: str | None) -> None:
-        """Show another activity in the bar, such as a save in progress; None removes it."""
+        """Show other ``work`` in the bar, such as a save in progress; None removes the text."""
         self._activity = work
         if self._bar is not None:
             self._show_postfix(self._bar.n)
@@ -214,12 +223,12 @@ class Progress:
         return f"{show_duration(self.seconds_left(done))} left"
 
     def seconds_left(self, done: int) -> float:
-        """Estimate the time left from the pace so far."""
+        """Estimate the seconds left from the pace so far."""
         per_item = (self._now() - self._since) / (done - self._start)
         return per_item * (self._total - done)
 
     def line_is_due(self) -> bool:
-        """Tell if it is time for another log line, and if so restart that interval."""
+        """Tell if the last log line is ten seconds old; if so, the next ten seconds start now."""
         now = self._now()
         if now - self._last_line < LINE_SECONDS:
             return False
@@ -227,7 +236,7 @@ class Progress:
         return True
 
     def say(self, text: str) -> None:
-        """Print lines above the bar."""
+        """Print ``text`` above the bar, or as usual if there is no bar."""
         if self._bar is None:
             say(text)
         else:
@@ -241,14 +250,20 @@ class Progress:
 
 
 class Counter:
-    """Progress of work that prints nothing else: a bar, or in a log file a line now and then."""
+    """Shows the progress of work that prints no lines itself.
+
+    A terminal shows a bar; a log file gets a line every ten seconds.
+    """
 
     def __init__(self, name: str, unit: str, now: Callable[[], float] = time.monotonic) -> None:
         self._name, self._unit, self._now = name, unit, now
         self._progress = Progress(name, 0, now=now)
 
     def show(self, done: int, total: int) -> None:
-        """Set the number of items that are done: 0 starts a new bar, ``total`` removes it."""
+        """Set the number of items that are done.
+
+        ``done`` of 0 starts a new bar, and ``done`` equal to ``total`` removes it.
+        """
         if done == 0:
             self._progress = Progress(self._name, total, now=self._now)
             if total:
@@ -262,5 +277,5 @@ class Counter:
             say(f"{self._name}: {done} of {total} {self._unit}, {left}")
 
     def close(self) -> None:
-        """Remove the bar, also if the work was aborted."""
+        """Remove the bar; call it if the work ends before all items are done."""
         self._progress.close()

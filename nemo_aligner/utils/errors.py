@@ -1,6 +1,7 @@
-"""Errors for users, and formatting of values in their messages.
+"""Errors that users see, and functions that format values in their messages.
 
-A message says where the problem is (file and line, or key), the value, and what to do.
+A message says where the problem is (file and line, or setting), which value is wrong, and what to
+do.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ class ConfigError(AlignerError, ValueError):
 
 
 class SettingsError(ConfigError):
-    """Settings of a run are invalid; ``problems`` has a line for each of them."""
+    """One or more settings are invalid; ``problems`` has a line for each invalid setting."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -28,11 +29,11 @@ class SettingsError(ConfigError):
 
 
 class DataError(AlignerError, ValueError):
-    """A record or sample cannot be read or scored; the message names file and line."""
+    """A record or sample cannot be read or scored; the message names its file and line."""
 
 
 class CheckpointError(AlignerError, RuntimeError):
-    """A checkpoint is missing, incomplete, unsafe, or of another model."""
+    """A checkpoint is missing, incomplete, unsafe, of another model, or cannot be written."""
 
 
 class ServingError(AlignerError, RuntimeError):
@@ -40,15 +41,15 @@ class ServingError(AlignerError, RuntimeError):
 
 
 class TrainingError(AlignerError, RuntimeError):
-    """The loss or gradient of a step is not finite; the message names step, rank and records."""
+    """A reward, loss or gradient is not finite; the message names step, rank and records."""
 
 
 class StoppedError(AlignerError, RuntimeError):
-    """A run was stopped early and has saved; the same call resumes it."""
+    """A training run was stopped early and is saved; the same call resumes it."""
 
 
 class PeerError(AlignerError, RuntimeError):
-    """Another process failed and reports the reason, so this one exits silently."""
+    """Another rank failed first. It reports the reason, so this rank exits without a message."""
 
 
 class LostRankError(AlignerError, RuntimeError):
@@ -61,15 +62,15 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(text: object) -> str:
-    """Join another program's message to one line of limited length."""
+    """Join the lines of a message of another program to one line of limited length."""
     return writable(" ".join(str(text).split())[:_MAX_LINE_LENGTH])
 
 
 def shown(value: object) -> str:
-    """Return ``repr`` of a value for an error message, cut to a limited length."""
+    """Return the ``repr`` of a value for an error message, cut to a limited length."""
     try:
         return short(repr(value))
-    except (ValueError, RecursionError):  # an int of 5,000 digits, or deeply nested lists
+    except (ValueError, RecursionError):  # repr of an int of 5,000 digits, or of deep nesting
         return type(value).__name__
 
 
@@ -80,5 +81,5 @@ def short(text: object) -> str:
 
 
 def writable(text: str) -> str:
-    """Escape halves of surrogate pairs, so that the text can be encoded as UTF-8."""
+    """Escape lone surrogates in a text, because UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode()

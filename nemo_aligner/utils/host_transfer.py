@@ -1,7 +1,9 @@
-"""Transfers between host memory and GPU that do not block the GPU.
+"""Copy tensors between host memory and GPU without blocking the GPU or the calling thread.
 
-Host to device by page-locked memory (``to_device``); device to host on a second stream next to the
-kernels (``start_host_copies``, ``to_host_later``); page-locked memory for both (``host_zeros``).
+- ``to_device`` and ``all_to_device`` copy to the GPU through page-locked memory.
+- ``start_host_copies`` copies large tensors to the host on a second CUDA stream, while kernels run.
+- ``to_host_later`` copies a small result to the host, behind the kernels that compute it.
+- ``host_zeros`` allocates page-locked host memory.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-# Host to device, without waiting for queued work.
+# Copying to the device, without waiting for the work that is queued there.
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    """Copy ``host`` to ``device``; a tensor that is there already is returned itself.
+    """Copy ``host`` to ``device``; a tensor that is already on the device is returned itself.
 
-    A copy to a GPU goes through page-locked memory and is queued behind the GPU's work. From
-    pageable memory the calling thread would block until the GPU gets to the copy.
+    A copy to a GPU goes through page-locked memory, so the copy is only queued and the thread
+    continues. A copy from pageable memory would block the thread until the GPU has finished all
+    work that was queued before.
     """
     if torch.device(device).type != "cuda" or not host.is_cpu:
         return host.to(device)
@@ -31,7 +34,10 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
 
 
 def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Copy several tensors to ``device``; to a GPU by one copy, into one shared buffer."""
+    """Copy several tensors to ``device``.
+
+    To a GPU they travel in one copy. The results are views of one buffer.
+    """
     if torch.device(device).type != "cuda" or not all(host.is_cpu for host in hosts):
         return [to_device(host, device) for host in hosts]
     memory = torch.empty(room_for(hosts), dtype=torch.uint8, pin_memory=True)
@@ -40,23 +46,25 @@ def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[T
     return pieces_of(memory.to(device, non_blocking=True), hosts)
 
 
-# Device to host, on a second stream next to the kernels.
+# Copying to the host, on a second stream next to the kernels.
 #
-# A save thereby overlaps with training: the next step computes while tensors are copied, until its
-# optimizer update. Three rules make this safe: a copy starts when its source is computed (the copy
-# stream waits for the kernel stream); readers wait for the copy (``start_host_copies`` returns a
-# function for that); and the update, the only writer, calls ``wait_for_host_copies``.
+# So a save overlaps with training: the next step computes up to its optimizer update while weights
+# and moments are copied. Three rules make this safe. First, a copy starts after its source is
+# computed, because the copy stream waits for the kernels' stream. Second, a reader of the copy
+# waits for it, by the function that ``start_host_copies`` returns. Third, the optimizer's update,
+# which alone overwrites the sources, calls ``wait_for_host_copies`` before.
 
 Wait = Callable[[], None]
 
 
 def start_host_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
-    """Start copying ``(host, source)`` pairs, behind the GPU work that is queued so far.
+    """Start copying each ``source`` to its ``host`` tensor, after the GPU work queued so far.
 
-    ``host`` must be page-locked (``host_zeros``). On a CPU the copies are finished on return.
+    ``host`` must be page-locked (``host_zeros``). Without a GPU, the copies are complete on return.
 
     Returns:
-        A function that waits, in any thread, for these copies and all that were started earlier.
+        A function that waits for these copies and for all that were started before. Any thread may
+        call it.
     """
     copy_stream = _get_copy_stream()
     if copy_stream is None:
@@ -68,9 +76,11 @@ def start_host_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
         for host, source in copies:
             host.copy_(source, non_blocking=True)
             if source.is_cuda:
-                # Otherwise the allocator could reuse the memory of a freed source too early.
+                # If the source is freed now, the allocator must not reuse its memory before the
+                # copy is complete.
                 source.record_stream(copy_stream)
-    # blocking=True: a waiting thread sleeps, and leaves its core to those that launch kernels.
+    # With blocking=True a waiting thread sleeps, so that its core is free for a thread that
+    # launches kernels.
     arrived = torch.cuda.Event(blocking=True)
     arrived.record(copy_stream)
     return arrived.synchronize
@@ -82,12 +92,12 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Arriving(Generic[T]):
-    """A value that the device may still be computing; a future without a thread.
+    """A value that the GPU may still be computing, like a future.
 
     Attributes:
-        has_arrived: tells without blocking if ``wait`` would return at once.
-        wait: blocks until the value is there and returns it, or raises the error of its
-            computation.
+        has_arrived: function that tells if the value is on the host; it does not block.
+        wait: function that blocks until the value is on the host, and returns it. It raises the
+            error if the computation failed.
     """
 
     has_arrived: Callable[[], bool]
@@ -95,16 +105,19 @@ class Arriving(Generic[T]):
 
     @classmethod
     def now(cls, value: T) -> Arriving[T]:
-        """Wrap a value that is there already."""
+        """Wrap a value that is already on the host."""
         return cls(lambda: True, lambda: value)
 
     def then(self, function: Callable[[T], U]) -> Arriving[U]:
-        """Apply ``function`` to the value on the host, in the thread that waits."""
+        """Return an object whose ``wait`` also applies ``function``, in the thread that waits."""
         return Arriving(self.has_arrived, lambda: function(self.wait()))
 
 
 def to_host_later(source: Tensor) -> Arriving[Tensor]:
-    """Start copying ``source`` to the host, behind the kernels that compute it, and return."""
+    """Start copying ``source`` to the host, and return without waiting.
+
+    The copy is queued on the current stream, after the kernels that compute ``source``.
+    """
     if not source.is_cuda:
         return Arriving.now(source)
     host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -116,7 +129,7 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
         try:
             return copied.query()
         except RuntimeError:
-            # The device is lost. ``wait`` raises the same error, and its caller handles it.
+            # The GPU has failed. ``wait`` will raise the same error, so let the caller call it.
             return True
 
     def wait() -> Tensor:
@@ -127,9 +140,10 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
 
 
 def wait_for_host_copies() -> None:
-    """Make all later work of the current stream wait for the copies that have started.
+    """Make later kernels of the current stream wait for the copies that have been started.
 
-    Call it before kernels overwrite tensors that ``start_host_copies`` may still be reading.
+    Call it before kernels overwrite tensors from which ``start_host_copies`` may still be copying.
+    The calling thread does not wait.
     """
     copy_stream = _get_copy_stream()
     if copy_stream is not None:
@@ -138,15 +152,15 @@ def wait_for_host_copies() -> None:
 
 @cache
 def _get_copy_stream() -> torch.cuda.Stream | None:
-    """Return the one stream for all copies, which therefore finish in order; None without a GPU."""
+    """Return the stream of all copies, which makes them finish in order; None without a GPU."""
     return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
 def _do_nothing() -> None:
-    """Wait for copies that are finished."""
+    """Return at once: the ``Wait`` of copies without a GPU, which are complete already."""
 
 
-# Pinned host memory, which a GPU accesses while its kernels run.
+# Page-locked host memory, which a GPU can read and write while its kernels run.
 
 _ALIGNMENT = 64
 
@@ -154,8 +168,9 @@ _ALIGNMENT = 64
 def host_zeros(like: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros in host memory, with the shapes and dtypes of the tensors ``like``.
 
-    With a GPU they share one page-locked buffer, which is freed with the last of them. torch's own
-    page-locked allocator rounds up to powers of two, so it would need up to twice the memory.
+    With a GPU, the results are views of one page-locked buffer, which is freed with the last view.
+    torch's allocator of page-locked memory is not used, because it rounds sizes up to powers of two
+    and so takes up to twice the memory.
 
     Raises:
         RuntimeError: the system refuses to lock that much memory.
@@ -166,7 +181,7 @@ def host_zeros(like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def room_for(like: Sequence[Tensor]) -> int:
-    """Return the number of bytes that ``pieces_of`` needs for tensors like these."""
+    """Return how many bytes of memory ``pieces_of`` needs for the tensors ``like``."""
     return sum(map(_aligned_bytes, like))
 
 
@@ -185,9 +200,10 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 class _Pages(mmap.mmap):
-    """Mapped memory that calls ``unlock`` before it is unmapped.
+    """Memory from the system that calls ``unlock`` before it is returned to the system.
 
-    ``weakref.finalize`` would run too late, because mmap unmaps before it notifies weak references.
+    CUDA must unlock pages before they are unmapped. ``weakref.finalize`` would do so too late,
+    because mmap unmaps its memory before it notifies weak references.
     """
 
     unlock: Callable[[], object] | None = None
@@ -208,6 +224,6 @@ def _allocate_page_locked(num_bytes: int) -> Tensor:
             f"CUDA error {code}: {num_bytes / 2**30:.1f} GiB of host memory could not be "
             "page-locked; check ulimit -l and the free memory"
         )
-    # The tensor keeps a reference to the pages.
+    # The tensor keeps ``pages`` alive, so they are unlocked when the last view of it is freed.
     pages.unlock = partial(runtime.cudaHostUnregister, address)
     return memory

@@ -1,6 +1,6 @@
-"""Processes: this rank's place in a launch, who reports an error, commands, temporary folders.
+"""Ranks and processes: which rank this is, which rank reports an error, subprocesses and folders.
 
-torch is not imported here: a wrong setting must be reported before anything large is loaded.
+torch is not imported here, so that a wrong setting is reported before anything large is loaded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 import nemo_aligner
 from nemo_aligner.utils.errors import ConfigError, PeerError
 
-# This process among those of a launcher, and which of them reports an error.
+# Which rank this process is, and which rank reports an error.
 
-# How long a rank waits for the launcher to end it, so that another rank's message comes first.
+# Seconds that a rank waits for the launcher to end it, so that another rank's message is printed
+# first.
 HOLD_BACK_S = 5.0
 _DEFAULT_PORT = 29400
 _SPEAKER = "speaker"
@@ -32,9 +33,11 @@ _SPEAKER = "speaker"
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that torchrun or srun started.
+    """Rank of this process among those that torchrun or srun started.
 
-    ``master`` is the address of the rendezvous; None without a launcher.
+    Attributes:
+        local_rank, local_world_size: rank on this node, and number of ranks on it.
+        master: host and port at which the ranks meet; None without a launcher.
     """
 
     rank: int
@@ -45,7 +48,7 @@ class Process:
 
 
 def find_process(env: Mapping[str, str]) -> Process:
-    """Read the environment variables of torchrun or Slurm; without them there is one process.
+    """Read the environment variables of torchrun or Slurm; without them this is the only process.
 
     Raises:
         ConfigError: a variable is missing, or is not a number.
@@ -70,15 +73,18 @@ def is_main() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Tell if the launcher calls this process rank 0; True for a single process."""
+    """Tell if this is rank 0 by the launcher's variables; True for a single process.
+
+    Unlike ``is_main``, it works before the process group exists.
+    """
     try:
         return find_process(os.environ).rank == 0
     except ConfigError:
-        return True  # every rank may report a broken environment
+        return True  # the rank is unknown, so let every rank report errors
 
 
 def settle(error: BaseException, speaker: str) -> None:
-    """Record that the ranks have chosen this one to report the error.
+    """Record in ``error`` that the ranks have agreed that this rank reports it.
 
     Args:
         speaker: prefix of the message, such as ``rank 3: ``.
@@ -87,15 +93,15 @@ def settle(error: BaseException, speaker: str) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type and the message of an error."""
+    """Format an error as its type and its message."""
     return f"{type(error).__name__}: {error}"
 
 
 def report(error: Exception, describe: Callable[[Exception], str] = describe_error) -> int:
     """Print the error that ends this process to stderr, and return exit code 1.
 
-    Only one rank prints. If the ranks have not chosen one (``settle``), the first prints at once,
-    and the others only if the launcher does not end them within ``HOLD_BACK_S``.
+    Usually only one rank prints. If the ranks have not agreed which one (``settle``), rank 0 prints
+    at once. Every other rank prints only if the launcher does not end it within ``HOLD_BACK_S``.
     """
     if isinstance(error, PeerError):
         _wait_to_be_ended()
@@ -110,11 +116,11 @@ def report(error: Exception, describe: Callable[[Exception], str] = describe_err
 
 
 def leave_together(code: int) -> int:
-    """Return the exit code of this rank for a run that ends with ``code`` on all ranks.
+    """Return the exit code of this rank, so that the launcher reports ``code`` for the run.
 
-    Only rank 0 exits with ``code``, the others with 0, and rank 0 waits for them: a launcher kills
-    all ranks when the first one exits with another code than 0, and may then report the code of a
-    killed rank.
+    Only rank 0 exits with ``code``; the others exit with 0, and rank 0 waits for them. If several
+    ranks exited with ``code``, the launcher would kill the rest after the first, and could report
+    the exit code of a killed rank.
     """
     if code == 0 or not is_first_rank():
         return 0
@@ -123,9 +129,10 @@ def leave_together(code: int) -> int:
 
 
 def _wait_as_speaker() -> str:
-    """Return the prefix of an error message from before the process group exists.
+    """Return the prefix of an error message if the ranks have not agreed who reports the error.
 
-    Most likely all ranks have the same error, so all but the first wait to be ended.
+    This happens before the process group exists. Most likely all ranks have the same error, so all
+    but rank 0 first wait for the launcher to end them.
     """
     if is_first_rank():
         return ""
@@ -134,16 +141,16 @@ def _wait_as_speaker() -> str:
 
 
 def _wait_to_be_ended() -> None:
-    """Wait until the launcher has seen the exit of the other ranks, and ends this one."""
+    """Sleep, so that the launcher sees another rank's exit first and ends this process."""
     if is_launched():
         with suppress(KeyboardInterrupt):
             time.sleep(HOLD_BACK_S)
 
 
 def _write_torchrun_error(message: str) -> None:
-    """Write the message to the file that torchrun shows in its final report.
+    """Write the message to the file whose content torchrun shows in its final report.
 
-    torch's decorator ``record`` would write the whole traceback.
+    torch's decorator ``record`` also does this, but writes the whole traceback.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -165,7 +172,7 @@ def _process_from_torchrun(env: Mapping[str, str]) -> Process:
 
 def _process_from_slurm(env: Mapping[str, str]) -> Process:
     world_size = _read_int(env, "SLURM_STEP_NUM_TASKS")
-    # The port depends on the job, so that two jobs on one node do not use the same.
+    # The port depends on the job, so that two jobs on the same node use different ports.
     port = _DEFAULT_PORT + _read_int(env, "SLURM_JOB_ID", default=0) % 1000
     return Process(
         rank=_read_int(env, "SLURM_PROCID"),
@@ -212,13 +219,15 @@ def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> i
         raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None
 
 
-# Commands of this package: formatting and starting them.
+# ``nemo-aligner`` commands: formatting them for messages, and starting them.
 
 _WIDTH = 78
 
 
 def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
-    """Format a command as a user would type it: on one line or, if long, one line per argument.
+    """Format a ``nemo-aligner`` command as a user would type it.
+
+    A long command gets a line per argument.
 
     Args:
         first: text in front of the command, such as ``$ ``.
@@ -237,7 +246,7 @@ def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
 
 
 def verb_command(verb: str, *arguments: str) -> list[str]:
-    """Return the argument list that runs a verb with this Python."""
+    """Return the arguments for ``subprocess`` that run a verb with the current Python."""
     return [sys.executable, "-m", "nemo_aligner", *verb.split(), *arguments]
 
 
@@ -250,9 +259,9 @@ def environment() -> dict[str, str]:
 
 # Temporary folders that are removed when their process ends, even if it is killed.
 
-# A shell that removes the folder at the end of its stdin, a pipe that this process holds open. It
-# ignores the signals that a terminal, launcher or Slurm sends to all processes, and it outlives a
-# SIGKILL of this one.
+# A shell script that removes the folder when its stdin ends. Its stdin is a pipe that this process
+# holds open until it ends, even by SIGKILL. The script ignores the signals that a terminal, a
+# launcher or Slurm sends to all processes.
 _REMOVER = 'trap "" INT TERM HUP QUIT; read -r _; rm -rf -- "$0"'
 _REMOVERS: dict[Path, subprocess.Popen[bytes]] = {}
 
@@ -261,7 +270,7 @@ def make_temporary(prefix: str, parent: Path | None = None) -> Path:
     """Make a temporary folder that is removed when this process ends, or by ``remove_temporary``.
 
     Args:
-        parent: where to make it; None is the system's folder for temporary files.
+        parent: the folder in which to make it; None means the system's folder for temporary files.
 
     Raises:
         OSError: the folder cannot be made.
@@ -279,7 +288,7 @@ def make_temporary(prefix: str, parent: Path | None = None) -> Path:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove a folder of ``make_temporary`` now; other folders are not touched."""
+    """Remove a folder that ``make_temporary`` has made; any other folder is left alone."""
     remover = _REMOVERS.pop(folder, None)
     if remover is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Attention with logit soft-capping (Gemma 2, Gemma Team 2024) by its definition, on any device."""
+"""Attention with logit soft-capping (Gemma Team 2024, "Gemma 2"), in plain torch on any device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def soft_capped_attention(
     scale: float | None,
     soft_cap: float,
 ) -> Tensor:
-    """Attend ``query [1, heads, n, c]`` to ``key``, ``value [1, groups, m, c]``.
+    """Compute attention of ``query [1, heads, n, c]`` to ``key`` and ``value [1, groups, m, c]``.
 
-    Materialises all ``heads * n * m`` scores, in fp32 or wider.
+    It materialises all ``heads * n * m`` scores, in fp32 or a wider dtype.
 
     Args:
-        mask: ``[n, m]`` bool, True where a query sees a key.
-        scale: factor of the scores; None is ``c ** -0.5``.
-        soft_cap: cap of ``cap * tanh(score / cap)``.
+        mask: ``[n, m]`` bool, True where a query may attend to a key.
+        scale: factor of the scores; None means ``c ** -0.5``.
+        soft_cap: the scores become ``soft_cap * tanh(score / soft_cap)``.
 
     Returns:
         ``[1, heads, n, c]`` in the dtype of ``value``.

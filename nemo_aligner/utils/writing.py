@@ -1,4 +1,4 @@
-"""Atomic writing of files, and messages about failed writes, above all on a full disk."""
+"""Write files atomically, and explain why a write failed, mostly because the disk is full."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import CheckpointError, one_line
 
-# Messages of torch's zip writer, which hides the system's error, and of safetensors, which quotes
-# it.
+# Parts of error messages that mean a full disk. Those in _CUT_OFF are of torch's zip writer, which
+# hides the system's error. That in _FULL is the system's error, which safetensors quotes.
 _CUT_OFF = ("unexpected pos", "PytorchStreamWriter failed", "iostream error")
 _FULL = ("No space left on device",)
 
@@ -24,8 +24,12 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def write_problem(path: Path, error: BaseException) -> str:
-    """Describe why a write to ``path`` failed; for a full disk also the free space, and a hint."""
-    # Imported here, because ``doctor`` must start with only the standard library.
+    """Describe why a write to ``path`` failed.
+
+    For a full disk, the text also says how much space is free and what to do.
+    """
+    # Imported here, because ``console`` imports tqdm, and ``nemo-aligner doctor`` must start with
+    # only the standard library.
     from nemo_aligner.utils.console import show_bytes
 
     if not is_disk_full(error):
@@ -46,33 +50,34 @@ def explaining_full_disk(output: Path) -> Iterator[None]:
     """Turn the OSError of a full disk into a CheckpointError that names the file.
 
     Args:
-        output: what the block writes; named if the error names no file.
+        output: the file or folder that the block writes. The message names it if the OSError does
+            not name a file.
     """
     try:
         yield
     except OSError as error:
         if not is_disk_full(error):
             raise
-        # The failed file may be a temporary one in another folder.
+        # The OSError may name another file, for example a temporary one in another folder.
         path = Path(error.filename).absolute() if error.filename else output
         problem = write_problem(path, error)
         raise CheckpointError(f"{path}: cannot be written: {problem}") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: under a temporary name that is then renamed.
+    """Write a file atomically: write a temporary file next to it, and rename this to ``path``.
 
     Missing folders are created. A path that is no regular file, such as /dev/stdout, is written
     directly.
 
     Raises:
-        OSError: it cannot be written; an existing file is unchanged.
+        OSError: the file cannot be written. A file that existed before is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    target = path.resolve()  # resolved, so that a symbolic link is kept
+    target = path.resolve()  # so that the target of a symbolic link is replaced, not the link
     partial = target.with_name(f"{target.name}.partial")
     try:
         partial.write_bytes(content)

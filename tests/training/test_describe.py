@@ -97,4 +97,4 @@ def test_candidates_are_listed_with_what_decided_have_a_loss_once_and_are_cut() 
     assert shown(None, [], saved(9)) == ["checkpoints:", "  step 9       not validated  (chosen)"]
     many = [saved(step, accuracy=1 / step, loss=0.5) for step in range(1, 31)]
     lines = shown("validation-pairs/accuracy", many, many[29])
-    assert (len(lines), lines[-1]) == (11, "  and 22 that are not as good")
+    assert (len(lines), lines[-1]) == (11, "  and 22 checkpoints with worse metrics")

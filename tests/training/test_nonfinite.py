@@ -77,7 +77,7 @@ def test_loss_of_records_without_labels_says_which_label_they_lack(layout: Paral
     step = StepRecords(7, range(8), [0] * 8, data, layout, torch.device("cpu"))
     lossy = lambda outputs, of: (outputs.sum() + of.labels.values[:, 1].sum(), torch.tensor(1))  # noqa: E731
     message = refusal(TrainingError, check_rewards, step, torch.zeros(16, 1), lossy)
-    assert "1 of its 1 records have no margin: a missing label is NaN" in message
+    assert "1 of the 1 records that cause it have no margin: a missing label is NaN" in message
     assert "from pairs.jsonl:31; " in message
 
 

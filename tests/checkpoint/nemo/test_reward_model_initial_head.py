@@ -133,7 +133,7 @@ def test_initial_head_of_a_ranking_is_that_of_a_regression(first: Path, tmp_path
     done = tiny.run_script(
         example, *settings, "pretrained_checkpoint.rm_head_names={reward: verbosity}"
     )
-    assert f"the head starts from that of {first}" in done.stdout
+    assert f"the head starts from the head of {first}" in done.stdout
     (trained,) = (tmp_path / "run").rglob("megatron_gpt.nemo")
     with open_nemo(first) as one, open_nemo(trained) as other:
         rows, row = (folder.store.read("model.rm_head.weight") for folder in (one, other))
