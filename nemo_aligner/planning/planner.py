@@ -510,7 +510,7 @@ def _least_fitting(planner: Planner) -> Plan | None:
 
 
 def _describe_gpus(plan: Plan) -> str:
-    """Describe the number of GPUs, the layout, and the settings that offload."""
+    """Describe a plan by its number of GPUs, its layout and its settings for offloading."""
     settings = _offload_settings(plan)
     gpus = f"{plan.num_ranks} GPU{'s' * (plan.num_ranks > 1)}, as {plan}"
     return f"{gpus} with {' and '.join(settings)}" if settings else gpus

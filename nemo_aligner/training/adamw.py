@@ -222,7 +222,7 @@ class MomentStreamer:
         """Start copying the moments ``load`` of a chunk into ``buffer`` on the GPU.
 
         Returns:
-            Views of ``buffer`` with the shapes of ``load``, and an event that ends the copy.
+            Views of ``buffer`` with the shapes of ``load``, and an event at the end of the copy.
         """
         on_device = pieces_of(buffer, load)
         with torch.cuda.stream(self._up):

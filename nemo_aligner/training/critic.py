@@ -339,7 +339,11 @@ def open_critic(
 def _load_base(
     config: ServeCriticConfig, contract: ScoringContract, layout: ParallelLayout
 ) -> PretrainedModel:
-    """Load the model of ``pretrained_checkpoint``, with outputs for every token."""
+    """Load the model of ``pretrained_checkpoint``, with a head that reads every token.
+
+    Raises:
+        CheckpointError: the checkpoint has no reward head.
+    """
     path = str(config.pretrained_checkpoint.restore_from_path)
     say(f"loading the critic {path} ...")
     pretrained = load_pretrained(

@@ -1,4 +1,4 @@
-"""Writes the rewards of the last validation to files, from which ``nemo-aligner report`` draws."""
+"""Write the rewards of the last validation to files, for ``nemo-aligner report``."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 ``RewardLearner`` combines model, optimizer and data. The functions below it compute gradients, and
 convert a head's outputs to rewards and metrics. ``nonfinite.py`` checks for NaN and infinity.
+
+In shapes, S is the number of rewards (one for each sample, turn or step), Q is the number of
+samples, and A is the number of attributes.
 """
 
 from __future__ import annotations
@@ -163,7 +166,7 @@ class RewardLearner:
         """Return the loss function of a step or, for a loss of the whole batch, its gradient.
 
         Most losses are sums over records, so that each pack computes its part. A loss that compares
-        all rewards of the batch cannot be split so. For such a loss, an additional forward pass
+        all rewards of the batch cannot be split. For such a loss, an additional forward pass
         computes all rewards, and the packs get its gradient with respect to them. The rewards of
         both forward passes are equal.
         """
@@ -212,13 +215,13 @@ class RewardLearner:
         return gather_rewards(local_rewards, batches, shape, self._layout)
 
     def validate(self, watch: Watch = unwatched) -> dict[str, float]:
-        """Measure every validation set, each record once; metrics are named ``set/metric``."""
+        """Compute the metrics of every validation set, named ``set/metric``."""
         return self.measure(self.data.validation, watch)
 
     def measure(
         self, sets: Sequence[TokenizedDataset], watch: Watch = unwatched
     ) -> dict[str, float]:
-        """Measure each of ``sets``, each record once; metrics are named ``set/metric``.
+        """Compute the metrics of each of ``sets`` on all its records, named ``set/metric``.
 
         Raises:
             TrainingError: a reward is not finite.
@@ -265,7 +268,7 @@ def compute_gradients(
     layout: ParallelLayout,
     loss: RewardLoss | Tensor,
 ) -> Tensor | None:
-    """Compute the gradients of a step on ``packs``, instead of those that the model has so far.
+    """Clear the model's gradients, and compute the gradients of a step on ``packs``.
 
     ``model`` is Megatron's data parallel wrapper; ``forward_backward`` explains ``loss``.
 

@@ -472,13 +472,13 @@ class Timers:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``."""
+        """Add the time that the block takes to the part ``name``."""
         start = time.perf_counter()
         yield
         self.add_since(start, name)
 
     def add_since(self, start: float, name: str) -> None:
-        """Add the time since ``start``, a value of ``time.perf_counter()``, to ``name``."""
+        """Add the time since ``start`` (a ``time.perf_counter()`` value) to the part ``name``."""
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:

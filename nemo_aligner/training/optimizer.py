@@ -41,9 +41,10 @@ class Update:
     Attributes:
         grad_norm: L2 norm of the gradient before clipping; NaN if fp16 overflowed.
         applied: True if the weights were updated.
-        skipped: True if fp16 overflowed, and the next step tries a lower loss scale. If neither
-            ``applied`` nor ``skipped`` is True, a lower loss scale cannot help, and the run must
-            end.
+        skipped: True if fp16 overflowed but a lower loss scale may help; the weights are unchanged.
+
+    If neither ``applied`` nor ``skipped`` is True, the gradient is not finite for another reason.
+    The weights are unchanged, and the run must end.
     """
 
     grad_norm: float
@@ -182,9 +183,9 @@ class Optimizer:
 
         For a save, the result holds copies in host memory: 12 bytes per trained parameter on the
         first rank of each data parallel group. The copies may not be complete on return. To wait
-        for them, call ``start_host_copies`` afterwards, with or without tensors, and wait for its
-        result, because copies finish in order. The next call of this method reuses the memory, so
-        write the result to disk before that.
+        for them, call ``start_host_copies`` afterwards, even without tensors, and call the function
+        that it returns: copies finish in order. The next call of this method reuses the memory, so
+        the result must be written to disk before that.
 
         Args:
             model_state: the model's sharded state dict, which says how each weight is sharded.

@@ -50,7 +50,7 @@ from nemo_aligner.utils.processes import is_main
 
 
 def layout_of(model: ModelConfig) -> ParallelLayout:
-    """Build the process groups of a run."""
+    """Build the process groups of a run, with the parallel sizes of its settings."""
     return initialize_layout(**layout_sizes(model), seed=model.seed)
 
 

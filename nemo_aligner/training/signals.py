@@ -199,7 +199,7 @@ class SignalHandler:
         return is_from_user and self._now() - first_time >= _SECOND_AFTER
 
     def _announce(self, text: str) -> None:
-        """Print a line, on the first rank only."""
+        """Print ``text`` to stderr, on the first rank only."""
         if self._is_main:
             start = "\n" if os.isatty(_STDERR) else ""  # the line may hold a progress bar, or ^C
             os.write(_STDERR, f"{start}{fit(text)}\n".encode())

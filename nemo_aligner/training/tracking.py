@@ -242,6 +242,6 @@ def _cut_after(path: Path, last_step: int) -> None:
 
 
 def _finite(value: float) -> float | None:
-    """Return the number, or None for NaN and infinity."""
+    """Return ``value`` as a float, or None if it is NaN or infinite, for which JSON has no form."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -342,7 +342,10 @@ class SupervisedTrainer:
         return stopping
 
     def _find_stop_reason(self) -> StopReason:
-        """Return the reason of the first rank that has one; collective."""
+        """Return why the run stops: the reason of the lowest rank that has one; collective.
+
+        A signal may have reached only some of the ranks.
+        """
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
 
 

@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 def fit(text: str) -> str:
-    """Wrap the lines of a text between words to ``width``."""
+    """Wrap each line of ``text`` between words to the width of the terminal."""
     return "\n".join(_wrap_line(line, "") for line in text.split("\n"))
 
 

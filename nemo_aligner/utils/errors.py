@@ -53,7 +53,7 @@ class PeerError(AlignerError, RuntimeError):
 
 
 class LostRankError(AlignerError, RuntimeError):
-    """Another rank has disappeared without reporting a reason."""
+    """Another rank has ended without reporting an error, for example because it was killed."""
 
 
 def first_line(error: BaseException) -> str:

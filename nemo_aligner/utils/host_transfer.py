@@ -186,7 +186,7 @@ def room_for(like: Sequence[Tensor]) -> int:
 
 
 def pieces_of(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut ``memory [bytes]`` uint8 into views with the shapes and dtypes of ``like``."""
+    """Cut ``memory``, a uint8 tensor, into views with the shapes and dtypes of ``like``."""
     pieces, start = [], 0
     for tensor in like:
         piece = memory[start : start + tensor.nbytes]
