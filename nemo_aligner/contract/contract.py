@@ -12,7 +12,8 @@ whatever the template ends with, such as a newline behind the end-of-turn token.
 
 Raw texts (``str``) are scored verbatim. ``add_bos`` puts BOS in front of a text that does not
 begin with it, and ``add_eos`` puts EOS behind a text that does not end with it. If the settings
-``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's default for raw texts decides.
+``model.data.add_bos`` and ``add_eos`` are null, ``from_settings.py`` decides: by the contract of a
+base that is a reward model, else by the tokenizer's default for raw texts.
 
 A model with a reward token (``reward_token_id``) gets it appended to every text that does not end
 with it.

@@ -50,7 +50,8 @@ class BradleyTerry(PairObjective):
     """``-log sigmoid(m)`` of the margin m, which is the better reward minus the worse one.
 
     This is eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
-    feedback". The settings change a pair's loss ``L(m)`` in this order:
+    feedback". ``aggregate`` and ``length_bias`` come first; the other settings change a pair's loss
+    ``L(m)`` in this order:
 
     Attributes:
         label_margin: ``subtract`` makes the loss ``-log sigmoid(m - d)`` with the label d of the

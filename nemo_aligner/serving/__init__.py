@@ -9,7 +9,8 @@ A request passes these files in this order:
 ``intake.py``       checks a request and encodes its samples by the scoring contract
 ``engine/``         batches rows, runs them on all ranks, caches prefixes and shapes rewards
 
-``server.py`` starts and stops all of it on the ranks, and ``run.py`` does so from settings.
+``server.py`` starts all of it on the ranks, and drains and stops it at SIGTERM (``front/listen.py``
+at a gateway); ``run.py`` does so from settings.
 ``service.py`` has the types ``Backend`` and ``Service``. ``endpoints.py`` has the endpoints of
 KServe v2, which ``triton.py`` (with ``triton_internals.py``) serves over gRPC, too.
 

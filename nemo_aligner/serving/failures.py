@@ -168,7 +168,7 @@ class RefusedError(RequestError):
     Attributes:
         server: name of the server.
         status: HTTP status: 400 if the request is at fault, 401 if the bearer token is missing or
-            wrong, 500 if the model failed.
+            wrong, 413 if the request is too large, 500 if the model failed.
         is_foreign: whether the answer is not a KServe error, so that it comes from another kind of
             server or from a proxy.
     """

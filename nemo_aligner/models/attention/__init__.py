@@ -7,7 +7,7 @@ keys and values, and what ranks of a context parallel group send each other.
 
 The backends, in the order of the table:
 
-- ``ring.py`` splits a pack over ranks, which pass keys and values around (training, with
+- ``ring.py`` splits a pack over ranks, which pass keys and values around (with
   ``model.cp_comm_type=p2p``).
 - ``nemo_aligner/cpu`` has the backends for a CPU: ``kernel_attention.py`` and
   ``block_attention.py`` for scoring, ``training_attention.py`` for training.

@@ -47,15 +47,15 @@ counts since the server's start (see ``Meter.statistics``); ``turn_end``, what t
 writes after a reply (see ``TurnEnd``), as JSON or null; and ``sample_frame``, what the template
 writes around a sample (see ``SampleFrame``), as JSON or null.
 
-``gateway.complete_turns`` applies neither to this protocol nor to ``/v1/rewards``: the samples that
+``complete_turns`` of ``server`` or ``gateway`` applies neither to this protocol nor to ``/v1/rewards``: the samples that
 clients and gateways of this package send must get the same reward as in process.
 
 Whether an end-of-sequence token is added is part of what a score means, so the scoring contract
 decides it. ``add_EOS`` cannot change it: it must agree with the contract for ``sentences`` and be
 false for the other forms; otherwise the request is rejected.
 
-A bad request, or one without the server's bearer token, gets HTTP 400 with a one-line message. The
-other requests of its batch are not affected.
+A bad request gets HTTP 400 with a one-line message. A request without the server's bearer token
+gets 401 over HTTP and 400 from Triton. The other requests of its batch are not affected.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ OUTPUTS = (
     TensorSpec("contract_hash", bytes, (1,)),
     TensorSpec("model_fingerprint", bytes, (1,)),
 )
-# Sent only if rewards are shaped, or a head has several outputs per attribute. Each tensor is the
-# field of ``ScoredRows`` of the same name; a field ``[B]`` is sent as ``[B, 1]``.
+# Sent only if rewards are shaped, a head has several outputs per attribute, or the model has rewards
+# of turns or steps. Each tensor is the field of ``ScoredRows`` of the same name; a field ``[B]`` is sent as ``[B, 1]``.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
