@@ -47,8 +47,9 @@ counts since the server's start (see ``Meter.statistics``); ``turn_end``, what t
 writes after a reply (see ``TurnEnd``), as JSON or null; and ``sample_frame``, what the template
 writes around a sample (see ``SampleFrame``), as JSON or null.
 
-``complete_turns`` of ``server`` or ``gateway`` applies neither to this protocol nor to ``/v1/rewards``: the samples that
-clients and gateways of this package send must get the same reward as in process.
+The setting ``complete_turns`` (of ``server`` and ``gateway``) applies neither to this protocol nor
+to ``/v1/rewards``: the samples that clients and gateways of this package send must get the same
+reward as in process.
 
 Whether an end-of-sequence token is added is part of what a score means, so the scoring contract
 decides it. ``add_EOS`` cannot change it: it must agree with the contract for ``sentences`` and be
