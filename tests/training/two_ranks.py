@@ -25,7 +25,7 @@ from nemo_aligner.utils.processes import is_main
 from tests.data.test_packing import dataset
 from tests.distributed.late_copies import play_late_copies
 from tests.training import balanced, poisoned
-from tests.training import test_clipping as clipping
+from tests.training import test_optimizer_clipping as clipping
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

@@ -261,7 +261,7 @@ def test_several_outputs_are_refused_where_one_is_read(
         dry_runs.append(jobs.Job("train", ["--dry-run", *settings, start], fails=True))
     for goes_on in jobs.run(dry_runs):
         assert goes_on.returncode == 1
-        assert "model.objective: got one with one output for each attribute" in goes_on.stderr
+        assert "model.objective: it needs one output for each attribute" in goes_on.stderr
 
 
 DAVIDSON = layouts.Case(
