@@ -8,6 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import PackedSegments
+from nemo_aligner.models.gated_delta import ChunkTree
 from nemo_aligner.models.rotary import Tables
 
 
@@ -46,6 +47,7 @@ class PackContext:
         tables: of each of the model's rotary embeddings, cosines and sines at every token's
             position in its sequence.
         query_scale: ``[T, 1, 1]`` factors of queries after RoPE; None is 1.
+        chunks: of linear attention; None for a model without.
         qkv_format: not ``thd``, for which megatron-core would split the pack to rotate each
             sequence; PackedAttention rotates by ``tables`` instead.
     """
@@ -57,6 +59,7 @@ class PackContext:
     dropout_keys: Tensor | None = None
     tables: tuple[Tables, ...] = ()
     query_scale: Tensor | None = None
+    chunks: ChunkTree | None = None
     qkv_format: str = "packed"
 
     @cached_property

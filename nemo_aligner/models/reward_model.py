@@ -45,6 +45,7 @@ from nemo_aligner.models.cuda_graphs import (
     why_not_graphed_in_training,
 )
 from nemo_aligner.models.fixed_sizes import round_up_rows
+from nemo_aligner.models.gated_delta import ChunkTree
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     learns,
@@ -115,6 +116,7 @@ class GPTRewardModel(GPTModel):
         self.length_dependent_rope = shape.length_dependent_rope
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
+        self._linear_attention = shape.linear_attention
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
@@ -230,7 +232,11 @@ class GPTRewardModel(GPTModel):
             tokens = batch.num_own_tokens - batch.num_own_filled
             balance = Balance(records, tokens, self._losses_per_record)
             balance_of_rows = replace(balance, tokens=len(rows))
-        return PackContext(segments, read_rows, balance, balance_of_rows, keys)
+        chunks = None
+        if self._linear_attention is not None:
+            before = self._linear_attention.conv_kernel - 1
+            chunks = ChunkTree.of(segments.lengths, segments.prefixes, before, read_rows.device)
+        return PackContext(segments, read_rows, balance, balance_of_rows, keys, chunks=chunks)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
         """Return which of this rank's rows the head reads, and how many all ranks read."""

@@ -148,7 +148,7 @@ def check_names(made: Case) -> None:
     layers = {
         f"{decoder_tensors.LAYERS}{layer}.{name}": size
         for layer in range(shape.num_layers)
-        for name, size in decoder_tensors.layer_tensors(shape).items()
+        for name, size in decoder_tensors.layer_tensors(shape.of_layer(layer + 1)).items()
     }
     assert decoder_tensors.model_tensors(shape) | layers == wanted
 

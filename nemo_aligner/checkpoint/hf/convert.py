@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX, attribute_names
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
@@ -170,8 +170,15 @@ def _convert(
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
-    check_tensors(family, config, expected, source.tensors, dropped)
+    unread, notes = _list_dropped(family, source)
+    check_tensors(family, config, expected, source.tensors, [*dropped, *unread])
     zero_groups = -config["num_query_groups"] % tensor_parallel
+    if zero_groups and not ModelShape.from_config(config).is_uniform:
+        raise CheckpointError(
+            f"tensor_parallel: got {tensor_parallel}, wanted a divisor of the model's "
+            f"{config['num_query_groups']} query groups, because groups of zeros are not supported "
+            "together with linear attention"
+        )
     tensors, layers = _plan_tensors(rules, config, source.tensors, dtype, zero_groups)
     stored = format_of(dtype_of_matrices(_list_all(tensors, layers)))
     headed_config = with_head_shape(config, None if head is None else head.shape)
@@ -203,8 +210,15 @@ def _convert(
         head=describe_head(head, dropped, contract),
         contract=contract,
         output=output,
-        notes=source.notes,
+        notes=(*source.notes, *notes),
     )
+
+
+def _list_dropped(family: ModelFamily, source: Source) -> tuple[list[str], list[str]]:
+    """List the tensors that the family drops, and write a line about them."""
+    prefix = family.dropped
+    names = [name for name in source.tensors if prefix and name.startswith(prefix)]
+    return names, [f"dropped: {len(names)} tensors {prefix}*"] if names else []
 
 
 def _select_rules(
@@ -258,8 +272,10 @@ def _plan_tensors(
 
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
-        one tensor of each layer.
+        one tensor of each layer. Layers that differ have stored names of their own: all tensors are
+        in the first mapping.
     """
+    is_stacked = ModelShape.from_config(config).is_uniform
     tensors: dict[str, LazyTensor] = {}
     layers: dict[str, list[LazyTensor]] = {}
     for rule, layer in rules:
@@ -278,8 +294,8 @@ def _plan_tensors(
         # On the meta device this gives the shape and dtype of the result without reading data.
         outline = join([part.outline() for part in parts])
         tensor = LazyTensor(tuple(outline.shape), outline.dtype, read)
-        key = megatron_key(rule, layer)
-        if layer is None:
+        key = megatron_key(rule, layer, is_stacked=is_stacked)
+        if layer is None or not is_stacked:
             tensors[key] = tensor
         else:
             layers.setdefault(key, []).append(tensor)
