@@ -308,9 +308,12 @@ def write_hf_checkpoint(folder: Path, case: str, **settings: Any) -> None:
 
 def _shift_norms(model: Any) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            if name.endswith("A_log"):
+                # Drawn as they are, states would be forgotten within a few tokens.
+                parameter.sub_(6)
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
