@@ -77,6 +77,7 @@ class GPTRewardModel(GPTModel):
 
     Attributes:
         length_dependent_rope: ``ModelShape``'s, which tells which sequences may share a prefix.
+        has_states: some layers have linear attention, whose states no prefix cache stores.
         graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without.
         smallest_chunk: fewest rows of a batch invariant matmul on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
@@ -117,6 +118,7 @@ class GPTRewardModel(GPTModel):
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._linear_attention = shape.linear_attention
+        self.has_states = shape.linear_attention is not None
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)

@@ -86,6 +86,21 @@ CASES: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0],
         },
     },
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            "model_type": "qwen3_5_text",
+            **families.DELTA_NET,
+            "rope_parameters": {
+                **MROPE,
+                "rope_type": "default",
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64},
+    },
 }
 
 
