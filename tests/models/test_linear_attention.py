@@ -68,5 +68,5 @@ def test_linear_attention_rejects_layouts_that_cannot_split_it(layout: ParallelL
     shape = ModelShape.from_config(config)
     with pytest.raises(ConfigError, match="2 key heads of the model's linear attention"):
         shape.check_fits(4, 1)
-    with pytest.raises(ConfigError, match="model.context_parallel_size: got 2, which is not"):
+    with pytest.raises(ConfigError, match="parallel_size: got 2, which is not"):
         transformer_config(shape, replace(layout, cp=2), Precision.fp32, Recompute.none)

@@ -173,12 +173,6 @@ def _convert(
     unread, notes = _list_dropped(family, source)
     check_tensors(family, config, expected, source.tensors, [*dropped, *unread])
     zero_groups = -config["num_query_groups"] % tensor_parallel
-    if zero_groups and not ModelShape.from_config(config).is_uniform:
-        raise CheckpointError(
-            f"tensor_parallel: got {tensor_parallel}, wanted a divisor of the model's "
-            f"{config['num_query_groups']} query groups, because groups of zeros are not supported "
-            "together with linear attention"
-        )
     tensors, layers = _plan_tensors(rules, config, source.tensors, dtype, zero_groups)
     stored = format_of(dtype_of_matrices(_list_all(tensors, layers)))
     headed_config = with_head_shape(config, None if head is None else head.shape)
