@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS
 from nemo_aligner.utils.host_transfer import all_to_device
 
-CHUNK = 64
-"""Tokens of a chunk."""
 _EPSILON = 1e-6  # of the norm of queries and keys, inside the root
 
 
@@ -99,19 +98,19 @@ def _list_chunks(
             continue  # every prefix is a part of a sequence that ends with another segment
         spans = [np.arange(starts[number], starts[number + 1]) for number in (*chain, segment)]
         count = sum(map(len, spans))
-        ends = np.full(before, -1), np.full(-count % CHUNK, -1)
+        ends = np.full(before, -1), np.full(-count % CHUNK_TOKENS, -1)
         sequence = np.concatenate([ends[0], *spans, ends[1]])
         parent = -1
-        for level, start in enumerate(range(0, count, CHUNK)):
+        for level, start in enumerate(range(0, count, CHUNK_TOKENS)):
             # The last row tells the chunk: each row has a single place in a single sequence, or in
             # a prefix that its sequences share.
-            last = int(sequence[before + min(start + CHUNK, count) - 1])
+            last = int(sequence[before + min(start + CHUNK_TOKENS, count) - 1])
             if level == len(parts):
                 parts.append([])
                 parents.append([])
             if last not in places:
                 places[last] = len(parts[level])
-                parts[level].append(sequence[start : start + before + CHUNK])
+                parts[level].append(sequence[start : start + before + CHUNK_TOKENS])
                 if level:
                     parents[level].append(parent)
             parent = places[last]
@@ -162,7 +161,7 @@ class ChunkProducts(NamedTuple):
         query, key = map(_normalized, (inputs.query, inputs.key))
         query = query * query.size(-1) ** -0.5
         total = inputs.decay.cumsum(-1)
-        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
+        later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).triu(1)
         # Masked before exp, which would overflow for later tokens.
         between = total.unsqueeze(-1) - total.unsqueeze(-2)
         between = between.masked_fill(later, float("-inf")).exp()

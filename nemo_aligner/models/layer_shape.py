@@ -376,6 +376,8 @@ LINEAR_ATTENTION_KEYS = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+CHUNK_TOKENS = 64
+"""Tokens of a chunk, in which linear attention is computed by matmuls."""
 ATTENTION_VARIANT, LINEAR_FREQUENCY = "experimental_attention_variant", "linear_attention_freq"
 GATED_DELTA_NET = "gated_delta_net"
 

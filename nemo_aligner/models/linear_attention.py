@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from nemo_aligner.models.gated_delta import CHUNK, ChunkProducts, ChunkTree, Inputs
-from nemo_aligner.models.layer_shape import LinearAttentionShape
+from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS, LinearAttentionShape
 from nemo_aligner.models.layers import learns
 
 if TYPE_CHECKING:
@@ -163,9 +163,9 @@ class GatedDeltaNet(MegatronModule):
     def _convolve(self, rows: Tensor) -> Tensor:
         """Convolve ``rows [n, before + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
         weight = self.conv_weight.float().unflatten(0, (self._key_heads, -1))
-        total = rows[:, :CHUNK] * weight[..., 0]
+        total = rows[:, :CHUNK_TOKENS] * weight[..., 0]
         for tap in range(1, weight.size(-1)):
-            total = total + rows[:, tap : tap + CHUNK] * weight[..., tap]
+            total = total + rows[:, tap : tap + CHUNK_TOKENS] * weight[..., tap]
         return F.silu(total)
 
     def _norm_and_gate(self, output: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:

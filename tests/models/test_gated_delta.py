@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.gated_delta import CHUNK, ChunkProducts, ChunkTree, Inputs
+from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS
 
 BEFORE = 3
 # A prefix of 150 tokens of two sequences, one of which is a prefix of a third; and a short one.
@@ -30,8 +31,8 @@ def test_chunk_tree_has_each_whole_chunk_of_a_prefix_once() -> None:
     assert torch.equal(own.flatten()[tree.places], torch.arange(sum(LENGTHS)))
     # The chunk behind the whole chunks of the prefix: its rest, then the sequence's own tokens.
     first, second = own[3].tolist(), own[4].tolist()
-    assert first[:62] == rows_of(SEQUENCES[0])[2 * CHUNK :]
-    assert second[:53] == rows_of(SEQUENCES[1])[2 * CHUNK :]
+    assert first[:62] == rows_of(SEQUENCES[0])[2 * CHUNK_TOKENS :]
+    assert second[:53] == rows_of(SEQUENCES[1])[2 * CHUNK_TOKENS :]
     assert {*first[62:], *second[53:]} == {-1}
     assert tree.rows[0, :BEFORE].tolist() == [-1] * BEFORE
     assert tree.rows[2, :BEFORE].tolist() == [61, 62, 63]
