@@ -48,8 +48,8 @@ class ChunkTree:
     """The chunks of a pack of T tokens, ordered by their depth.
 
     Attributes:
-        rows: ``[N, before + 64]`` int64 rows of the pack that each of the N chunks reads: those
-            ``before`` it, for a convolution, and its own; -1 where the sequence has none.
+        rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: those
+            ``previous`` it, for a convolution, and its own; -1 where the sequence has none.
         places: ``[T]`` int64, where each token's output lies among the ``N * 64`` of all chunks.
         levels: from the beginnings of sequences to the end of the longest.
     """
@@ -63,20 +63,20 @@ class ChunkTree:
         cls,
         lengths: Sequence[int],
         prefixes: Sequence[int],
-        before: int,
+        previous: int,
         device: torch.device | str,
     ) -> ChunkTree:
         """Build the tree of a pack's segments (``PackedSegments.lengths`` and ``prefixes``).
 
         Args:
-            before: rows that a chunk reads before its own.
+            previous: rows that a chunk reads before its own.
         """
-        parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, before)
+        parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, previous)
         rows = np.stack([part for parts in parts_by_level for part in parts])
         places = np.zeros(sum(lengths), dtype=np.int64)
-        own = rows[:, before:].reshape(-1)
+        of_chunks = rows[:, previous:].reshape(-1)
         # A row that several chunks have gets the same output in each of them.
-        places[own[own >= 0]] = np.flatnonzero(own >= 0)
+        places[of_chunks[of_chunks >= 0]] = np.flatnonzero(of_chunks >= 0)
         bounds = [0, *accumulate(map(len, parts_by_level))]
         host = [rows, places, *(np.array(parents, np.int64) for parents in parents_by_level)]
         on_device, of_tokens, *parents = all_to_device(list(map(torch.from_numpy, host)), device)
@@ -85,9 +85,9 @@ class ChunkTree:
 
 
 def _list_chunks(
-    lengths: Sequence[int], prefixes: Sequence[int], before: int
+    lengths: Sequence[int], prefixes: Sequence[int], previous: int
 ) -> tuple[list[list[np.ndarray]], list[list[int]]]:
-    """List by level each chunk's rows ``[before + 64]``, and the place of its parent."""
+    """List by level each chunk's rows ``[previous + 64]``, and the place of its parent."""
     starts = [0, *accumulate(lengths)]
     shared = set(prefixes)
     parts: list[list[np.ndarray]] = []
@@ -98,19 +98,19 @@ def _list_chunks(
             continue  # every prefix is a part of a sequence that ends with another segment
         spans = [np.arange(starts[number], starts[number + 1]) for number in (*chain, segment)]
         count = sum(map(len, spans))
-        ends = np.full(before, -1), np.full(-count % CHUNK_TOKENS, -1)
+        ends = np.full(previous, -1), np.full(-count % CHUNK_TOKENS, -1)
         sequence = np.concatenate([ends[0], *spans, ends[1]])
         parent = -1
         for level, start in enumerate(range(0, count, CHUNK_TOKENS)):
             # The last row tells the chunk: each row has a single place in a single sequence, or in
             # a prefix that its sequences share.
-            last = int(sequence[before + min(start + CHUNK_TOKENS, count) - 1])
+            last = int(sequence[previous + min(start + CHUNK_TOKENS, count) - 1])
             if level == len(parts):
                 parts.append([])
                 parents.append([])
             if last not in places:
                 places[last] = len(parts[level])
-                parts[level].append(sequence[start : start + before + CHUNK_TOKENS])
+                parts[level].append(sequence[start : start + previous + CHUNK_TOKENS])
                 if level:
                     parents[level].append(parent)
             parent = places[last]
@@ -158,7 +158,7 @@ class ChunkProducts(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs) -> ChunkProducts:
         """Compute what does not depend on the state."""
-        query, key = map(_normalized, (inputs.query, inputs.key))
+        query, key = map(_normalize, (inputs.query, inputs.key))
         query = query * query.size(-1) ** -0.5
         total = inputs.decay.cumsum(-1)
         later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).triu(1)
@@ -201,5 +201,5 @@ class ChunkProducts(NamedTuple):
         return output, state * self.decay + self.write_keys.mT @ written
 
 
-def _normalized(heads: Tensor) -> Tensor:
+def _normalize(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + _EPSILON)

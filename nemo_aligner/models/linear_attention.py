@@ -93,9 +93,10 @@ class GatedDeltaNet(MegatronModule):
         """
         if not learns(self):
             return self._infer(mixed, context)
+        module: Any = self  # mypy does not see torch's __call__ behind Megatron's classes
         if not torch.is_grad_enabled():
-            return self(mixed, context)
-        return tensor_parallel.checkpoint(partial(self, context=context), False, mixed)
+            return module(mixed, context)
+        return tensor_parallel.checkpoint(partial(module, context=context), False, mixed)
 
     def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
         """Compute ``attend`` with gradients; a module's call waits for weights being gathered."""
@@ -123,12 +124,12 @@ class GatedDeltaNet(MegatronModule):
             next_states = []
             for start in range(level.start, level.end, size):
                 count = min(size, level.end - start)
-                rows = _filled(tree.rows[start : start + count], size)
+                rows = _fill_up(tree.rows[start : start + count], size)
                 inputs, gates = self._inputs(_rows_of_chunks(mixed, rows))
                 first = None
                 if states is not None:
                     place = start - level.start
-                    first = states[_filled(level.parents[place : place + count], size)]
+                    first = states[_fill_up(level.parents[place : place + count], size)]
                 output, last = ChunkProducts.of(inputs).advance(first)
                 outputs.append(self._norm_and_gate(output, gates, mixed.dtype)[:count])
                 next_states.append(last[:count])
@@ -136,7 +137,7 @@ class GatedDeltaNet(MegatronModule):
         return self._rows_of_pack(torch.cat(outputs), context)
 
     def _inputs(self, chunks: Tensor) -> tuple[Inputs, Tensor]:
-        """Compute the rule's inputs of ``chunks [n, before + 64, projection]``.
+        """Compute the rule's inputs of ``chunks [n, previous + 64, projection]``.
 
         Returns:
             The inputs, and the output gates ``[n, h, r, 64, v]`` before their activation, in fp32.
@@ -161,7 +162,7 @@ class GatedDeltaNet(MegatronModule):
         return inputs, gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
 
     def _convolve(self, rows: Tensor) -> Tensor:
-        """Convolve ``rows [n, before + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
+        """Convolve ``rows [n, previous + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
         weight = self.conv_weight.float().unflatten(0, (self._key_heads, -1))
         total = rows[:, :CHUNK_TOKENS] * weight[..., 0]
         for tap in range(1, weight.size(-1)):
@@ -209,7 +210,7 @@ def _tree_of(context: PackContext) -> ChunkTree:
 
 
 def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:
-    """Gather ``mixed [T, 1, c]`` at ``rows [n, before + 64]``, with zeros where these are -1.
+    """Gather ``mixed [T, 1, c]`` at ``rows [n, previous + 64]``, with zeros where these are -1.
 
     Masked fill rather than multiplying by 0, which would keep a NaN of another sequence.
     """
@@ -217,7 +218,7 @@ def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:
     return gathered.view(*rows.shape, -1).masked_fill((rows < 0).unsqueeze(-1), 0.0)
 
 
-def _filled(rows: Tensor, size: int) -> Tensor:
+def _fill_up(rows: Tensor, size: int) -> Tensor:
     """Repeat the last of ``rows [n, ...]`` until there are ``size``."""
     missing = size - rows.size(0)
     return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows

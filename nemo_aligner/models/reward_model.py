@@ -236,8 +236,8 @@ class GPTRewardModel(GPTModel):
             balance_of_rows = replace(balance, tokens=len(rows))
         chunks = None
         if self._linear_attention is not None:
-            before = self._linear_attention.conv_kernel - 1
-            chunks = ChunkTree.of(segments.lengths, segments.prefixes, before, read_rows.device)
+            taps = self._linear_attention.conv_kernel - 1
+            chunks = ChunkTree.of(segments.lengths, segments.prefixes, taps, read_rows.device)
         return PackContext(segments, read_rows, balance, balance_of_rows, keys, chunks=chunks)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:

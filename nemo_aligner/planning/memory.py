@@ -343,8 +343,8 @@ def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
     if linear is None:
         return 0.0
     k, v, heads = linear.key_head_dim, linear.value_head_dim, linear.num_value_heads
-    before = 1 + (linear.conv_kernel - 1) / CHUNK_TOKENS
-    elements = before * linear.projection_width + 2 * linear.conv_width + 6 * linear.value_width
+    overlap = 1 + (linear.conv_kernel - 1) / CHUNK_TOKENS
+    elements = overlap * linear.projection_width + 2 * linear.conv_width + 6 * linear.value_width
     elements += CHUNK_TOKENS * (4 * heads + 2 * linear.num_key_heads)
     elements += heads * (5 * k + 2 * k * v / CHUNK_TOKENS) + 2 * linear.num_key_heads * k
     return plan.tokens * (FP32_BYTES * elements / plan.tp + _state(shape, plan))

@@ -157,7 +157,7 @@ def _convert(
     family = find_family(source.config.get("model_type"))
     config = family.to_nemo(source.config)
     single_experts = split_fused_experts(family, family.rules(config), source.tensors)
-    source = replace(source, tensors=single_experts)
+    source = _without_dropped(family, replace(source, tensors=single_experts))
     head = find_head(source, choice)
     labels = _read_labels(source, head, options.attributes)
     if head is not None and options.has_steps:
@@ -170,8 +170,7 @@ def _convert(
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
-    unread, notes = _list_dropped(family, source)
-    check_tensors(family, config, expected, source.tensors, [*dropped, *unread])
+    check_tensors(family, config, expected, source.tensors, dropped)
     zero_groups = -config["num_query_groups"] % tensor_parallel
     tensors, layers = _plan_tensors(rules, config, source.tensors, dtype, zero_groups)
     stored = format_of(dtype_of_matrices(_list_all(tensors, layers)))
@@ -204,15 +203,22 @@ def _convert(
         head=describe_head(head, dropped, contract),
         contract=contract,
         output=output,
-        notes=(*source.notes, *notes),
+        notes=source.notes,
     )
 
 
-def _list_dropped(family: ModelFamily, source: Source) -> tuple[list[str], list[str]]:
-    """List the tensors that the family drops, and write a line about them."""
-    prefix = family.dropped
-    names = [name for name in source.tensors if prefix and name.startswith(prefix)]
-    return names, [f"dropped: {len(names)} tensors {prefix}*"] if names else []
+def _without_dropped(family: ModelFamily, source: Source) -> Source:
+    """Leave out the tensors that the family drops, and add a note about them."""
+    if not family.dropped:
+        return source
+    tensors = {
+        name: tensor
+        for name, tensor in source.tensors.items()
+        if not name.startswith(family.dropped)
+    }
+    count = len(source.tensors) - len(tensors)
+    notes = [f"dropped: {count} tensors {family.dropped}*"] if count else []
+    return replace(source, tensors=tensors, notes=(*source.notes, *notes))
 
 
 def _select_rules(
