@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import Group, PackedBatch
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN3_5
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
@@ -19,8 +20,11 @@ from nemo_aligner.models.backbone import transformer_config
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import infer
+from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import ConfigError
+from tests.checkpoint.hf.exporting import edit_tensors
 from tests.harness import families
+from tests.models import layouts
 
 # Lengths of shared prefixes around the ends of chunks.
 SHARED = (1, 2, 31, 62, 63, 64, 65, 66, 100, 127, 128, 129, 150, 191, 192, 193, 199, 200)
@@ -70,3 +74,35 @@ def test_linear_attention_rejects_layouts_that_cannot_split_it(layout: ParallelL
         shape.check_fits(4, 1)
     with pytest.raises(ConfigError, match="parallel_size: got 2, which is not"):
         transformer_config(shape, replace(layout, cp=2), Precision.fp32, Recompute.none)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.selective, Recompute.full])
+def test_linear_attention_that_is_recomputed_trains_alike(
+    recompute: Recompute, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    path = families.write_base_nemo(tmp_path / "base.nemo", "qwen3_5")
+    kept, recomputed = (layouts.step(path, layout, kind) for kind in (Recompute.none, recompute))
+    assert recomputed == {key: pytest.approx(kept[key], rel=1e-6) for key in kept}
+
+
+def test_linear_attention_has_no_prefix_cache(
+    layout: ParallelLayout, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    families.write_reward_model(tmp_path / "hf", "qwen3_5", torch.float32)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
+    scorer = load_scorer(
+        tmp_path / "rm.nemo", layout, micro_batch_tokens=1024, prefix_cache_tokens=4096
+    )
+    assert scorer.prefix_cache_bytes == 0
+    assert "the prefix cache is off" in caplog.text
+    samples = [[*range(3, 103), last] for last in (5, 6)]
+    first, again = scorer.score_token_lists(samples), scorer.score_token_lists(samples)
+    assert (first == again).all()
+    assert scorer.counts.cached == 0
+
+
+def test_linear_attention_checkpoint_may_have_mtp_tensors(tmp_path: Path) -> None:
+    families.write_hf_checkpoint(tmp_path / "hf", "qwen3_5")
+    edit_tensors(tmp_path / "hf", {"mtp.fc.weight": torch.ones(2, 2)})
+    summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "base.nemo")
+    assert "dropped: 1 tensors mtp.*" in str(summary)
