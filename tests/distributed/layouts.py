@@ -49,7 +49,7 @@ class Case:
         like: the case whose run of one process is the reference; "" is this case itself.
         stops: it stops after PART steps and resumes.
         base: the base model, a file of the inputs. "wide" has three query groups, and at TP=2 a
-            fourth one of zeros; "experts" is a mixture-of-experts model, "hybrid" has linear attention.
+            fourth one of zeros; "experts" is a mixture-of-experts model; "hybrid" has states.
         evaluated: the data on which the model of one process is evaluated afterwards, if any.
         rtol: relative tolerance of losses and gradient norms. Where it is above EXACT (see
             test_layouts.py), metrics and rewards are not compared.
