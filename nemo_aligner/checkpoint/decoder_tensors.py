@@ -40,27 +40,24 @@ def model_tensors(shape: ModelShape) -> Shapes:
     }
 
 
+def numbered_tensors(shape: ModelShape) -> Shapes:
+    """Return the shapes of the weights of all layers, if each has names of its own."""
+    return {
+        f"{LAYERS}{layer}.{name}": size
+        for layer in range(shape.num_layers)
+        for name, size in layer_tensors(shape.of_layer(layer + 1)).items()
+    }
+
+
 def layer_tensors(shape: ModelShape) -> Shapes:
     """Return the shapes of one layer's weights, by their names after ``decoder.layers.<number>.``
 
     A LoRA model's adapters are included.
+
+    Args:
+        shape: ``ModelShape.of_layer`` of the layer.
     """
-    hidden, channels = shape.hidden_size, shape.kv_channels
-    heads = shape.num_attention_heads * channels
-    # The fused projection computes the queries of all heads, and one key and one value for each
-    # query group.
-    rows = heads + 2 * shape.num_query_groups * channels
-    tensors: Shapes = {
-        "self_attention.linear_qkv.weight": (rows, hidden),
-        "self_attention.linear_proj.weight": (hidden, heads),
-        **_mlp(shape),
-    }
-    if shape.qkv_bias:
-        tensors["self_attention.linear_qkv.bias"] = (rows,)
-    if shape.qk_layernorm:
-        query, key = shape.qk_norm_widths()
-        tensors |= _norm(shape, "self_attention.q_layernorm.", query)
-        tensors |= _norm(shape, "self_attention.k_layernorm.", key)
+    tensors = {**_mixer(shape), **_mlp(shape)}
     if shape.pre_layernorms:
         tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
         # Megatron fuses a norm into the linear layer that follows it. In a mixture-of-experts layer
@@ -72,6 +69,36 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
     if shape.lora is not None:
         tensors |= shape.lora.tensors(tensors)
+    return tensors
+
+
+def _mixer(shape: ModelShape) -> Shapes:
+    """Return the shapes of the weights of attention, or of linear attention."""
+    hidden, channels = shape.hidden_size, shape.kv_channels
+    linear = shape.linear_attention
+    if linear is not None:
+        return {
+            "self_attention.linear_qkv.weight": (linear.projection_width, hidden),
+            "self_attention.linear_proj.weight": (hidden, linear.value_width),
+            "self_attention.conv_weight": (linear.conv_width, linear.conv_kernel),
+            "self_attention.a_log": (linear.num_value_heads,),
+            "self_attention.dt_bias": (linear.num_value_heads,),
+            "self_attention.norm_weight": (linear.value_head_dim,),
+        }
+    heads = shape.num_attention_heads * channels
+    # The fused projection computes the queries of all heads, their output gates if there are any,
+    # and one key and one value for each query group.
+    rows = (1 + shape.attention_output_gate) * heads + 2 * shape.num_query_groups * channels
+    tensors: Shapes = {
+        "self_attention.linear_qkv.weight": (rows, hidden),
+        "self_attention.linear_proj.weight": (hidden, heads),
+    }
+    if shape.qkv_bias:
+        tensors["self_attention.linear_qkv.bias"] = (rows,)
+    if shape.qk_layernorm:
+        query, key = shape.qk_norm_widths()
+        tensors |= _norm(shape, "self_attention.q_layernorm.", query)
+        tensors |= _norm(shape, "self_attention.k_layernorm.", key)
     return tensors
 
 

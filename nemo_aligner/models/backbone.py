@@ -22,7 +22,10 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from nemo_aligner.config.common import Precision
@@ -48,6 +51,7 @@ from nemo_aligner.models.layers import (
     rows_now,
     sum_in_rank_order,
 )
+from nemo_aligner.models.linear_attention import GatedDeltaNet
 from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.models.pointwise.eager import Shared, rms_norm
 from nemo_aligner.models.shape import ModelShape
@@ -72,6 +76,11 @@ def transformer_config(
             layers than are to be recomputed.
     """
     shape.check_fits(layout.tp, layout.pp, layout.ep)
+    if shape.linear_attention is not None and layout.cp > 1:
+        raise ConfigError(
+            f"model.context_parallel_size: got {layout.cp}, which is not supported for a model "
+            "with linear attention. Set it to 1"
+        )
     dtype = torch_dtype(precision)
     add_weight_gradients_on_gpu()
     return TransformerConfig(
@@ -129,6 +138,9 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         # With this option Megatron sums the gradients of these norms over the TP ranks. Each rank
         # sees only its own heads.
         "qk_layernorm": shape.qk_layernorm,
+        "attention_output_gate": shape.attention_output_gate,
+        # Each layer's tensors then have names of their own in a checkpoint.
+        "hetereogenous_dist_checkpoint": not shape.is_uniform,
     }
 
 
@@ -294,12 +306,13 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: on a GPU, if installed and if it fits.
 
     Its fused layers support neither norms behind linear layers, nor linear layers without a norm
-    before them, nor LoRA. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is
-    not used there.
+    before them, nor LoRA, nor linear attention or output gates. In fp32 it rounds to TF32 whatever
+    torch's precision setting is, so it is not used there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
-    is_made_of_them = has_its_norms and shape.lora is None
+    has_plain_attention = shape.linear_attention is None and not shape.attention_output_gate
+    is_made_of_them = has_its_norms and shape.lora is None and has_plain_attention
     return has_parts and is_made_of_them and dtype is not torch.float32
 
 
@@ -309,10 +322,15 @@ def layer_spec(
     """Make the spec of the decoder layers of this rank's pipeline stage."""
     has_engine = use_transformer_engine(shape, config.params_dtype)
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
-    spec = _layer_module(parts, shape, PackedLayer, PackedAttention)
-    specs = [spec] * get_num_layers_to_build(config)
+    first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
+    shapes = [shape.of_layer(first + index + 1) for index in range(count)]
+    modules = {
+        of_layer: _layer_module(parts, of_layer, PackedLayer, PackedAttention)
+        for of_layer in dict.fromkeys(shapes)
+    }
+    specs = [modules[of_layer] for of_layer in shapes]
     if is_last_stage:
-        specs[-1] = _layer_module(parts, shape, LastLayer, LastTokenAttention)
+        specs[-1] = _layer_module(parts, shapes[-1], LastLayer, LastTokenAttention)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.other_norm)
 
 
@@ -350,15 +368,7 @@ def _query_key_norms(parts: _Parts, shape: ModelShape) -> tuple[Any, Any]:
 def _layer_module(
     parts: _Parts, shape: ModelShape, layer: type, core_attention: type
 ) -> ModuleSpec:
-    query_norm, key_norm = _query_key_norms(parts, shape)
     add = _residual_add(shape.residual_multiplier)
-    attention = SelfAttentionSubmodules(
-        linear_qkv=parts.norm_linear,
-        core_attention=partial(core_attention, shape=shape),
-        linear_proj=parts.row_linear,
-        q_layernorm=query_norm,
-        k_layernorm=key_norm,
-    )
     mlp = MLPSubmodules(
         linear_fc1=parts.norm_linear,
         linear_fc2=parts.row_linear,
@@ -367,11 +377,7 @@ def _layer_module(
     mlp_norm, key_map = parts.mlp_norm(shape)
     submodules = TransformerLayerSubmodules(
         input_layernorm=parts.norm,
-        self_attention=ModuleSpec(
-            module=SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=attention,
-        ),
+        self_attention=_attention_module(parts, shape, core_attention),
         self_attn_bda=add,
         pre_mlp_layernorm=mlp_norm,
         mlp=mlp_spec(mlp) if shape.experts is None else _expert_mlp(shape),
@@ -380,6 +386,26 @@ def _layer_module(
     )
     options = {"residual_multiplier": shape.residual_multiplier}
     return ModuleSpec(module=layer, params=options, submodules=submodules)
+
+
+def _attention_module(parts: _Parts, shape: ModelShape, core_attention: type) -> ModuleSpec:
+    if shape.linear_attention is not None:
+        options = {
+            "shape": shape.linear_attention,
+            "linears": (parts.norm_linear, parts.row_linear),
+            "reads_rows": core_attention is LastTokenAttention,
+        }
+        return ModuleSpec(module=GatedDeltaNet, params=options)
+    query_norm, key_norm = _query_key_norms(parts, shape)
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=parts.norm_linear,
+        core_attention=partial(core_attention, shape=shape),
+        linear_proj=parts.row_linear,
+        q_layernorm=query_norm,
+        k_layernorm=key_norm,
+    )
+    options = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(module=SelfAttention, params=options, submodules=submodules)
 
 
 def _expert_mlp(shape: ModelShape) -> type:

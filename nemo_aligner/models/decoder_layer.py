@@ -15,7 +15,9 @@ from nemo_aligner.cpu import kernels
 from nemo_aligner.cpu.products import MOST_ROWS
 from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.layers import SequenceParallelRMSNorm, learns
+from nemo_aligner.models.linear_attention import GatedDeltaNet
 from nemo_aligner.models.pack_context import Balance, PackContext
+from nemo_aligner.models.pointwise.eager import by_whole_rows
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 
 
@@ -100,8 +102,19 @@ class PackedLayer(TransformerLayer):
     def _attend_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
         """Compute attention of normed hidden states, with gradients -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
-        core = attention.core_attention
         mixed, _ = attention.linear_qkv(normed, context=context)
+        if isinstance(attention, GatedDeltaNet):
+            return attention.attend(mixed, context)
+        attended = self._attend_to_keys(mixed, context)
+        if self.config.attention_output_gate:
+            gate = self._split_groups(mixed)[1].flatten(2)
+            attended = attended * self._select_attended(gate, context).sigmoid()
+        return attended
+
+    def _attend_to_keys(self, mixed: Tensor, context: PackContext) -> Tensor:
+        """Attend in training as megatron-core's attention does, without an output gate."""
+        attention = self.self_attention
+        core = attention.core_attention
         if self._splits_and_rotates and not isinstance(self.mlp, MixtureOfExperts):
             heads = self._split_and_rotate(mixed, context)
             attend = partial(core.attend, context=context)
@@ -116,22 +129,38 @@ class PackedLayer(TransformerLayer):
         """Split the output of linear_qkv into heads, as megatron-core's SelfAttention does.
 
         Args:
-            mixed: ``[T, 1, groups * (repeats + 2) * c]``: for each group the channels of its query
-                heads, of its key and of its value.
+            mixed: as in ``_split_groups``.
 
         Returns:
             Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, normed if the model
             norms queries and keys, but before RoPE.
         """
         attention = self.self_attention
-        channels = attention.hidden_size_per_attention_head
-        grouped = mixed.view(*mixed.shape[:-1], attention.num_query_groups_per_partition, -1)
-        widths = [grouped.size(-1) - 2 * channels, channels, channels]
-        query, key, value = torch.split(grouped, widths, dim=-1)
-        query = query.reshape(*query.shape[:2], -1, channels)
+        query, _, key, value = self._split_groups(mixed)
+        query = query.reshape(*query.shape[:2], -1, attention.hidden_size_per_attention_head)
         if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
             query, key = attention.q_layernorm(query), attention.k_layernorm(key)
         return query, key, value
+
+    def _split_groups(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Split what linear_qkv returns into queries, output gates, keys and values.
+
+        Args:
+            mixed: ``[T, 1, groups * (repeats + 2) * c]``: for each group the channels of its query
+                heads, of its key and of its value. With output gates the group has ``2 * repeats +
+                2`` heads: the gates come behind the queries.
+
+        Returns:
+            Views ``[T, 1, groups, repeats * c]`` of queries and gates, which have no channels in a
+            model without, and ``[T, 1, groups, c]`` of keys and values.
+        """
+        attention = self.self_attention
+        channels = attention.hidden_size_per_attention_head
+        grouped = mixed.view(*mixed.shape[:-1], attention.num_query_groups_per_partition, -1)
+        width = grouped.size(-1) - 2 * channels
+        gates = width // 2 if self.config.attention_output_gate else 0
+        query, gate, key, value = grouped.split([width - gates, gates, channels, channels], dim=-1)
+        return query, gate, key, value
 
     @property
     def _splits_and_rotates(self) -> bool:
@@ -141,7 +170,8 @@ class PackedLayer(TransformerLayer):
         """
         has_rope = self.self_attention.core_attention.rotation is not None
         has_kernel = self.pointwise.split_and_rotate is not None
-        return has_kernel and has_rope and not self.config.qk_layernorm
+        is_plain = not (self.config.qk_layernorm or self.config.attention_output_gate)
+        return has_kernel and has_rope and is_plain
 
     def _split_and_rotate(
         self, mixed: Tensor, context: PackContext
@@ -201,20 +231,41 @@ class PackedLayer(TransformerLayer):
         return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
 
     def _attend(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute attention from linear_qkv's output, for inference -> ``[T, 1, heads * c]``."""
+        """Compute attention from linear_qkv's output, for inference -> ``[T, 1, heads * c]``.
+
+        ``_split_groups`` describes that output.
+        """
         attention = self.self_attention
+        if isinstance(attention, GatedDeltaNet):
+            return attention.attend(mixed, context)
         core = attention.core_attention
         if mixed.is_cuda and self._splits_and_rotates:
             return core.attend(*self._split_and_rotate(mixed, context), context)
         groups = attention.num_query_groups_per_partition
         grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
         joined, value = grouped[:, :, :-1], grouped[:, :, -1]
+        gate = None
+        if self.config.attention_output_gate:
+            repeats = joined.size(2) // 2
+            gate = joined[:, :, repeats:-1]
+            joined = torch.cat([joined[:, :, :repeats], joined[:, :, -1:]], dim=2)
         if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
             query, key = joined[:, :, :-1], joined[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             joined = torch.cat(normed, dim=2)
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
-        return infer(joined, value, context)
+        attended = infer(joined, value, context)
+        if gate is not None:
+            # A copy first, as the view's memory would order the elements among threads.
+            gate = self._select_attended(gate, context).flatten(1).unsqueeze(1).contiguous()
+            is_cpu = gate.is_cpu
+            factors = by_whole_rows(torch.sigmoid, gate) if is_cpu else gate.sigmoid()
+            attended = attended * factors
+        return attended
+
+    def _select_attended(self, rows: Tensor, context: PackContext) -> Tensor:
+        """Select the rows of ``[T, ...]`` that this layer's attention returns."""
+        return rows
 
     def _select_rows(self, hidden: Tensor, context: PackContext) -> Tensor:
         """Return the rows of the residual stream that the rest of the layer computes."""
@@ -230,6 +281,9 @@ class LastLayer(PackedLayer):
 
     def _balance(self, context: PackContext) -> Balance:
         return context.balance_of_read_rows
+
+    def _select_attended(self, rows: Tensor, context: PackContext) -> Tensor:
+        return rows[context.read_rows]
 
     def _select_rows(self, hidden: Tensor, context: PackContext) -> Tensor:
         rows = context.read_rows

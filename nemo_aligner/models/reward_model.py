@@ -45,6 +45,7 @@ from nemo_aligner.models.cuda_graphs import (
     why_not_graphed_in_training,
 )
 from nemo_aligner.models.fixed_sizes import round_up_rows
+from nemo_aligner.models.gated_delta import ChunkTree
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     learns,
@@ -77,6 +78,7 @@ class GPTRewardModel(GPTModel):
     Attributes:
         length_dependent_rope: the method of ``ModelShape``, by which the packer tells which
             sequences may share a prefix.
+        has_states: some layers have linear attention, whose states the prefix cache cannot store.
         graphs: CUDA graphs that packs run by, see ``use_cuda_graphs``; None without graphs.
         smallest_chunk: fewest rows of a batch invariant matmul on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
@@ -116,6 +118,8 @@ class GPTRewardModel(GPTModel):
         self.length_dependent_rope = shape.length_dependent_rope
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
+        self._linear_attention = shape.linear_attention
+        self.has_states = shape.linear_attention is not None
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Round the factor to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
@@ -238,7 +242,11 @@ class GPTRewardModel(GPTModel):
             tokens = batch.num_own_tokens - batch.num_own_filled
             balance = Balance(records, tokens, self._losses_per_record)
             balance_of_rows = replace(balance, tokens=len(rows))
-        return PackContext(segments, read_rows, balance, balance_of_rows, keys)
+        chunks = None
+        if self._linear_attention is not None:
+            taps = self._linear_attention.conv_kernel - 1
+            chunks = ChunkTree.of(segments.lengths, segments.prefixes, taps, read_rows.device)
+        return PackContext(segments, read_rows, balance, balance_of_rows, keys, chunks=chunks)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
         """Return which of this rank's rows the head reads, and how many rows all ranks read."""

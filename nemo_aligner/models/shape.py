@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nemo_aligner.config.common import (
@@ -23,19 +23,19 @@ from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
 from nemo_aligner.models.layer_shape import (
     ExpertShape,
     Frequency,
+    LinearAttentionShape,
     LongRope,
     QueryScaling,
     RopeScaling,
     YarnScaling,
     check_longer,
+    check_supported,
     is_in,
-    read_experts,
     read_frequency,
+    read_layer,
     read_longrope,
     read_query_scaling,
     read_rope_scaling,
-    read_window,
-    read_window_pattern,
     read_yarn,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
@@ -43,31 +43,6 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 # The decoder: its keys in ``model_config.yaml``, and ``ModelShape``.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-# Supported values of each key. The first value is the default if the config lacks the key.
-_SUPPORTED = {
-    "normalization": ("rmsnorm", "layernorm1p"),
-    "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
-    "position_embedding_type": ("rope", "yarn", "longrope"),
-    "bias": (False,),
-    **dict.fromkeys(
-        (
-            "qkv_bias",
-            "qk_layernorm",
-            "qk_layernorm_across_heads",
-            "post_layernorms",
-            "apply_embedding_scaling",
-            "layernorm_zero_centered_gamma",
-            "scale_positional_embedding",
-            "share_embeddings_and_output_weights",
-        ),
-        (False, True, None),
-    ),
-    "pre_layernorms": (True, False, None),
-    "transformer_block_type": ("pre_ln",),
-    "rotary_interleaved": (False, None),
-    "window_pattern": ("all", "alternate", None),
-    "moe_num_experts": (None, 0),
-}
 
 # Fields that were added later. Checkpoints written before that lack them, and have these values.
 _NAMED_LATER = {
@@ -75,6 +50,7 @@ _NAMED_LATER = {
     "pre_layernorms": True,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
+    "attention_output_gate": False,
 }
 
 
@@ -109,8 +85,14 @@ class ModelShape:
             without RoPE and 0 for each with it.
         attn_logit_softcapping: c of ``c * tanh(score / c)``; None is no cap.
         query_pre_attn_scalar: scores are divided by its square root; None is ``kv_channels``.
+        attention_output_gate: attention's output is multiplied by the sigmoid of a projection.
         experts: experts of a mixture-of-experts model; None is an MLP of ``ffn_hidden_size`` a
             layer.
+        linear_attention: sizes of the linear attention that some layers have instead of attention;
+            None if no layer has it.
+        linear_attention_freq: layers with attention: every N-th one; or a list with a 0 for each
+            layer with attention and a 1 for each layer with linear attention; None if all layers
+            have linear attention.
         lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
     """
@@ -152,7 +134,10 @@ class ModelShape:
     window_attn_skip_freq: Frequency
     attn_logit_softcapping: float | None
     query_pre_attn_scalar: float | None
+    attention_output_gate: bool = False
     experts: ExpertShape | None = None
+    linear_attention: LinearAttentionShape | None = None
+    linear_attention_freq: Frequency = None
     lora: LoraShape | None = None
     head: HeadShape | None = None
 
@@ -177,13 +162,7 @@ class ModelShape:
         missing = [key for key in (*_REQUIRED, "vocab_size") if config.get(key) is None]
         if missing:
             raise CheckpointError(f"model_config.yaml: it lacks {', '.join(missing)}")
-        for key, values in _SUPPORTED.items():
-            value = config.get(key, values[0])
-            if value not in values:
-                expected = " or ".join(str(item) for item in values)
-                raise CheckpointError(
-                    f"model_config.yaml: {key}: got {shown(value)}, wanted {expected}"
-                )
+        check_supported(config)
         heads = count_of_config(config, "num_attention_heads")
         hidden = count_of_config(config, "hidden_size")
         groups = count_of_config(config, "num_query_groups", heads)
@@ -221,7 +200,7 @@ class ModelShape:
             dynamic_rope_factor=optional_number_of_config(config, "dynamic_rope_factor"),
             query_scaling=read_query_scaling(config),
             no_rope_freq=read_frequency(config, "no_rope_freq"),
-            **_read_layer(config),
+            **read_layer(config),
             lora=read_lora(config),
             head=read_head_shape(config),
         )
@@ -269,6 +248,22 @@ class ModelShape:
         check_longer(tokens, until, self.longrope, any(scalings))
         return 1 if self.longrope is not None else tokens
 
+    @property
+    def is_uniform(self) -> bool:
+        """True if all layers have the same modules, so that archives stack their tensors."""
+        return self.linear_attention is None
+
+    def of_layer(self, layer_number: int) -> ModelShape:
+        """Return the shape of a model with the modules of layer 1 to ``num_layers`` in each layer.
+
+        The windows and RoPE of layers may still differ.
+        """
+        if self.is_uniform:
+            return self
+        is_full = is_in(self.linear_attention_freq, layer_number, 0)
+        linear = None if is_full else self.linear_attention
+        return replace(self, linear_attention=linear, linear_attention_freq=None)
+
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.
 
@@ -276,6 +271,8 @@ class ModelShape:
             ConfigError: the layout does not. The message says what a setting should divide.
         """
         key = "model.tensor_model_parallel_size"
+        if self.linear_attention is not None:
+            self.linear_attention.check_fits(tp)
         if self.experts is not None:
             self.experts.check_fits(tp, ep)
         elif ep > 1:
@@ -309,21 +306,31 @@ class ModelShape:
 
     def num_parameters(self) -> int:
         """Count the parameters of backbone and embedding table, without vocabulary padding."""
-        layers = self.num_layers * sum(self.layer_parameters())
+        numbers = range(1, self.num_layers + 1)
+        layers = sum(sum(self.of_layer(number).layer_parameters()) for number in numbers)
         return layers + self.norm_parameters(self.hidden_size) + self.hidden_size * self.vocab_size
 
     def layer_parameters(self) -> tuple[int, int]:
-        """Count a layer's parameters: those that TP shards, and those that all ranks replicate."""
-        biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        """Count a layer's parameters: those that TP shards, and those that all ranks replicate.
+
+        This shape must be the one that ``of_layer`` returns for that layer.
+        """
         places = 2 * self.pre_layernorms + 2 * self.post_layernorms
         norms = places * self.norm_parameters(self.hidden_size)
-        if self.qk_layernorm:
-            norms += sum(map(self.norm_parameters, self.qk_norm_widths()))
-        split = self._attention_parameters() + self.qkv_bias * biases
+        split, replicated = self._mixer_parameters()
         if self.experts is None:
-            return split + self._mlp_matrices * self.hidden_size * self.ffn_hidden_size, norms
-        *parts, replicated = self.experts.parameters(self.hidden_size, self._mlp_matrices)
-        return split + sum(parts), norms + replicated
+            mlp = self._mlp_matrices * self.hidden_size * self.ffn_hidden_size
+            return split + mlp, norms + replicated
+        *parts, routers = self.experts.parameters(self.hidden_size, self._mlp_matrices)
+        return split + sum(parts), norms + replicated + routers
+
+    def _mixer_parameters(self) -> tuple[int, int]:
+        """Count ``layer_parameters`` of attention or linear attention alone."""
+        if self.linear_attention is not None:
+            return self.linear_attention.parameters(self.hidden_size)
+        biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        norms = sum(map(self.norm_parameters, self.qk_norm_widths())) if self.qk_layernorm else 0
+        return self._attention_parameters() + self.qkv_bias * biases, norms
 
     def qk_norm_widths(self) -> tuple[int, int]:
         """Return how many channels a norm of queries and one of keys has, over all TP ranks."""
@@ -342,11 +349,14 @@ class ModelShape:
         """Return attention's FLOPs for a query and a key, relative to a token's linear layers.
 
         The ratio is two multiply-adds per channel of every head, divided by one for each parameter
-        that a token goes through. For models with windows it is an upper bound.
+        that a token goes through. For models with windows it is an upper bound. Layers with linear
+        attention have no such pairs.
         """
         width = self.ffn_hidden_size if self.experts is None else self.experts.active_width
         linear = self._attention_parameters() + self._mlp_matrices * self.hidden_size * width
-        return 2 * self.num_attention_heads * self.kv_channels / linear
+        numbers = range(1, self.num_layers + 1)
+        full = sum(self.of_layer(number).linear_attention is None for number in numbers)
+        return full / self.num_layers * 2 * self.num_attention_heads * self.kv_channels / linear
 
     @property
     def _mlp_matrices(self) -> int:
@@ -356,40 +366,7 @@ class ModelShape:
         """Count the parameters of the weight matrices of a layer's attention."""
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
-        return self.hidden_size * (2 * heads + 2 * groups)
-
-
-def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of ``ModelShape`` that describe a layer's modules."""
-    normalization = config.get("normalization", "rmsnorm")
-    window = read_window(config.get("window_size"))
-    return {
-        "activation": config.get("activation", "swiglu").removeprefix("fast-"),
-        "normalization": normalization,
-        "layernorm_zero_centered_gamma": normalization == "layernorm1p"
-        or bool(config.get("layernorm_zero_centered_gamma")),
-        "qkv_bias": bool(config.get("qkv_bias")),
-        "qk_layernorm": bool(config.get("qk_layernorm")),
-        "qk_layernorm_across_heads": bool(config.get("qk_layernorm_across_heads")),
-        "zero_query_groups": _read_zero_groups(config),
-        "pre_layernorms": config.get("pre_layernorms") is not False,
-        "post_layernorms": bool(config.get("post_layernorms")),
-        "apply_embedding_scaling": bool(config.get("apply_embedding_scaling")),
-        "embedding_multiplier": number_of_config(config, "embedding_multiplier", 1.0),
-        "residual_multiplier": number_of_config(config, "residual_multiplier", 1.0),
-        "window_size": window,
-        **read_window_pattern(config, window),
-        "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
-        "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
-        "experts": read_experts(config),
-    }
-
-
-def _read_zero_groups(config: Mapping[str, Any]) -> int:
-    value = config.get("zero_query_groups") or 0
-    largest = count_of_config(config, "num_query_groups", config["num_attention_heads"]) - 1
-    expected = f"a whole number from 0 to {largest}, fewer than the query groups"
-    return read_count(value, "model_config.yaml: zero_query_groups", expected, 0, largest)
+        return self.hidden_size * ((2 + self.attention_output_gate) * heads + 2 * groups)
 
 
 # The reward head, if it is more than one matrix.

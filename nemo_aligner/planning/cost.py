@@ -20,6 +20,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import LayoutSizes
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS, LinearAttentionShape
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
@@ -174,6 +175,18 @@ def widths(shape: ModelShape) -> tuple[int, int, int, int]:
     )
 
 
+def mixer_widths(shape: ModelShape) -> tuple[int, int]:
+    """Return the outputs of a layer's first projection, and the inputs of its second one.
+
+    Args:
+        shape: ``ModelShape.of_layer`` of a layer with attention or linear attention.
+    """
+    if shape.linear_attention is not None:
+        return shape.linear_attention.projection_width, shape.linear_attention.value_width
+    _, _, q, kv = widths(shape)
+    return (1 + shape.attention_output_gate) * q + 2 * kv, q
+
+
 def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
     """Return the layers of a pipeline stage; layers are counted from 0 over the whole model."""
     num_layers = shape.num_layers // plan.pp
@@ -207,19 +220,24 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
     With LoRA, only the adapters and the head are trained.
     """
     layers = stage_layers(shape, plan, stage)
-    adapters = len(layers) * _adapter_size(shape, plan)
+    adapters = sum(_adapter_size(shape.of_layer(layer + 1), plan) for layer in layers)
     if trainable and shape.lora is not None:
         return adapters + (head_size(shape, plan) if stage == plan.pp - 1 else 0)
     frozen = plan.freeze_layers if trainable else 0
-    split, replicated = shape.layer_parameters()
-    experts = _experts_of_layer(shape)
-    layer = (split - experts) // plan.tp + experts // (plan.tp * plan.ep) + replicated
-    count = layer * sum(index >= frozen for index in layers) + adapters
+    sizes = (_layer_size(shape.of_layer(layer + 1), plan) for layer in layers if layer >= frozen)
+    count = sum(sizes) + adapters
     if stage == 0 and not frozen:
         count += embedding_size(shape, plan)
     if stage == plan.pp - 1:
         count += shape.norm_parameters(shape.hidden_size) + head_size(shape, plan)
     return count
+
+
+def _layer_size(shape: ModelShape, plan: Plan) -> int:
+    """Count a layer's parameters on a rank, without adapters."""
+    split, replicated = shape.layer_parameters()
+    experts = _experts_of_layer(shape)
+    return (split - experts) // plan.tp + experts // (plan.tp * plan.ep) + replicated
 
 
 def _experts_of_layer(shape: ModelShape) -> int:
@@ -270,12 +288,13 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     """
     if shape.lora is None:
         return {}
-    h, f, q, kv = widths(shape)
+    h, f, _, _ = widths(shape)
+    outputs, inputs = mixer_widths(shape.of_layer(layer + 1))
     f = f if shape.experts is None else shape.experts.width
     fc1_outputs = (2 if shape.is_gated else 1) * f
     all_widths = {
-        "linear_qkv": (h, q + 2 * kv),
-        "linear_proj": (q, h),
+        "linear_qkv": (h, outputs),
+        "linear_proj": (inputs, h),
         "linear_fc1": (h, fc1_outputs),
         "linear_fc2": (f, h),
     }
@@ -335,22 +354,38 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
     """Count the FLOPs of a layer's forward pass for one pack.
 
     Returns:
-        The FLOPs of the linear layers, and those of attention's two matmuls.
+        The FLOPs of the linear layers, and those of attention's matmuls.
     """
-    h, _, q, kv = widths(shape)
+    h, _, q, _ = widths(shape)
+    outputs, inputs = mixer_widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
     mlp = (3 if shape.is_gated else 2) * h * mlp_width(shape)
     if shape.experts is not None:
         mlp += h * shape.experts.count
-    linear = 2.0 * packs.tokens * h * (q + 2 * kv) + 2.0 * rows * (q * h + mlp)
+    linear = 2.0 * packs.tokens * h * outputs + 2.0 * rows * (inputs * h + mlp)
+    if shape.linear_attention is not None:
+        return linear, packs.tokens * _linear_attention_flops(shape.linear_attention)
     return linear, 4.0 * packs.tokens * packs.keys * q
+
+
+def _linear_attention_flops(linear: LinearAttentionShape) -> float:
+    """FLOPs of a token in the chunks of the gated delta rule (``models/gated_delta.py``).
+
+    They are two products of each key head in the chunk, half a square for the triangular system,
+    the values that a token reads in the chunk, and three products with the state.
+    """
+    k, v = linear.key_head_dim, linear.value_head_dim
+    in_chunk = 4.0 * CHUNK_TOKENS * linear.num_key_heads * k
+    of_values = CHUNK_TOKENS * (k + v) + 2.0 * CHUNK_TOKENS * v + 6.0 * k * v
+    return in_chunk + linear.num_value_heads * of_values
 
 
 def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Count the FLOPs of the forward pass of a layer's LoRA adapters for one pack."""
     rank = 0 if shape.lora is None else shape.lora.rank
-    all_widths, read_by_all = adapter_widths(shape, -1), adapter_widths(shape, layer)
+    read_by_all = adapter_widths(shape, layer)
+    all_widths = adapter_widths(shape.of_layer(layer + 1), -1)
     packs = plan.packs
     return sum(
         2.0
@@ -379,7 +414,8 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
     """
     forward = backward = recomputed = 0.0
     for layer in stage_layers(shape, plan, stage):
-        linear, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
+        of_layer = shape.of_layer(layer + 1)
+        linear, attention = _layer_flops(of_layer, plan, last=layer == shape.num_layers - 1)
         adapters = _adapter_flops(shape, plan, layer)
         forward += linear + attention + adapters
         if not has_backward(plan, stage, layer):
@@ -389,7 +425,7 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
         backward += linear * (2 if is_trained else 1) + 2 * (attention + adapters)
         if is_recomputed(shape, plan, layer):
             recomputed += linear + attention + adapters
-        elif plan.recompute is Recompute.selective:
+        elif plan.recompute is Recompute.selective or of_layer.linear_attention is not None:
             recomputed += attention
     return Flops(forward, backward, recomputed)
 
@@ -401,9 +437,13 @@ def stage_attention_flops(shape: ModelShape, plan: Plan, stage: int) -> float:
     """
     total = 0.0
     for layer in stage_layers(shape, plan, stage):
-        _, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
+        of_layer = shape.of_layer(layer + 1)
+        _, attention = _layer_flops(of_layer, plan, last=layer == shape.num_layers - 1)
         passes = 3 if has_backward(plan, stage, layer) else 1
-        is_repeated = is_recomputed(shape, plan, layer) or plan.recompute is Recompute.selective
+        is_selective = (
+            plan.recompute is Recompute.selective or of_layer.linear_attention is not None
+        )
+        is_repeated = is_recomputed(shape, plan, layer) or is_selective
         total += attention * (passes + (is_repeated and passes == 3))
     return total
 

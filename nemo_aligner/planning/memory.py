@@ -15,6 +15,7 @@ from functools import partial
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import (
     FP32_BYTES,
@@ -25,6 +26,7 @@ from nemo_aligner.planning.cost import (
     head_size,
     is_recomputed,
     keeps_input,
+    mixer_widths,
     mlp_width,
     optimizer_parameters,
     parameters,
@@ -164,6 +166,10 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     - with norms of queries and keys: the queries q, and the projection q + 2 kv before it is split;
       fused kernels keep contiguous copies of queries and keys, q + kv, instead
     - with norms on the outputs of attention and MLP: the inputs of these norms, h each
+    - with output gates of attention: the gates' projection, their sigmoids and the gated output,
+      q each
+    - with linear attention instead of attention: its first projection, and the input of its second
+      one; the rest is recomputed
     - with LoRA: the input of each linear layer that has an adapter, and the r outputs of A
 
     In fp32 it keeps one statistic of each norm and the log-sum-exp of every head. After attention,
@@ -182,33 +188,54 @@ def _unrecomputed_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> floa
     of a sequence, shared by all layers), and the scores of a block of queries (``transient``, at
     most 256 MiB in fp32).
     """
-    h, f, q, kv = widths(shape)
+    shape = shape.of_layer(layer + 1)
+    h, f, _, _ = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
     is_last = layer == shape.num_layers - 1
     keeps = partial(keeps_input, shape, plan, layer)
     places = 1 if is_last else 2
     norms = places * shape.pre_layernorms
     inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1") and _reads_norm(shape))
-    heads, inner = shape.num_attention_heads, 2 * q + _key_width(shape, plan)
-    is_selective = plan.recompute is Recompute.selective
-    if is_selective:
-        output = q if keeps("linear_proj") and not is_last else 0
-        heads, inner = 0, _projection_width(shape, plan) + output
+    heads, inner = _kept_of_mixer(shape, plan, layer)
     if not is_last and shape.experts is None:
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
     elif not is_last:
         inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
-    if shape.qk_layernorm:
-        # With selective recomputation, ``_projection_width`` includes the unsplit projection.
-        inner += q + kv if is_selective or plan.fused_kernels else 2 * q + 2 * kv
-        per_head = shape.num_attention_heads + shape.num_query_groups
-        heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     split = plan.tp if plan.sequence_parallel else 1
     states = ((norms + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
         states += places * (h * size + FP32_BYTES) / split
     states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
     return states + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _kept_of_mixer(shape: ModelShape, plan: Plan, layer: int) -> tuple[float, float]:
+    """Count what ``_unrecomputed_layer_bytes`` says of attention, or linear attention.
+
+    Args:
+        shape: ``of_layer`` of the layer.
+
+    Returns:
+        Numbers per token in fp32, and in the precision of training.
+    """
+    _, _, q, kv = widths(shape)
+    is_last = layer == shape.num_layers - 1
+    is_output_kept = keeps_input(shape, plan, layer, "linear_proj") and not is_last
+    if shape.linear_attention is not None:
+        projected, attended = mixer_widths(shape)
+        return 0, projected + is_output_kept * attended
+    heads, inner = float(shape.num_attention_heads), 2 * q + _key_width(shape, plan)
+    is_selective = plan.recompute is Recompute.selective
+    if is_selective:
+        heads, inner = 0, _projection_width(shape, plan) + is_output_kept * q
+    if shape.attention_output_gate:
+        inner += (not plan.fused_kernels) * q + (not is_last) * q + is_output_kept * q
+    if shape.qk_layernorm:
+        # With selective recomputation, ``_projection_width`` includes the unsplit projection.
+        inner += q + kv if is_selective or plan.fused_kernels else 2 * q + 2 * kv
+        per_head = shape.num_attention_heads + shape.num_query_groups
+        heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
+    return heads, inner
 
 
 def _low_rank_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
@@ -312,6 +339,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     for layer in reversed(trained):
         is_last = layer == shape.num_layers - 1
         in_layer = _in_last_layer(shape, plan) if is_last else _in_mlp(shape, plan, layer)
+        in_layer = max(in_layer, _in_linear_attention(shape, plan, layer))
         # The activations of an offloaded layer return to the GPU during the backward pass of the
         # layer above it.
         near = [index for index in trained if index in (layer - 1, layer)]
@@ -326,6 +354,25 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
         moments.append(gradient - kept_bytes)
     buffer = tokens * shape.hidden_size * size if plan.sequence_parallel else 0.0
     return buffer + max(moments)
+
+
+def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Bytes in addition to kept activations in the backward pass of a layer's linear attention.
+
+    All that the gated delta rule computes of a pack exists then, in fp32: for each token the
+    projections, before and after the convolution; for each value head four rows of a chunk's
+    squares, and two of them for each key head; keys and values in several forms; and two states
+    for each chunk.
+    """
+    linear = shape.of_layer(layer + 1).linear_attention
+    if linear is None:
+        return 0.0
+    k, v, heads = linear.key_head_dim, linear.value_head_dim, linear.num_value_heads
+    overlap = 1 + (linear.conv_kernel - 1) / CHUNK_TOKENS
+    elements = overlap * linear.projection_width + 2 * linear.conv_width + 6 * linear.value_width
+    elements += CHUNK_TOKENS * (4 * heads + 2 * linear.num_key_heads)
+    elements += heads * (5 * k + 2 * k * v / CHUNK_TOKENS) + 2 * linear.num_key_heads * k
+    return plan.tokens * (FP32_BYTES * elements / plan.tp + _state(shape, plan))
 
 
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:

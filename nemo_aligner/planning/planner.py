@@ -138,7 +138,8 @@ class Planner:
         """Yield all sizes of tensor, context and pipeline parallelism to try, as ``(t, c, p)``."""
         layers = self.shape.num_layers
         contexts = [1]
-        while self.length >= 2 * _LEAST_CHUNK * 2 * contexts[-1]:
+        can_split = self.shape.linear_attention is None
+        while can_split and self.length >= 2 * _LEAST_CHUNK * 2 * contexts[-1]:
             contexts.append(2 * contexts[-1])
         stages = [pp for pp in range(1, layers + 1) if layers % pp == 0]
         return product(range(1, self.machine.ranks_per_node + 1), contexts, stages)

@@ -49,7 +49,7 @@ class Case:
         like: the case whose run of one process is the reference; "" is this case itself.
         stops: it stops after PART steps and resumes.
         base: the base model, a file of the inputs. "wide" has three query groups, and at TP=2 a
-            fourth one of zeros; "experts" is a mixture-of-experts model.
+            fourth one of zeros; "experts" is a mixture-of-experts model; "hybrid" has states.
         evaluated: the data on which the model of one process is evaluated afterwards, if any.
         rtol: relative tolerance of losses and gradient norms. Where it is above EXACT (see
             test_layouts.py), metrics and rewards are not compared.
@@ -134,6 +134,8 @@ CASES = {
         base="experts",
         rtol=1e-6,
     ),
+    "hybrid": Case(base="hybrid", stops=True),
+    "hybrid_lora": Case(LORA, base="hybrid", stops=True),
     "frozen": Case(FROZEN, stops=True),
     "fp16": Case((*FROZEN, "trainer.precision=fp16"), stops=True, evaluated="pairs", rtol=1e-3),
 }
@@ -178,6 +180,7 @@ def write_inputs(folder: Path) -> None:
         "--tensor-parallel=2",
     )
     families.write_base_nemo(folder / "experts.nemo", "qwen2_moe")
+    families.write_base_nemo(folder / "hybrid.nemo", "qwen3_5")
     tiny.write_pairs(folder / "pairs.jsonl", 37)
     tiny.write_ratings(folder / "ratings.jsonl", 37, ATTRIBUTES)
     write(folder / "rankings.jsonl", *rankings(26))

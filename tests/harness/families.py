@@ -34,6 +34,13 @@ GEMMA2 = {
     "sliding_window": WINDOW,
     "attn_logit_softcapping": 2.0,
 }
+DELTA_NET = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 # Models by name, each with 4 layers and hidden size 64; the values are fields of its config.json.
 CASES: dict[str, dict[str, Any]] = {
@@ -196,6 +203,14 @@ CASES: dict[str, dict[str, Any]] = {
     "helium": {"model_type": "helium", "head_dim": 16, "tie_word_embeddings": False},
     "arcee": {"model_type": "arcee"},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA_NET},
+    "qwen3_5_untied": {
+        "model_type": "qwen3_5_text",
+        **DELTA_NET,
+        # The last layer has a state, and the stages of a pipeline have other kinds.
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        "tie_word_embeddings": False,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **EXPERTS,
@@ -293,9 +308,12 @@ def write_hf_checkpoint(folder: Path, case: str, **settings: Any) -> None:
 
 def _shift_norms(model: Any) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            if name.endswith("A_log"):
+                # Drawn as they are, states would be forgotten within a few tokens.
+                parameter.sub_(6)
 
 
 def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -46,11 +46,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
 # What is there of experts.
 MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
+# What is there of linear attention, which context parallelism does not split.
+HYBRIDS = ["qwen3_5", "qwen3_5_untied"]
 # Of tests.harness.families, one of each.
 CASES = [
     "llama3", "llama_dynamic", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",
     "smollm3_untied_window", "gemma", "gemma2", "gemma3", "nemotron", "olmo2", "granite",
-    "phi3_longrope", "glm4", "exaone4_window", *MIXTURES,
+    "phi3_longrope", "glm4", "exaone4_window", *HYBRIDS, *MIXTURES,
 ]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
@@ -187,6 +189,11 @@ def received_late(layout: ParallelLayout) -> list[bool]:
     return [torch.equal(*pair) for pair in zip(got, sent, strict=True)] if got else []
 
 
+def is_split_by(layout: Any, case: str) -> bool:
+    """Whether a case's models can have a layout, or the sizes of one."""
+    return (layout.ep == 1 or case in MIXTURES) and (layout.cp == 1 or case not in HYBRIDS)
+
+
 def main(folder: str, reward_model: str, *archives: str) -> None:
     with launch(60.0) as world:
         found: dict[str, dict[str, Any]] = {}
@@ -195,7 +202,7 @@ def main(folder: str, reward_model: str, *archives: str) -> None:
             layout = initialize_layout(**sizes)
             found[name] = {}
             for archive in map(Path, archives):
-                if layout.ep > 1 and archive.stem not in MIXTURES:
+                if not is_split_by(layout, archive.stem):
                     continue
                 got = step(archive, layout, save=Path(folder, name, archive.stem))
                 if name in IN_BF16:

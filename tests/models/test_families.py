@@ -148,7 +148,7 @@ def check_names(made: Case) -> None:
     layers = {
         f"{decoder_tensors.LAYERS}{layer}.{name}": size
         for layer in range(shape.num_layers)
-        for name, size in decoder_tensors.layer_tensors(shape).items()
+        for name, size in decoder_tensors.layer_tensors(shape.of_layer(layer + 1)).items()
     }
     assert decoder_tensors.model_tensors(shape) | layers == wanted
 
@@ -471,7 +471,7 @@ def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
         assert all(weight.main_grad.abs().max() > 0 for weight in model.decoder.parameters())
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "nemotron", "olmo2"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_5", "gemma2", "nemotron", "olmo2"])
 def test_family_with_added_query_groups_trains_alike(
     case: str, build: Any, layout: ParallelLayout
 ) -> None:

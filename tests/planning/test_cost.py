@@ -240,7 +240,22 @@ FAMILIES |= {
         "moe_shared_expert_gate": True,
     },
 }
-LONG = {"one long text": {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}}
+FAMILIES |= {
+    "linear attention": {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+    },
+}
+ONE_TEXT = {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}
+LONG = {"one long text": ONE_TEXT, "long linear attention": ONE_TEXT}
+OF_LONG = {"long linear attention": FAMILIES["linear attention"]}
 WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {
     "DP": {"dp": 2},
@@ -255,7 +270,7 @@ TWO = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
-    models = {"EP": EXPERTS} if ranks == 2 else FAMILIES
+    models = {"EP": EXPERTS} if ranks == 2 else {**FAMILIES, **OF_LONG}
     names = list(TWO) if ranks == 2 else [*ALONE, *FAMILIES, *LONG]
     jobs = [
         {

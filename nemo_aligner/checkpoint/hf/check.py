@@ -511,9 +511,12 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
     """
     _restore_buffers(model.body if isinstance(model, BodyWithHead) else model)
     for module in model.modules():
+        # Qwen3.5 reads the weight of its convolution and does not call it.
+        convolutions = [child for child in module.children() if isinstance(child, torch.nn.Conv1d)]
         stored = {
             parameter: parameter.data
-            for parameter in module.parameters(recurse=False)
+            for owner in (module, *convolutions)
+            for parameter in owner.parameters(recurse=False)
             if parameter.dtype != torch.float32
         }
         # Casting the embeddings after the look-up is exact, and avoids casting the largest matrix.

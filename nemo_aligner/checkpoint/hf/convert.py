@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX, attribute_names
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
@@ -157,7 +157,7 @@ def _convert(
     family = find_family(source.config.get("model_type"))
     config = family.to_nemo(source.config)
     single_experts = split_fused_experts(family, family.rules(config), source.tensors)
-    source = replace(source, tensors=single_experts)
+    source = _without_dropped(family, replace(source, tensors=single_experts))
     head = find_head(source, choice)
     labels = _read_labels(source, head, options.attributes)
     if head is not None and options.has_steps:
@@ -205,6 +205,20 @@ def _convert(
         output=output,
         notes=source.notes,
     )
+
+
+def _without_dropped(family: ModelFamily, source: Source) -> Source:
+    """Leave out the tensors that the family drops, and add a note about them."""
+    if not family.dropped:
+        return source
+    tensors = {
+        name: tensor
+        for name, tensor in source.tensors.items()
+        if not name.startswith(family.dropped)
+    }
+    count = len(source.tensors) - len(tensors)
+    notes = [f"dropped: {count} tensors {family.dropped}*"] if count else []
+    return replace(source, tensors=tensors, notes=(*source.notes, *notes))
 
 
 def _select_rules(
@@ -258,8 +272,10 @@ def _plan_tensors(
 
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
-        one tensor of each layer.
+        one tensor of each layer. Layers that differ have stored names of their own: all tensors are
+        in the first mapping.
     """
+    is_stacked = ModelShape.from_config(config).is_uniform
     tensors: dict[str, LazyTensor] = {}
     layers: dict[str, list[LazyTensor]] = {}
     for rule, layer in rules:
@@ -278,8 +294,8 @@ def _plan_tensors(
         # On the meta device this gives the shape and dtype of the result without reading data.
         outline = join([part.outline() for part in parts])
         tensor = LazyTensor(tuple(outline.shape), outline.dtype, read)
-        key = megatron_key(rule, layer)
-        if layer is None:
+        key = megatron_key(rule, layer, is_stacked=is_stacked)
+        if layer is None or not is_stacked:
             tensors[key] = tensor
         else:
             layers.setdefault(key, []).append(tensor)

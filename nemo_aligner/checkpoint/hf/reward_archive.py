@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, PREFIX
 from nemo_aligner.checkpoint.hf.families import family_of
 from nemo_aligner.checkpoint.hf.families.base import (
     HF_HEAD,
@@ -68,6 +68,7 @@ class RewardArchive:
         num_query_groups: number of query groups in the archive, including added groups of zeros.
         rules: rules of the decoder's tensors with their layers.
         lora: LoRA adapters in the archive; None if there are none.
+        is_stacked: a stored tensor has all layers; otherwise each layer has tensors of its own.
     """
 
     store: TensorStore
@@ -77,6 +78,7 @@ class RewardArchive:
     num_query_groups: int
     rules: list[tuple[Rule, int | None]]
     lora: LoraShape | None
+    is_stacked: bool
 
     @classmethod
     def of(cls, folder: NemoFolder) -> RewardArchive:
@@ -100,7 +102,9 @@ class RewardArchive:
         family = family_of(config)
         rules = model_rules(family, config, has_output_layer=False)
         exportable = {PREFIX + HEAD_PREFIX + name for name in head_names(folder)}
-        exportable |= {megatron_key(rule, layer) for rule, layer in rules}
+        exportable |= {
+            megatron_key(rule, layer, is_stacked=shape.is_uniform) for rule, layer in rules
+        }
         stored = folder.store.tensors
         unknown = sorted(key for key in stored.keys() - exportable if not is_of_adapter(key))
         if unknown:
@@ -109,7 +113,7 @@ class RewardArchive:
                 "no such tensor, so the archive cannot be exported"
             )
         dtype = stored[PREFIX + EMBEDDING][1]
-        return cls(folder.store, dtype, family, config, groups, rules, shape.lora)
+        return cls(folder.store, dtype, family, config, groups, rules, shape.lora, shape.is_uniform)
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
         """Split an unsharded Megatron tensor into Hugging Face's tensors.
@@ -137,7 +141,8 @@ class RewardArchive:
 
     def read(self, rule: Rule, layer: int | None) -> Tensor:
         """Read an unsharded Megatron tensor, with LoRA folded in."""
-        data = self.store.read(megatron_key(rule, layer), layer)
+        key = megatron_key(rule, layer, is_stacked=self.is_stacked)
+        data = self.store.read(key, layer if self.is_stacked else None)
         matrices = self._read_lora(rule, layer)
         if matrices is None or self.lora is None:
             return data
@@ -149,9 +154,9 @@ class RewardArchive:
         linear = rule.megatron.removesuffix(".weight")
         if self.lora is None or linear not in self.lora.linears:
             return None
-        high, low = (
-            self.store.read(f"{PREFIX}{LAYERS}{linear}.{name}", layer) for name in (LORA_B, LORA_A)
-        )
+        prefix = megatron_key(rule, layer, is_stacked=self.is_stacked).removesuffix(".weight")
+        place = layer if self.is_stacked else None
+        high, low = (self.store.read(f"{prefix}.{name}", place) for name in (LORA_B, LORA_A))
         return high, low
 
     def adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -22,6 +22,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     LAYERS,
     OUTPUT_LAYER,
     PREFIX,
+    Shapes,
     layer_tensors,
     model_tensors,
 )
@@ -386,9 +387,15 @@ def model_rules(
     ]
 
 
-def megatron_key(rule: Rule, layer: int | None) -> str:
-    """Return the stored name of a rule's tensor in an archive, where all layers share one name."""
-    return PREFIX + ("" if layer is None else LAYERS) + rule.megatron
+def megatron_key(rule: Rule, layer: int | None, *, is_stacked: bool) -> str:
+    """Return the stored name of a rule's tensor in an archive.
+
+    Args:
+        is_stacked: all layers share one name (``ModelShape.is_uniform``).
+    """
+    if layer is None:
+        return PREFIX + rule.megatron
+    return PREFIX + LAYERS + ("" if is_stacked else f"{layer}.") + rule.megatron
 
 
 def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str, tuple[int, ...]]:
@@ -398,11 +405,15 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
         config: settings of the model, without added query groups of zeros.
     """
     decoder = ModelShape.from_config(config)
-    outside, inside = model_tensors(decoder), layer_tensors(decoder)
+    outside, kinds = model_tensors(decoder), dict[ModelShape, Shapes]()
     outside[OUTPUT_LAYER] = outside[EMBEDDING]
     shapes = {}
     for rule, layer in rules:
-        size = (outside if layer is None else inside)[rule.megatron]
+        tensors = outside
+        if layer is not None:
+            of_layer = decoder.of_layer(layer + 1)
+            tensors = kinds.get(of_layer) or kinds.setdefault(of_layer, layer_tensors(of_layer))
+        size = tensors[rule.megatron]
         try:
             # On the meta device a rule's split gives the shapes without any data.
             parts = rule.split(torch.empty(size, device="meta"), config)

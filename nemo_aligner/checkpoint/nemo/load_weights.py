@@ -19,8 +19,10 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     LAYERS,
     OUTPUT_LAYER,
     PREFIX,
+    Shapes,
     layer_tensors,
     model_tensors,
+    numbered_tensors,
 )
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.weights.save import LazyTensor, load_into
@@ -69,7 +71,11 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
     A surplus weight, such as a bias, means that the checkpoint holds another kind of model.
     """
     folder.store.check_data(read=False)  # makes sure that the index agrees with the files
-    stored, outside, inside = folder.tensors, model_tensors(shape), layer_tensors(shape)
+    stored, outside, inside = folder.tensors, model_tensors(shape), Shapes()
+    if shape.is_uniform:
+        inside = layer_tensors(shape)
+    else:
+        outside |= numbered_tensors(shape)
     location = f"{folder.source}: {folder.prefix}"
     if OUTPUT_LAYER in stored:
         outside[OUTPUT_LAYER] = outside[EMBEDDING]
@@ -178,7 +184,8 @@ def lazy_decoder(
 
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
-        one tensor of each layer.
+        one tensor of each layer. Layers that differ have stored names of their own: all tensors are
+        in the first mapping.
     """
     stored, store = folder.tensors, folder.store
     lora = shape.lora
@@ -205,9 +212,15 @@ def lazy_decoder(
         )
 
     names = [*model_tensors(shape), *([OUTPUT_LAYER] if OUTPUT_LAYER in stored else [])]
-    return {PREFIX + name: outside(name) for name in names}, {
+    plain, tensors = replace(shape, lora=None), {PREFIX + name: outside(name) for name in names}
+    if not shape.is_uniform:
+        for layer in range(shape.num_layers):
+            for name in layer_tensors(plain.of_layer(layer + 1)):
+                tensors[f"{PREFIX}{LAYERS}{layer}.{name}"] = inside_folded(name, layer)
+        return tensors, {}
+    return tensors, {
         PREFIX + LAYERS + name: [inside_folded(name, layer) for layer in range(shape.num_layers)]
-        for name in layer_tensors(replace(shape, lora=None))
+        for name in layer_tensors(plain)
     }
 
 

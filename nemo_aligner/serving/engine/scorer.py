@@ -50,6 +50,7 @@ from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
+from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 # Number of tokens for which attention uses all of its code paths: see
@@ -85,7 +86,8 @@ class RewardScorer:
     rewards. Packs are split over the data parallel ranks.
 
     With a prefix cache, each data parallel replica keeps the keys and values of the
-    ``prefix_cache_tokens`` tokens that were used last. For a sample with a cached prefix, only the
+    ``prefix_cache_tokens`` tokens that were used last; models with linear attention have no prefix
+    cache. For a sample with a cached prefix, only the
     tokens after it are computed. After a call that failed on any rank, every rank must call
     ``reset_cache``.
     """
@@ -118,6 +120,13 @@ class RewardScorer:
         self.contract = contract
         self.fingerprint = fingerprint
         self.counts = TokenCounts()
+        if prefix_cache_tokens and model.has_states:
+            prefix_cache_tokens = 0
+            if is_main():
+                logger.warning(
+                    "the prefix cache is off: it does not store the states of this model's linear "
+                    "attention"
+                )
         marker = contract.reply_marker
         self._cache = PrefixCache(
             prefix_cache_tokens, layout, micro_batch_tokens, marker, model.length_dependent_rope

@@ -86,6 +86,21 @@ CASES: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0],
         },
     },
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            "model_type": "qwen3_5_text",
+            **families.DELTA_NET,
+            "rope_parameters": {
+                **MROPE,
+                "rope_type": "default",
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64},
+    },
 }
 
 
@@ -122,22 +137,23 @@ def test_decoder_in_a_multimodal_folder_is_taken(
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize(("case", "decoder"), [("gemma3", "Gemma3"), ("qwen3_5", "Qwen3_5")])
 def test_reward_model_with_vision_parts_is_exported_as_its_decoder(
-    layout: ParallelLayout, tmp_path: Path
+    case: str, decoder: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
     labels = {"num_labels": 2, "id2label": {0: "one", 1: "other"}, "problem_type": "regression"}
-    theirs = write(tmp_path / "hf", "gemma3", AutoModelForSequenceClassification, **labels)
+    theirs = write(tmp_path / "hf", case, AutoModelForSequenceClassification, **labels)
     summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
     assert summary.contract is not None
     assert summary.contract.attributes == ("one", "other")
     export(tmp_path / "rm.nemo", tmp_path / "back", layout)
     back = AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
-    assert type(back).__name__ == "Gemma3TextForSequenceClassification"
-    decoder = {
+    assert type(back).__name__ == f"{decoder}TextForSequenceClassification"
+    tensors = {
         f"model.{name}": tensor for name, tensor in theirs.model.language_model.state_dict().items()
     }
     assert_same(
-        tensors_of(tmp_path / "back"), {**decoder, "score.weight": theirs.score.weight.data}
+        tensors_of(tmp_path / "back"), {**tensors, "score.weight": theirs.score.weight.data}
     )
 
 

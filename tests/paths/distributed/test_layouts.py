@@ -82,10 +82,11 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
 ) -> None:
     """One launch trains all cases that a layout has code for; in fp16, pp2's stage 0 is frozen."""
     at = {
-        "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
-        "tp2_sp": ("onednn", "offload", "trajectories", "least_step"),
-        "pp2": ("offload", "pairs_and_ratings", "fp16", "against_length"),
+        "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups", "hybrid"),
+        "tp2_sp": ("onednn", "offload", "trajectories", "least_step", "hybrid_lora"),
+        "pp2": ("hybrid", "offload", "pairs_and_ratings", "fp16", "against_length"),
         "dp2": (
+            "hybrid",
             "onednn",
             "offload",
             "learned_ties",

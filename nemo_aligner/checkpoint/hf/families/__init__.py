@@ -38,7 +38,7 @@ from nemo_aligner.checkpoint.hf.families.llama import (
 from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
-from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, SEED_OSS
+from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
 from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
@@ -52,6 +52,7 @@ _BUILT_IN = (
     SMOLLM3,
     QWEN2,
     QWEN3,
+    QWEN3_5,
     GEMMA,
     GEMMA2,
     GEMMA3,

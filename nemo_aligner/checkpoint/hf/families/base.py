@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied
+from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied, linear_layers
 from nemo_aligner.models.layer_shape import EXPERT_COUNT
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
@@ -45,18 +45,21 @@ class Rule:
             NeMo config without added query groups.
         split: splits the Megatron tensor into the Hugging Face tensors.
         is_by_group: the first axis of the tensor is divided into query groups. It need not be set
-            for the tensors in ``_GROUP_AXES``.
+            for the tensors in ``_GROUP_AXES``; None says that the tensor has no query groups,
+            although its name is one of these.
     """
 
     megatron: str
     hf: tuple[str, ...]
     join: Join = _copy
     split: Split = _keep_unsplit
-    is_by_group: bool = False
+    is_by_group: bool | None = False
 
     @property
     def group_axis(self) -> int | None:
         """Axis of the Megatron tensor that is divided into query groups; None if there is none."""
+        if self.is_by_group is None:
+            return None
         return 0 if self.is_by_group else _GROUP_AXES.get(self.megatron)
 
 
@@ -147,6 +150,36 @@ def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
 
     def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
         return unpack_qkv(tensor, config["num_attention_heads"], config["num_query_groups"])
+
+    return Rule(megatron, (query, key, value), join, split)
+
+
+def gated_qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
+    """Build the rule for queries with output gates, keys and values.
+
+    Hugging Face has for each head its query and its gate. Megatron has for each query group its
+    queries, its gates, its key and its value.
+    """
+
+    def counts(config: Config) -> tuple[int, int, int]:
+        return config["num_attention_heads"], config["num_query_groups"], config["kv_channels"]
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        heads, groups, channels = counts(config)
+        rows = tensors[0].shape[1:]
+        by_head = tensors[0].reshape(groups, heads // groups, 2, channels, *rows)
+        queries = by_head.transpose(1, 2).reshape(groups, -1, *rows)
+        parts = (tensor.reshape(groups, -1, *rows) for tensor in tensors[1:])
+        return torch.cat([queries, *parts], dim=1).reshape(-1, *rows)
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        heads, groups, channels = counts(config)
+        rows = tensor.shape[1:]
+        width = 2 * heads // groups * channels
+        grouped = tensor.reshape(groups, -1, *rows)
+        queries, *parts = grouped.split([width, channels, channels], dim=1)
+        by_head = queries.reshape(groups, 2, heads // groups, channels, *rows).transpose(1, 2)
+        return (by_head.reshape(-1, *rows), *(part.reshape(-1, *rows) for part in parts))
 
     return Rule(megatron, (query, key, value), join, split)
 
@@ -411,7 +444,9 @@ PLAIN: Mapping[str, Any] = {
     "window_attn_skip_freq": None,
     "attn_logit_softcapping": None,
     "query_pre_attn_scalar": None,
+    "attention_output_gate": False,
     "experts": None,
+    "linear_attention": None,
 }
 ANY = object()
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
@@ -434,12 +469,14 @@ class ModelFamily:
         model: rules for the tensors outside the layers.
         layer: rules for the tensors of a layer. Their Hugging Face names lack ``layer_prefix`` and
             the layer's number.
+        linear_layer: the same for layers with linear attention.
         untied: rule for the output layer, which a model has unless it is tied to the embedding.
         made_of: fields of ``ModelShape`` in which the family's decoders differ from Llama's, with
             their values. ``ANY`` stands for any value; a function tells if a value is supported.
         gguf: how GGUF files store the family; None if llama.cpp does not support it.
         layer_prefix: prefix of a layer's tensor names, before its number.
         unused: suffixes of stored tensors that are not weights.
+        dropped: prefix of stored tensors that a reward model has no use for; "" for none.
     """
 
     name: str
@@ -447,11 +484,13 @@ class ModelFamily:
     to_hf: Callable[[Config], dict[str, Any]]
     model: tuple[Rule, ...] = MODEL
     layer: tuple[Rule, ...] = LAYER
+    linear_layer: tuple[Rule, ...] = ()
     untied: Rule = OUTPUT
     made_of: Mapping[str, Any] = field(default_factory=dict)
     gguf: GgufFormat | None = None
     layer_prefix: str = "model.layers."
     unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    dropped: str = ""
 
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
         """List all rules, with complete Hugging Face names and their layers, in the model's order.
@@ -462,12 +501,13 @@ class ModelFamily:
         Returns:
             Pairs of a rule and its layer, from 0 on; None outside the layers.
         """
+        is_linear = linear_layers(config)
         return [
             *((rule, None) for rule in self.model),
             *(
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
-                for rule in self.layer
+                for rule in (self.linear_layer if is_linear[layer] else self.layer)
                 # A family whose models may have biases always has the rule for them; ``qkv_bias``
                 # tells if this model has biases.
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]

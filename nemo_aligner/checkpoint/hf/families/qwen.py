@@ -1,13 +1,22 @@
-"""Qwen2, Qwen2.5, Qwen3, and Seed-OSS, which is a Qwen2 without windows."""
+"""Qwen2, Qwen2.5, Qwen3, Qwen3.5, and Seed-OSS, which is a Qwen2 without windows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nemo_aligner.checkpoint.hf.families import base, settings
-from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
-from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings, linear_layers
+from nemo_aligner.models import layer_shape
+from nemo_aligner.utils.errors import CheckpointError, shown
+
+Widths = Callable[[Config], tuple[tuple[int, ...], ...]]
 
 # Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
 
@@ -97,4 +106,160 @@ QWEN3 = ModelFamily(
     layer=(*base.LAYER, *base.QUERY_KEY_NORMS),
     made_of={"qk_layernorm": True, **base.ANY_WINDOW},
     gguf=GgufFormat("qwen3", layer=_GGUF_NAMES, has_classifier=True),
+)
+
+
+# Qwen3.5's text decoder: most layers are Gated DeltaNet; in the others attention has output gates.
+
+_FREQUENCY, _VARIANT = layer_shape.LINEAR_FREQUENCY, layer_shape.ATTENTION_VARIANT
+# transformers' defaults, in the order of ``LINEAR_ATTENTION_KEYS``.
+_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _qwen3_5_to_nemo(config: Config) -> dict[str, Any]:
+    reader = HfSettings(config)
+    count, interval = reader.layers(), reader.count("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        settings.LINEAR if number % interval else settings.FULL for number in range(1, count + 1)
+    ]
+    is_list = isinstance(kinds, list) and len(kinds) == count
+    if not is_list or not all(kind in (settings.LINEAR, settings.FULL) for kind in kinds):
+        raise CheckpointError(
+            f"layer_types: got {shown(kinds)}, wanted {settings.LINEAR!r} or {settings.FULL!r} for "
+            f"each of the {count} layers"
+        )
+    linear: dict[str, Any] = {}
+    if settings.LINEAR in kinds:
+        marks = [int(kind == settings.LINEAR) for kind in kinds]
+        linear = {
+            _VARIANT: layer_shape.GATED_DELTA_NET,
+            _FREQUENCY: settings.frequency(marks, 0),
+            **{key: reader.count(key, default) for key, default in _SIZES.items()},
+        }
+    return settings.decoder_to_nemo(
+        config,
+        name="qwen3_5_text",
+        head_dim=256,
+        rotated=0.25,
+        qk_layernorm=True,
+        attention_output_gate=True,
+        # Stored as gamma - 1 in archives, too: adding 1 would round a bf16 weight once more.
+        layernorm_zero_centered_gamma=True,
+        **linear,
+    )
+
+
+def _qwen3_5_to_hf(config: Config) -> dict[str, Any]:
+    kinds = [settings.LINEAR if linear else settings.FULL for linear in linear_layers(config)]
+    return settings.decoder_to_hf(
+        config,
+        "qwen3_5_text",
+        of_shape={"partial_rotary_factor": "rotary_percentage"},
+        attention_bias=False,
+        layer_types=kinds,
+        **{key: config[key] for key in _SIZES if key in config},
+    )
+
+
+def _by_key_head(megatron: str, names: tuple[str, ...], widths: Widths) -> Rule:
+    """Build the rule for tensors whose rows Megatron orders by key head.
+
+    Args:
+        names: Hugging Face's, one for each tensor.
+        widths: computes how many rows of a key head each tensor has, as nested tuples: for each
+            tensor those of the parts that it concatenates.
+    """
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        heads = config["linear_num_key_heads"]
+        parts = [
+            part.reshape(heads, -1, *part.shape[1:])
+            for tensor, sizes in zip(tensors, widths(config), strict=True)
+            for part in tensor.split([heads * size for size in sizes])
+        ]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        by_head = tensor.unflatten(0, (config["linear_num_key_heads"], -1))
+        of_tensors = widths(config)
+        parts = iter(by_head.split([size for sizes in of_tensors for size in sizes], dim=1))
+        return [torch.cat([next(parts).flatten(0, 1) for _ in sizes]) for sizes in of_tensors]
+
+    return Rule(megatron, names, join, split, is_by_group=None)
+
+
+def _conv_widths(config: Config) -> tuple[tuple[int, ...], ...]:
+    """Rows of queries, keys and values of a key head."""
+    per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    key = config["linear_key_head_dim"]
+    return ((key, key, per_key * config["linear_value_head_dim"]),)
+
+
+def _projection_widths(config: Config) -> tuple[tuple[int, ...], ...]:
+    """The same for the input projection, with output gates, write strengths and decays."""
+    per_key = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    values = per_key * config["linear_value_head_dim"]
+    return (*_conv_widths(config), (values,), (per_key,), (per_key,))
+
+
+def _conv_rule() -> Rule:
+    """Build the rule of the convolution: Hugging Face has ``[channels, 1, taps]``."""
+    rule = _by_key_head("self_attention.conv_weight", ("linear_attn.conv1d.weight",), _conv_widths)
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        return rule.join([tensor.flatten(1) for tensor in tensors], config)
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        return [part.unsqueeze(1) for part in rule.split(tensor, config)]
+
+    return replace(rule, join=join, split=split)
+
+
+_PROJECTIONS = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+_zero_centered = partial(base.norm_rule, hf_is_zero_centered=True)
+_QUERIES, _KEYS, _VALUES = (f"self_attn.{part}_proj.weight" for part in "qkv")
+
+QWEN3_5 = ModelFamily(
+    name="qwen3_5_text",
+    to_nemo=_qwen3_5_to_nemo,
+    to_hf=_qwen3_5_to_hf,
+    model=base.model_rules_with(_zero_centered),
+    layer=(
+        *base.layer_rules_with(
+            _zero_centered,
+            attention=(
+                base.gated_qkv_rule("self_attention.linear_qkv.weight", _QUERIES, _KEYS, _VALUES),
+                base.PROJECTION,
+            ),
+        ),
+        *base.query_key_norms(_zero_centered),
+    ),
+    linear_layer=base.layer_rules_with(
+        _zero_centered,
+        attention=(
+            _by_key_head("self_attention.linear_qkv.weight", _PROJECTIONS, _projection_widths),
+            _conv_rule(),
+            Rule("self_attention.a_log", ("linear_attn.A_log",)),
+            Rule("self_attention.dt_bias", ("linear_attn.dt_bias",)),
+            Rule("self_attention.norm_weight", ("linear_attn.norm.weight",)),
+            Rule(
+                "self_attention.linear_proj.weight",
+                ("linear_attn.out_proj.weight",),
+                is_by_group=None,
+            ),
+        ),
+    ),
+    made_of={
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "rotary_percentage": base.ANY,
+        "linear_attention": base.ANY,
+    },
+    dropped="mtp.",
 )

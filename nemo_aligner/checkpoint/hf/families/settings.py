@@ -435,6 +435,18 @@ def alternating_layers(layers: int) -> list[str]:
     return [FULL if layer % 2 else SLIDING for layer in range(layers)]
 
 
+LINEAR = "linear_attention"
+
+
+def linear_layers(config: Config) -> list[bool]:
+    """Tell for each layer of a NeMo config if it has linear attention."""
+    shape = ModelShape.from_config(config)
+    if shape.is_uniform:
+        return [False] * shape.num_layers
+    numbers = range(1, shape.num_layers + 1)
+    return [shape.of_layer(number).linear_attention is not None for number in numbers]
+
+
 def layer_types(config: Config) -> list[str]:
     """Return the ``layer_types`` that a NeMo config implies."""
     shape = ModelShape.from_config(config)

@@ -1,0 +1,205 @@
+"""Gated delta rule over a pack of sequences that share prefixes, by a tree of chunks.
+
+Each value head has a state ``S [k, v]``. A token with query q, key k, value v, decay g <= 0 and
+write strength beta changes it to ``S <- exp(g) S + k (beta (v - k^T exp(g) S))^T`` and reads
+``o = q^T S`` (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464). Chunks of 64 tokens are
+computed by matmuls, as in section 3.3 there; only the state passes from a chunk to the next one.
+
+A chunk begins at a multiple of 64 of its own sequence, so a token's output does not depend on the
+other sequences of the pack. Sequences that share a prefix share its whole chunks: a tree. The rows
+of a prefix behind its last whole chunk are in a chunk of every sequence that has the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS
+from nemo_aligner.utils.host_transfer import all_to_device
+
+_EPSILON = 1e-6  # of the norm of queries and keys, inside the root
+
+
+class Level(NamedTuple):
+    """Chunks at the same depth of the tree, which are numbered consecutively.
+
+    Attributes:
+        start: number of the first chunk.
+        end: number after the last chunk.
+        parents: ``[end - start]`` int64, for each chunk the place of the chunk before it in the
+            level above; it is empty in the first level.
+    """
+
+    start: int
+    end: int
+    parents: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTree:
+    """The chunks of a pack of T tokens, ordered by their depth.
+
+    Attributes:
+        rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: those
+            ``previous`` it, for a convolution, and its own; -1 where the sequence has none.
+        places: ``[T]`` int64, where each token's output lies among the ``N * 64`` of all chunks.
+        levels: from the beginnings of sequences to the end of the longest.
+    """
+
+    rows: Tensor
+    places: Tensor
+    levels: tuple[Level, ...]
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        prefixes: Sequence[int],
+        previous: int,
+        device: torch.device | str,
+    ) -> ChunkTree:
+        """Build the tree of a pack's segments (``PackedSegments.lengths`` and ``prefixes``).
+
+        Args:
+            previous: rows that a chunk reads before its own.
+        """
+        parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, previous)
+        rows = np.stack([part for parts in parts_by_level for part in parts])
+        places = np.zeros(sum(lengths), dtype=np.int64)
+        of_chunks = rows[:, previous:].reshape(-1)
+        # A row that several chunks have gets the same output in each of them.
+        places[of_chunks[of_chunks >= 0]] = np.flatnonzero(of_chunks >= 0)
+        bounds = [0, *accumulate(map(len, parts_by_level))]
+        host = [rows, places, *(np.array(parents, np.int64) for parents in parents_by_level)]
+        on_device, of_tokens, *parents = all_to_device(list(map(torch.from_numpy, host)), device)
+        levels = map(Level, bounds[:-1], bounds[1:], parents)
+        return cls(on_device, of_tokens, tuple(levels))
+
+
+def _list_chunks(
+    lengths: Sequence[int], prefixes: Sequence[int], previous: int
+) -> tuple[list[list[np.ndarray]], list[list[int]]]:
+    """List by level each chunk's rows ``[previous + 64]``, and the place of its parent."""
+    starts = [0, *accumulate(lengths)]
+    shared = set(prefixes)
+    parts: list[list[np.ndarray]] = []
+    parents: list[list[int]] = []
+    places: dict[int, int] = {}  # place in its level, by the last row of a chunk
+    for segment, chain in enumerate(chains_of(prefixes, 0)):
+        if segment in shared:
+            continue  # every prefix is a part of a sequence that ends with another segment
+        spans = [np.arange(starts[number], starts[number + 1]) for number in (*chain, segment)]
+        count = sum(map(len, spans))
+        ends = np.full(previous, -1), np.full(-count % CHUNK_TOKENS, -1)
+        sequence = np.concatenate([ends[0], *spans, ends[1]])
+        parent = -1
+        for level, start in enumerate(range(0, count, CHUNK_TOKENS)):
+            # The last row tells the chunk: each row has a single place in a single sequence, or in
+            # a prefix that its sequences share.
+            last = int(sequence[previous + min(start + CHUNK_TOKENS, count) - 1])
+            if level == len(parts):
+                parts.append([])
+                parents.append([])
+            if last not in places:
+                places[last] = len(parts[level])
+                parts[level].append(sequence[start : start + previous + CHUNK_TOKENS])
+                if level:
+                    parents[level].append(parent)
+            parent = places[last]
+    return parts, parents
+
+
+class Inputs(NamedTuple):
+    """What the rule reads of n chunks, in fp32.
+
+    There are r value heads for each of h key heads.
+
+    Attributes:
+        query, key: ``[n, h, 1, 64, k]``.
+        value: ``[n, h, r, 64, v]``.
+        decay: ``[n, h, r, 64]`` logarithms, at most 0.
+        strength: ``[n, h, r, 64]`` factors of what is written, from 0 to 1.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    strength: Tensor
+
+
+class ChunkProducts(NamedTuple):
+    """All that n chunks compute before their first state is known; ``[n, h, r, ...]`` in fp32.
+
+    Attributes:
+        query: ``[..., 64, k]`` queries that read the first state.
+        inner: ``[..., 64, 64]`` how much a token reads of what each token writes.
+        values: ``[..., 64, v]`` what tokens write if the first state is 0.
+        read_keys: ``[..., 64, k]`` keys with which they read the first state before they write.
+        write_keys: ``[..., 64, k]`` keys under which the last state has their values.
+        decay: ``[..., 1, 1]`` factor of the first state in the last one.
+    """
+
+    query: Tensor
+    inner: Tensor
+    values: Tensor
+    read_keys: Tensor
+    write_keys: Tensor
+    decay: Tensor
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> ChunkProducts:
+        """Compute what does not depend on the state."""
+        query, key = map(_normalize, (inputs.query, inputs.key))
+        query = query * query.size(-1) ** -0.5
+        total = inputs.decay.cumsum(-1)
+        later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).triu(1)
+        # Masked before exp, which would overflow for later tokens.
+        between = total.unsqueeze(-1) - total.unsqueeze(-2)
+        between = between.masked_fill(later, float("-inf")).exp()
+        strength = inputs.strength.unsqueeze(-1)
+        from_start = total.exp().unsqueeze(-1)
+        # Token i writes strength_i (v_i - what the earlier tokens of the chunk left under k_i): a
+        # triangular system, whose diagonal is 1.
+        overlap = key @ key.mT * strength * between
+        right = torch.cat([inputs.value * strength, key * strength * from_start], dim=-1)
+        solved = torch.linalg.solve_triangular(overlap, right, upper=False, unitriangular=True)
+        values, read_keys = solved.split([inputs.value.size(-1), key.size(-1)], dim=-1)
+        to_end = (total[..., -1:] - total).exp().unsqueeze(-1)
+        return cls(
+            query=query * from_start,
+            inner=query @ key.mT * between,
+            values=values,
+            read_keys=read_keys,
+            write_keys=key * to_end,
+            decay=total[..., -1].exp()[..., None, None],
+        )
+
+    def split(self, sizes: Sequence[int]) -> list[ChunkProducts]:
+        """Split the chunks into consecutive parts."""
+        parts = zip(*(field.split(list(sizes)) for field in self), strict=True)
+        return [ChunkProducts(*fields) for fields in parts]
+
+    def advance(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the outputs ``[..., 64, v]`` and the last states ``[..., k, v]``.
+
+        Args:
+            state: ``[..., k, v]`` first states; None is 0.
+        """
+        if state is None:
+            return self.inner @ self.values, self.write_keys.mT @ self.values
+        written = self.values - self.read_keys @ state
+        output = self.query @ state + self.inner @ written
+        return output, state * self.decay + self.write_keys.mT @ written
+
+
+def _normalize(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + _EPSILON)

@@ -1,0 +1,224 @@
+"""Gated DeltaNet, the linear attention of Qwen3.5, as a module of megatron-core's layers.
+
+megatron-core's own (0.16 and 0.17) takes no packs, and none of its versions shares prefixes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS, LinearAttentionShape
+from nemo_aligner.models.layers import learns
+
+if TYPE_CHECKING:
+    from nemo_aligner.models.pack_context import PackContext
+
+# Chunks that inference computes at once. With a fixed number every operation has the same shape in
+# each pack, so that a token's output is bit-identical in all of them.
+_CHUNKS_ON_CPU, _CHUNKS_ON_GPU = 1, 16
+_SPLIT_BY_HEAD = ("conv_weight", "a_log", "dt_bias")
+
+
+class GatedDeltaNet(MegatronModule):
+    """``[T, 1, hidden] -> [T, 1, hidden]``, in the place of a layer's attention.
+
+    The layer calls ``linear_qkv``, ``attend`` and ``linear_proj``, as it does for attention.
+    ``linear_qkv`` computes for each key head its query, its key, the values of its value heads,
+    their output gates, their write strengths and their decays, in this order. Tensor parallelism
+    splits everything by key head.
+
+    Args:
+        linears: classes of the two linear layers.
+        reads_rows: ``attend`` returns only the rows that the head reads. The states are those of
+            all tokens.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        shape: LinearAttentionShape,
+        linears: tuple[Any, Any],
+        reads_rows: bool = False,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._shape, self._reads_rows = shape, reads_rows
+        ranks = self._group.size()
+        self._key_heads = shape.num_key_heads // ranks
+        column, row = linears
+        options = {"bias": False, "is_expert": False, "tp_group": self._group, "config": config}
+        self.linear_qkv = column(
+            config.hidden_size,
+            shape.projection_width,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **options,
+        )
+        self.linear_proj = row(
+            shape.value_width,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **options,
+        )
+        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        heads, width = shape.num_value_heads // ranks, shape.conv_width // ranks
+        self.conv_weight = torch.nn.Parameter(torch.empty(width, shape.conv_kernel, **kind))
+        self.a_log = torch.nn.Parameter(torch.empty(heads, **kind))
+        self.dt_bias = torch.nn.Parameter(torch.empty(heads, **kind))
+        self.norm_weight = torch.nn.Parameter(torch.empty(shape.value_head_dim, **kind))
+        for name in _SPLIT_BY_HEAD:
+            set_tensor_model_parallel_attributes(self.get_parameter(name), True, 0, 1)
+
+    def attend(self, mixed: Tensor, context: PackContext) -> Tensor:
+        """Compute ``[T, 1, projection]``, of ``linear_qkv``, ``-> [T, 1, value width]``.
+
+        Training keeps only ``mixed`` and the output, and computes the rest again in the backward
+        pass: the states and products of all chunks would take several times as much memory.
+        """
+        if not learns(self):
+            return self._infer(mixed, context)
+        module: Any = self  # mypy does not see torch's __call__ behind Megatron's classes
+        if not torch.is_grad_enabled():
+            return module(mixed, context)
+        return tensor_parallel.checkpoint(partial(module, context=context), False, mixed)
+
+    def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
+        """Compute ``attend`` with gradients; a module's call waits for weights being gathered."""
+        tree = _tree_of(context)
+        chunks = _rows_of_chunks(mixed, tree.rows)
+        inputs, gates = self._inputs(chunks)
+        outputs: list[Tensor] = []
+        state: Tensor | None = None
+        sizes = [level.end - level.start for level in tree.levels]
+        products = ChunkProducts.of(inputs).split(sizes)
+        for level, of_level in zip(tree.levels, products, strict=True):
+            first = None if state is None else state.index_select(0, level.parents)
+            output, state = of_level.advance(first)
+            outputs.append(output)
+        normed = self._norm_and_gate(torch.cat(outputs), gates, mixed.dtype)
+        return self._rows_of_pack(normed, context)
+
+    @torch.no_grad()
+    def _infer(self, mixed: Tensor, context: PackContext) -> Tensor:
+        tree = _tree_of(context)
+        size = _CHUNKS_ON_CPU if mixed.is_cpu else _CHUNKS_ON_GPU
+        outputs = []
+        states: Tensor | None = None
+        for level in tree.levels:
+            next_states = []
+            for start in range(level.start, level.end, size):
+                count = min(size, level.end - start)
+                rows = _fill_up(tree.rows[start : start + count], size)
+                inputs, gates = self._inputs(_rows_of_chunks(mixed, rows))
+                first = None
+                if states is not None:
+                    place = start - level.start
+                    first = states[_fill_up(level.parents[place : place + count], size)]
+                output, last = ChunkProducts.of(inputs).advance(first)
+                outputs.append(self._norm_and_gate(output, gates, mixed.dtype)[:count])
+                next_states.append(last[:count])
+            states = torch.cat(next_states)
+        return self._rows_of_pack(torch.cat(outputs), context)
+
+    def _inputs(self, chunks: Tensor) -> tuple[Inputs, Tensor]:
+        """Compute the rule's inputs of ``chunks [n, previous + 64, projection]``.
+
+        Returns:
+            The inputs, and the output gates ``[n, h, r, 64, v]`` before their activation, in fp32.
+        """
+        shape, heads, repeats = self._shape, self._key_heads, self._shape.values_per_key
+        by_head = chunks.float().unflatten(-1, (heads, -1))
+        keys, values = shape.key_head_dim, repeats * shape.value_head_dim
+        parts = by_head.split([2 * keys + values, values, repeats, repeats], dim=-1)
+        convolved = self._convolve(parts[0])
+        query, key, value = convolved.split([keys, keys, values], dim=-1)
+        gate, strength, decay = (part[:, shape.conv_kernel - 1 :] for part in parts[1:])
+        rates = self.a_log.float().exp().view(heads, repeats)
+        biases = self.dt_bias.float().view(heads, repeats)
+        per_value = (repeats, shape.value_head_dim)
+        inputs = Inputs(
+            query=query.transpose(1, 2).unsqueeze(2),
+            key=key.transpose(1, 2).unsqueeze(2),
+            value=value.unflatten(-1, per_value).permute(0, 2, 3, 1, 4),
+            decay=-(rates * F.softplus(decay + biases)).permute(0, 2, 3, 1),
+            strength=strength.sigmoid().permute(0, 2, 3, 1),
+        )
+        return inputs, gate.unflatten(-1, per_value).permute(0, 2, 3, 1, 4)
+
+    def _convolve(self, rows: Tensor) -> Tensor:
+        """Convolve ``rows [n, previous + 64, h, c]`` causally, per channel -> ``[n, 64, h, c]``."""
+        weight = self.conv_weight.float().unflatten(0, (self._key_heads, -1))
+        total = rows[:, :CHUNK_TOKENS] * weight[..., 0]
+        for tap in range(1, weight.size(-1)):
+            total = total + rows[:, tap : tap + CHUNK_TOKENS] * weight[..., tap]
+        return F.silu(total)
+
+    def _norm_and_gate(self, output: Tensor, gates: Tensor, dtype: torch.dtype) -> Tensor:
+        """Norm and gate ``output [n, h, r, 64, v]`` -> ``[n, 64, h * r * v]`` of ``dtype``."""
+        weight = self.norm_weight
+        if self._group.size() > 1 and learns(self):
+            # Forward nothing; backward the sum over ranks, each of which has some of the heads.
+            weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, self._group)
+        mean = output.square().mean(-1, keepdim=True)
+        normed = output * torch.rsqrt(mean + self.config.layernorm_epsilon) * weight.float()
+        return (normed * F.silu(gates)).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
+
+    def _rows_of_pack(self, normed: Tensor, context: PackContext) -> Tensor:
+        """Select ``[T, 1, width]``, or the rows that the head reads, of ``normed [n, 64, width]``.
+
+        A row that several chunks have is taken of one of them.
+        """
+        places = _tree_of(context).places
+        if self._reads_rows:
+            places = places[context.read_rows]
+        return normed.flatten(0, 1).index_select(0, places).unsqueeze(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return entries | make_sharded_tensors_for_checkpoint(
+            {name: self.get_parameter(name) for name in _SPLIT_BY_HEAD},
+            prefix,
+            dict.fromkeys(_SPLIT_BY_HEAD, 0),
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+def _tree_of(context: PackContext) -> ChunkTree:
+    if context.chunks is None:
+        raise ValueError("linear attention needs the chunks of its pack in the PackContext")
+    return context.chunks
+
+
+def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:
+    """Gather ``mixed [T, 1, c]`` at ``rows [n, previous + 64]``, with zeros where these are -1.
+
+    Masked fill rather than multiplying by 0, which would keep a NaN of another sequence.
+    """
+    gathered = mixed.squeeze(1).index_select(0, rows.clamp(min=0).flatten())
+    return gathered.view(*rows.shape, -1).masked_fill((rows < 0).unsqueeze(-1), 0.0)
+
+
+def _fill_up(rows: Tensor, size: int) -> Tensor:
+    """Repeat the last of ``rows [n, ...]`` until there are ``size``."""
+    missing = size - rows.size(0)
+    return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows

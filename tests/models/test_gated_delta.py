@@ -1,0 +1,91 @@
+"""The tree of chunks of a pack, and the gated delta rule against its recurrence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
+from nemo_aligner.models.layer_shape import CHUNK_TOKENS
+
+BEFORE = 3
+# A prefix of 150 tokens of two sequences, one of which is a prefix of a third; and a short one.
+LENGTHS, PREFIXES = (150, 40, 30, 1, 7), (-1, 0, 0, 2, -1)
+SEQUENCES = [[0, 1], [0, 2, 3], [4]]
+
+
+def rows_of(sequence: list[int]) -> list[int]:
+    starts = [sum(LENGTHS[:segment]) for segment in range(len(LENGTHS))]
+    return [
+        row
+        for segment in sequence
+        for row in range(starts[segment], starts[segment] + LENGTHS[segment])
+    ]
+
+
+def test_chunk_tree_has_each_whole_chunk_of_a_prefix_once() -> None:
+    tree = ChunkTree.of(LENGTHS, PREFIXES, BEFORE, "cpu")
+    assert [level.end - level.start for level in tree.levels] == [2, 1, 2]
+    assert [level.parents.tolist() for level in tree.levels] == [[], [0], [0, 0]]
+    own = tree.rows[:, BEFORE:]
+    assert torch.equal(own.flatten()[tree.places], torch.arange(sum(LENGTHS)))
+    # The chunk behind the whole chunks of the prefix: its rest, then the sequence's own tokens.
+    first, second = own[3].tolist(), own[4].tolist()
+    assert first[:62] == rows_of(SEQUENCES[0])[2 * CHUNK_TOKENS :]
+    assert second[:53] == rows_of(SEQUENCES[1])[2 * CHUNK_TOKENS :]
+    assert {*first[62:], *second[53:]} == {-1}
+    assert tree.rows[0, :BEFORE].tolist() == [-1] * BEFORE
+    assert tree.rows[2, :BEFORE].tolist() == [61, 62, 63]
+
+
+def test_gated_delta_rule_is_its_recurrence() -> None:
+    """Outputs and gradients in fp64, also of rows that several sequences share."""
+    torch.manual_seed(0)
+    tokens, keys, repeats, width, values = sum(LENGTHS), 2, 3, 4, 5
+    shapes = [(keys, 1, width), (keys, 1, width), (keys, repeats, values), *[(keys, repeats)] * 2]
+    given = [torch.randn(tokens, *shape, dtype=torch.float64) for shape in shapes]
+    given[3], given[4] = -0.1 * given[3].abs(), given[4].sigmoid()
+    factors = torch.randn(tokens, keys, repeats, values, dtype=torch.float64)
+    grads = []
+    outputs = []
+    for compute in (by_chunks, by_tokens):
+        inputs = [tensor.clone().requires_grad_() for tensor in given]
+        output = compute(inputs)
+        outputs.append(output.detach())
+        grads.append(torch.autograd.grad((output * factors).sum(), inputs))
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    for ours, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def by_chunks(inputs: list[Tensor]) -> Tensor:
+    tree = ChunkTree.of(LENGTHS, PREFIXES, BEFORE, "cpu")
+    rows = tree.rows[:, BEFORE:]
+    chunks = [
+        tensor[rows.clamp(min=0)].movedim(1, 3) for tensor in inputs
+    ]  # rows without a token are the last ones, so that nothing reads what they write
+    outputs, state = [], None
+    for level in tree.levels:
+        first = None if state is None else state[level.parents]
+        of_level = Inputs(*(chunk[level.start : level.end] for chunk in chunks))
+        output, state = ChunkProducts.of(of_level).advance(first)
+        outputs.append(output)
+    return torch.cat(outputs).movedim(3, 1).flatten(0, 1)[tree.places]
+
+
+def by_tokens(inputs: list[Tensor]) -> Tensor:
+    result: dict[int, Tensor] = {}
+    for sequence in SEQUENCES:
+        state = torch.zeros(2, 3, 4, 5, dtype=torch.float64)
+        for row in rows_of(sequence):
+            query, key, value, decay, strength = (tensor[row] for tensor in inputs)
+            query, key = (
+                heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+                for heads in (query, key)
+            )
+            state = state * decay.exp()[..., None, None]
+            left = (key.unsqueeze(-2) @ state).squeeze(-2)
+            written = (value - left) * strength.unsqueeze(-1)
+            state = state + key.unsqueeze(-1) * written.unsqueeze(-2)
+            result.setdefault(row, (query.unsqueeze(-2) @ state).squeeze(-2) * 4**-0.5)
+    return torch.stack([result[row] for row in range(len(result))])
