@@ -492,7 +492,7 @@ def _check_json(value: Any, location: str, depth: int = 0) -> None:
 def _is_json_number(value: object) -> bool:
     """Tell if a value is a bool, a finite float, or an integer that Python can print."""
     if isinstance(value, int):
-        # Without math.isfinite, which raises for integers that are too large for a float.
+        # math.isfinite is not used, because it raises for integers that are too large for a float.
         return abs(value) < _TOO_LARGE
     return isinstance(value, float) and math.isfinite(value)
 

@@ -140,7 +140,15 @@ class Readout:
     def _apply(
         self, outputs: np.ndarray, function: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """Apply a function from ``[A, K]`` to ``[A]`` to the outputs of each sample."""
+        """Apply ``function`` to the outputs of each sample.
+
+        Args:
+            outputs: ``[S, A * K]``.
+            function: from the float64 outputs ``[A, K]`` of a sample to A values.
+
+        Returns:
+            ``[S, A]`` float32.
+        """
         num_attributes = len(self.numbers)
         rows = np.asarray(outputs, dtype=np.float64).reshape(-1, num_attributes, self.width)
         # numpy's order of summation depends on strides, so every row is made contiguous.
