@@ -86,7 +86,7 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
 
 
 def _list_special_entries(config: Mapping[str, Any], location: str) -> list[Any]:
-    """List the special tokens that ``tokenizer_config.json`` declares, except the padding token.
+    """List the special tokens that ``config`` declares, except the padding token.
 
     An entry is the text of a token, or an object with its content and matching rules.
     """
