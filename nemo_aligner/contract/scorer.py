@@ -105,7 +105,7 @@ class ScoredRows:
         errors: why a row was rejected, by row number.
         exceeded: ``[N]`` bool, true for samples that were truncated to the model's ``seq_length``.
         contract_hash: hash of the scoring contract; None if it is unknown or no row was scored.
-        model_fingerprint: fingerprint of the weights; None if it is unknown or differs between rows.
+        model_fingerprint: fingerprint of the weights; None if unknown or not the same for all rows.
         raw_rewards: ``[N, M * A]``, rewards of the M models before shaping; from a server that
             shapes rewards, else None.
         deviation: ``[N, A]``, standard deviation between the models of an ensemble, or None.

@@ -348,7 +348,7 @@ def _find_around_results(write: Write) -> tuple[str, ...]:
             text = write([question, tool_call_turn(), *results, answer, *following])
         except DataError:
             continue
-        # Two strings are dropped: the one before the question, and the tool call before the results.
+        # The string before the question and the one before the results (the call) are dropped.
         _, *pieces = _CONTENT.split(text)
         return tuple(pieces[1:3]) if len(pieces) == len(results) + 2 + len(following) else ()
     return ()
