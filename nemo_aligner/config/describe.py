@@ -338,7 +338,7 @@ def install_command(extra: str = "") -> str:
 def _list_requirements(extra: str) -> list[str]:
     """List the requirements of an extra, quoted for a shell.
 
-    The list is empty if the package's metadata is missing, as without an installation.
+    The list is empty if the package is not installed, because then its metadata is missing.
     """
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []

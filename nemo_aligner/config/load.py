@@ -94,7 +94,7 @@ def load_settings(
 
 
 def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
-    """Check that the settings with these keys are set.
+    """Check that the settings with the full keys ``needed`` are set.
 
     Raises:
         SettingsError: one of them is null or empty.

@@ -22,7 +22,7 @@ from nemo_aligner.utils.errors import DataError, short, shown
 _CONFIG = "tokenizer_config.json"
 _SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
-# pad_token is not listed: no text contains it, and the model may have no embedding for it.
+# pad_token is not among them: no text contains it, and the model may have no embedding for it.
 _BOUNDARIES = ("bos_token", "eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -102,7 +102,11 @@ def _list_special_entries(config: Mapping[str, Any], location: str) -> list[Any]
 
 
 def _make_added_token(entry: Any, location: str, *, special: bool = False) -> AddedToken:
-    """Make a token from its text, or from an object with its content and matching rules."""
+    """Make a token from its text, or from an object with its content and matching rules.
+
+    Args:
+        special: whether the token is special, if ``entry`` does not say so itself.
+    """
     if is_text(entry):
         return AddedToken(entry, special=special, normalized=not special)
     if isinstance(entry, dict) and is_text(entry.get("content")):

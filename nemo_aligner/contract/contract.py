@@ -420,7 +420,8 @@ class ScoringContract:
         """Tokenize the samples of many records, and count the tokens of their replies and steps.
 
         The ids and counts are those of ``tokenize``, ``count_reply_tokens`` and
-        ``count_step_tokens``, but text that the samples of a record share is tokenized once.
+        ``count_step_tokens``. For a model without steps it is faster: the shared prefix of a
+        record is tokenized once.
         """
         records = [[*map(read_text, texts)] for texts in records]
         if self.has_steps:

@@ -322,7 +322,10 @@ def check_plain_reading(contract: ScoringContract, location: str, reader: str) -
 
 
 def check_last_token(contract: ScoringContract, location: str, reader: str) -> None:
-    """Check that a model reads only the last token; see ``check_plain_reading``."""
+    """Check that a model reads its rewards only at the last token.
+
+    The arguments and the error are those of ``check_plain_reading``.
+    """
     if contract.reply_marker is not None:
         raise CheckpointError(
             f"{location}: its head reads the mean of the reply (model.head.reads), wanted one that "

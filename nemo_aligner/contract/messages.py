@@ -90,7 +90,7 @@ def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:
-    """Replace the messages of a conversation; its tools and documents stay."""
+    """Return a conversation of ``messages``, with the tools and documents of ``text``."""
     return replace(text, messages=messages) if isinstance(text, Conversation) else messages
 
 
@@ -100,7 +100,10 @@ def prompt_of(text: Text) -> Messages:
 
 
 def question_of(text: Text) -> Messages:
-    """Return ``prompt_of`` without the tool calls and tool results after the last user turn."""
+    """Return the prompt without the tool calls and tool results after the last user turn.
+
+    If no tool is used after that turn, the result is the same as that of ``prompt_of``.
+    """
     prompt = prompt_of(text)
     question_length = next(
         (number for number in range(len(prompt), 0, -1) if prompt[number - 1]["role"] == "user"), 0

@@ -199,7 +199,8 @@ class ScoredRows:
 def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
     """Return an array of ``total`` rows with ``values`` at ``rows``.
 
-    All other rows are NaN, False or None, by the dtype. Integers become float32, which has NaN.
+    All other rows, those of rejected samples, are NaN, False or None, by the dtype. Integers become
+    float32, which has NaN.
     """
     if values.dtype.kind in "iu":
         values = values.astype(np.float32)
@@ -213,7 +214,10 @@ def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarra
 
 
 class RowValues(NamedTuple):
-    """Rewards ``[N, A]`` of N encoded samples, and the optional arrays of ``ScoredRows``."""
+    """Rewards ``[N, A]`` of N encoded samples, and optional arrays.
+
+    ``spread``, ``outputs`` and ``steps`` have the form of the same attributes of ``ScoredRows``.
+    """
 
     rewards: np.ndarray
     spread: np.ndarray | None = None

@@ -246,7 +246,11 @@ def write_probe(
     strftime_now: Callable[[str], str] | None = None,
     messages: Messages = PROBE,
 ) -> str:
-    """Render a trial: a question and its answer, with a tool if the template requires one.
+    """Render a trial dialogue, with a tool if the template requires one.
+
+    Args:
+        strftime_now: see ``render``.
+        messages: the dialogue; by default a question and its answer.
 
     Raises:
         DataError: see ``render``.

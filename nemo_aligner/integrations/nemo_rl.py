@@ -61,7 +61,7 @@ class EnvironmentReturn(NamedTuple):
         next_stop_strings: N times None.
         rewards: ``[N]`` float32, on the CPU.
         terminateds: ``[N]`` bool, all true, because a reward ends the episode.
-        answers: N replies, which were scored.
+        answers: the N replies that were scored.
     """
 
     observations: list[dict[str, str]]
@@ -73,7 +73,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class Rewarder(Scorer, Protocol):
-    """Protocol of a scorer with a known scoring contract; ``shutdown`` closes it."""
+    """Protocol of the environment's scorer: it knows its scoring contract, and can be closed."""
 
     @property
     def contract(self) -> ScoringContract: ...

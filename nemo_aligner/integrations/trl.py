@@ -107,8 +107,8 @@ def reward_function(
         tools: tools of conversations that have none in their row: those that GRPOTrainer gets, as
             functions (converted by transformers) or as JSON.
         aggregate: how a model's rewards of turns or steps become one reward of a completion:
-            ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``), without steps in the
-            prompt. None keeps the rule of the scoring contract, which includes these steps.
+            ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``). Steps in the prompt
+            are ignored. None keeps the rule of the scoring contract, which includes these steps.
         retry_s: how long training waits for a server that is gone, in seconds.
         options: more options of ``RewardClient``, e.g. ``expect`` and ``wait_s``.
 
