@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in flags:
                 hint = did_you_mean(flag, flags) or self._suggest_setting(word, following)
                 self.error(f"got {word}, which is not an option{hint}")
-        # "intermixed", because settings may come before, between and after flags.
+        # Settings may come before, between and after flags; ``parse_args`` would not allow that.
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
         flags_in_errors = flags if self._settings_are_flags else []

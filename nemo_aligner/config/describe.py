@@ -127,7 +127,7 @@ _MOVED = 0.65
 _MISSPELT = 0.85
 _MICRO_BATCH = "model.micro_batch_tokens"
 # For each of our settings its names in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT and
-# Megatron. Of a name with sections only the last part is listed.
+# Megatron. If such a name has sections, only its last part is listed.
 _CALLED_BY_PEERS = {
     "trainer.rm.max_steps": "steps num_steps max_num_steps train_iters",
     "model.optim.lr": "learning_rate",
@@ -174,7 +174,8 @@ _CALLED_BY_PEERS = {
     "trainer.precision": "dtype torch_dtype bf16 fp16",
 }
 PEER_NAMES = {name: key for key, names in _CALLED_BY_PEERS.items() for name in names.split()}
-# How our setting differs in its unit from another trainer's setting, by the other trainer's name.
+# How the unit of our setting differs from that of another trainer's setting, by the name of the
+# other trainer's setting.
 _PEER_UNITS = {
     **{name: "counts tokens, not records" for name, to in PEER_NAMES.items() if to == _MICRO_BATCH},
     "gradient_accumulation_steps": "counts the records of a step, on all GPUs together",

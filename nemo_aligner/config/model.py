@@ -352,7 +352,7 @@ class SchedulerConfig:
             checks.require_not_negative("warmup_steps", "constant_steps", "min_lr")
 
     def last_decay_step(self, total_steps: int) -> int:
-        """Return the step of a run of ``total_steps`` at which the learning rate is ``min_lr``.
+        """Return the step, of ``total_steps``, at which the learning rate reaches ``min_lr``.
 
         Raises:
             ConfigError: warm-up and constant steps leave no step for the decay.

@@ -120,7 +120,7 @@ def _make_added_token(entry: Any, location: str, *, special: bool = False) -> Ad
 
 
 def _parse_id(key: str) -> int:
-    # Cut, because Python refuses to parse integers of more than 4,300 digits.
+    # The key is cut, because Python refuses to parse integers of more than 4,300 digits.
     return int(key[:20])
 
 

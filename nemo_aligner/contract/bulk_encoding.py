@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class WrittenText(NamedTuple):
-    """The whole text of a sample, rendered by the chat template, and the text of its reply.
+    """The whole text of a sample, as it will be tokenized, and the text of its reply.
 
     ``reply`` is None for raw text, which counts as a reply as a whole.
     """

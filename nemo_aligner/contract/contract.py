@@ -156,7 +156,7 @@ class ScoringContract:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # Converted to float, because the numbers 0 and 0.0 must give the same hash.
+        # The numbers are converted to float, because 0 and 0.0 must give the same hash.
         for name in ("attribute_weights", "label_means"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         num_attributes = len(self.attributes)
@@ -250,7 +250,8 @@ class ScoringContract:
         fields = {
             name: value for name, value in self._collect_fields().items() if name not in _NOT_HASHED
         }
-        # Sorted, ASCII and without spaces, so that any JSON library can write the same bytes.
+        # The keys are sorted, and the JSON is ASCII without spaces, so that any JSON library can
+        # write the same bytes.
         canonical = json.dumps(
             {"version": VERSION, **fields},
             sort_keys=True,

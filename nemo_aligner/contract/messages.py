@@ -1,4 +1,4 @@
-"""Samples: raw texts and conversations, their normal form, and which part of one is the reply.
+"""Samples: raw texts and conversations, their normal form, and which part of a sample is the reply.
 
 Messages have the form of OpenAI's chat API and of Hugging Face transformers. Code that takes a
 sample from outside calls ``read_text``, which maps every spelling of the same conversation to one

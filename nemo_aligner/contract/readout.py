@@ -28,7 +28,8 @@ _KINDS = (BINS, QUANTILES, HEADS, SIGMOID)
 # other score.
 PROBABILITY, LOG_ODDS, SCORE = "probability", "log_odds", "score"
 MEDIAN = 0.5
-# Largest K. A contract is untrusted, so there is a limit; real heads are far below it.
+# Largest number of outputs per attribute. A contract is untrusted, so there is a limit; real heads
+# are far below it.
 _MAX_NUMBERS = 1000
 
 
@@ -234,7 +235,8 @@ def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """
     if len(weights) == 1:
         return rewards[:, 0]
-    # Summed in float64, so that the order of BLAS's additions does not change the float32 result.
+    # The sum is in float64, so that the order of additions in BLAS does not change the float32
+    # result.
     combined = np.full(len(rewards), np.nan, dtype=np.float32)
     is_scored = ~np.isnan(rewards).all(axis=1)
     if is_scored.any():

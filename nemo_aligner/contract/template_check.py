@@ -73,7 +73,7 @@ _TIMEOUT_SECONDS = 120
 
 
 def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
-    """Check, before training, that a template always renders a conversation completely.
+    """Check that a template is fit for training: complete and independent of the date.
 
     Args:
         setting: value of ``model.data.template``, for error messages.
