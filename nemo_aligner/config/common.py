@@ -83,7 +83,7 @@ class Contradicting(Enum):
 
 
 class Precision(Enum):
-    """Dtype of weights and activations."""
+    """Dtype of a model's weights and activations."""
 
     fp32 = "fp32"
     bf16 = "bf16"

@@ -204,7 +204,7 @@ class ContextExchange(Enum):
 
 
 class PointwiseChoice(Enum):
-    """The implementation of RMSNorm, SwiGLU and RoPE."""
+    """The library or compiler that computes RMSNorm, SwiGLU and RoPE."""
 
     eager = "eager"
     compile = "compile"
@@ -323,7 +323,10 @@ GPU as soon as they have left it.
 
 
 class Recompute(Enum):
-    """The activations that the backward pass recomputes, as in megatron-core."""
+    """The activations that the backward pass recomputes: none, those of attention, or all.
+
+    The names are megatron-core's.
+    """
 
     none = "none"
     selective = "selective"
@@ -331,7 +334,7 @@ class Recompute(Enum):
 
 
 class Schedule(Enum):
-    """Shape of the learning rate after warm-up."""
+    """Shape of the learning rate curve after warm-up."""
 
     cosine = "cosine"
     linear = "linear"
