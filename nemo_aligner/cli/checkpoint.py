@@ -210,7 +210,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _parse_bytes(text: str) -> int:
-    """Parse a size such as ``5GB``; an argparse type."""
+    """Argparse type for a size such as ``5GB``; returns the number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]B)", text.upper())
     size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
     if size == 0:

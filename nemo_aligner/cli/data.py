@@ -198,8 +198,8 @@ def run_inspect(options: argparse.Namespace) -> int:
                 "--step-separator differs from that. Omit both options, or use a base model"
             )
         rules = tokenizer, contract
-        # A trained model has another hash, because it also covers precision, objective and label
-        # means.
+        # A trained model has another hash, because the hash also covers precision, objective and
+        # label means.
         origin = " of these options (not yet of a training run)" if is_built else ""
         print(f"scoring contract{origin}: {contract.hash}")
     inspection = Inspection(

@@ -37,7 +37,7 @@ def evaluate_parser() -> Parser:
 def run_evaluate(options: argparse.Namespace) -> int:
     """Evaluate a model, print the metrics, and write the output files that the settings name."""
     config = read_settings(EvaluateConfig, options, ["data.path"])
-    # Raises an error before ranks are started, unless exactly one source of rewards is set.
+    # This call, before ranks start, raises an error unless exactly one source of rewards is set.
     config.source_key()
     if config.report is not None:
         check_report("report")

@@ -52,8 +52,8 @@ _EXTRAS = {
 def run_verb(run: Run, options: argparse.Namespace) -> int:
     """Run a verb, and return its exit code: 1 after an error, 130 after Ctrl-C.
 
-    If there are several ranks, one prints the error. With ``--debug`` it also prints the traceback,
-    and a server logs the traceback of every rejected request.
+    If there are several ranks, only one of them prints the error. With ``--debug`` it also prints
+    the traceback, and a server logs the traceback of every rejected request.
     """
     if options.debug:
         logging.basicConfig(format="%(message)s")
@@ -76,13 +76,13 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
 
 
 def _describe_for_user(error: Exception) -> str:
-    """Return an error message without traceback; for some errors it says what to do."""
+    """Return an error message for users: no traceback, but what to do, if that is known."""
     if isinstance(error, ModuleNotFoundError):
         return missing_module(error)
     if isinstance(error, AlignerError):
         return describe_error(error)
     if isinstance(error, OSError) and is_disk_full(error):
-        if error.filename is None:  # a write to an open file; such errors name no file
+        if error.filename is None:  # errors of writes to an open file do not name the file
             return f"an output file cannot be written: {error}. Free some space on its disk"
         return f"{error.filename}: {write_problem(Path(error.filename).absolute(), error)}"
     for marker in _OUT_OF_MEMORY:
@@ -97,7 +97,12 @@ _OUT_OF_MEMORY = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate mem
 
 
 def _describe_out_of_memory(sizes: str, marker: str) -> str:
-    """Return torch's message (``marker`` followed by ``sizes``), and what to do."""
+    """Return an error message: torch's own, and the settings that reduce the memory.
+
+    Args:
+        sizes: the part of torch's message behind ``marker``.
+        marker: the entry of ``_OUT_OF_MEMORY`` that was found in torch's message.
+    """
     message = ". ".join((marker + sizes).splitlines()[0].split(". ")[:3])
     return (
         f"{message}\n  to use less: a smaller model.micro_batch_tokens (at least the longest "
@@ -213,8 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, verb_arguments = _split_verb(arguments)
     if verb is None:
         return _print_usage(arguments)
-    # Checked before other modules are imported: with two packages of the same name it is undefined
-    # from which one they are. ``doctor`` reports the conflict itself.
+    # This check comes before the import of other modules: if two packages have the same name, the
+    # modules may be those of NVIDIA's package. ``doctor`` reports the conflict itself.
     conflict = None if verb == "doctor" else find_conflict()
     if conflict is not None:
         print(conflict, file=sys.stderr)
@@ -228,9 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(verb: str) -> Verb:
-    """Import the module of a verb.
+    """Import the module of a verb, and return the verb's two functions.
 
-    It does not import torch; ``run`` of the verb does.
+    The import does not load torch; only ``Verb.run`` does.
     """
     module_name = next(name for name, verbs in _MODULES.items() if verb in verbs)
     module = importlib.import_module(f"nemo_aligner.cli.{module_name}")
@@ -249,7 +254,7 @@ def _split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _complete() -> None:
-    """Print completions of the command line in the environment variables, and exit."""
+    """Print completions of the command line that the shell has put into variables, and exit."""
     import argcomplete
 
     root = argparse.ArgumentParser(PROGRAM)
@@ -259,13 +264,16 @@ def _complete() -> None:
         if group not in groups:
             groups[group] = groups[""].add_parser(group).add_subparsers()
         verb_parser = load(verb).new_parser()
-        # Without --help, because ``verb_parser`` has it already.
+        # No --help is added, because ``verb_parser`` has it already.
         groups[group].add_parser(name, parents=[verb_parser], add_help=False)
     argcomplete.autocomplete(root)
 
 
 def _print_usage(arguments: list[str]) -> int:
-    """Print all verbs for ``--help``, or suggest one for an unknown verb; return exit code."""
+    """Handle a command line without a valid verb, and return the exit code.
+
+    For ``--help`` or nothing, print all verbs; for an unknown verb, suggest a similar one.
+    """
     two_words, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
     if two_words in _MOVED:
         print(f"{PROGRAM}: {two_words} is no longer a verb: {_MOVED[two_words]}", file=sys.stderr)

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             description=_wrap_paragraphs(description),
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # A new flag with the same prefix would change the meaning of an abbreviation.
+            # Flags cannot be abbreviated: a new flag with the same prefix would make it ambiguous.
             allow_abbrev=False,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in flags:
                 hint = did_you_mean(flag, flags) or self._suggest_setting(word, following)
                 self.error(f"got {word}, which is not an option{hint}")
-        # "intermixed", because settings may come before, between and after flags.
+        # Settings may come before, between and after flags; ``parse_args`` would not allow that.
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
         flags_in_errors = flags if self._settings_are_flags else []
@@ -78,7 +78,12 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def _suggest_setting(self, word: str, following: str) -> str:
-        """Return a hint for a setting that was written as a flag: ``--lr 3`` or ``--lr=3``."""
+        """Return a hint for a setting that was written as a flag: ``--lr 3`` or ``--lr=3``.
+
+        Args:
+            word: the flag, with its value if there is an equals sign.
+            following: the next word of the command line, which may be the value.
+        """
         flag, _, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
         keys = self._setting_keys
@@ -160,7 +165,7 @@ def settings_parser(verb: str, description: str, schema: type, has_ranks: bool =
         settings_are_flags=False,
         epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
     )
-    # Set also for verbs without --processes, because ``starts_ranks`` reads ``processes``.
+    # This default is also for verbs without --processes: ``starts_ranks`` reads ``processes``.
     parser.set_defaults(processes=None)
     if has_ranks:
         parser.add_argument(
@@ -227,7 +232,7 @@ def start_ranks(verb: str, options: argparse.Namespace) -> int:
     """Run this command as ``options.processes`` ranks on this machine; return the exit code."""
     from nemo_aligner.distributed.launch import run_ranks
 
-    # The added flag overrides an earlier --processes: argparse takes the last one.
+    # The added --processes=1 overrides the user's --processes: argparse takes the last one.
     rank_arguments = [*options.argv, "--processes=1"]
     command = ["-m", "nemo_aligner", verb, *rank_arguments]
     return run_ranks(command, options.processes, environment())

@@ -31,8 +31,8 @@ means that both must have the same value.
 
 
 def render_settings() -> str:
-    """Render docs/settings.md."""
-    # A fixed width: argparse wraps text to the width of the terminal.
+    """Return the text of docs/settings.md."""
+    # argparse wraps text to the width of the terminal, but the page must not depend on it.
     os.environ["COLUMNS"] = "80"
     parts = [_SETTINGS]
     for verb in VERBS:
@@ -42,7 +42,7 @@ def render_settings() -> str:
 
 
 def render_keys() -> str:
-    """Render docs/migration/nemo_aligner_keys.md."""
+    """Return the text of docs/migration/nemo_aligner_keys.md."""
     parts = [_KEYS]
     for file, schema in FILES.items():
         parts.append(f"## {file}\n\n{_render_table(RULES[schema])}\n")

@@ -33,11 +33,11 @@ def serve_parser() -> Parser:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve until a signal arrives; return the exit code."""
+    """Run the reward server until a signal arrives; return the exit code."""
     config = read_settings(ServeConfig, options, ["rm_model_file"])
     if starts_ranks(options):
         return start_ranks("serve", options)
-    # Imported here: torch takes seconds, and invalid settings must be reported before that.
+    # Imported here: torch takes seconds, and invalid settings must be reported before.
     from nemo_aligner.serving.run import run_server
 
     return run_server(config)
@@ -58,7 +58,7 @@ def serve_critic_parser() -> Parser:
 
 
 def run_serve_critic(options: argparse.Namespace) -> int:
-    """Serve until a signal arrives; return the exit code."""
+    """Run the critic server until a signal arrives; return the exit code."""
     needed = ["pretrained_checkpoint.restore_from_path"]
     config = read_settings(ServeCriticConfig, options, needed)
     if starts_ranks(options):
@@ -81,7 +81,7 @@ def gateway_parser() -> Parser:
 
 
 def run_gateway(options: argparse.Namespace) -> int:
-    """Serve until a signal arrives; return the exit code."""
+    """Run the gateway until a signal arrives; return the exit code."""
     config = read_settings(GatewayRunConfig, options)
     from nemo_aligner.serving.gateway import run_gateway
 
@@ -136,7 +136,10 @@ def score_parser() -> Parser:
 
 
 def run_score(options: argparse.Namespace) -> int:
-    """Print a line for each sample: its rewards, or why it was rejected, and the sample."""
+    """Print a line for each sample: its rewards, or why it was rejected, and its label.
+
+    The exit code is 1 if a sample was rejected.
+    """
     samples = list(_read_samples(options))
     if not samples:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
@@ -158,7 +161,8 @@ def run_score(options: argparse.Namespace) -> int:
             scored = client.score_rows([sample for _, sample in samples])
             is_named = scored.rewards.shape[1] > 1 and scored.contract_hash is not None
             names = client.contract().attributes if is_named else ()
-        except ServingError as error:  # it names the client's argument wait_s, not our flag --wait
+        except ServingError as error:
+            # The message names the client's argument wait_s; users know it as the flag --wait.
             raise ServingError(str(error).replace("wait_s", "--wait")) from error
         finally:
             waiting.cancel()
@@ -173,7 +177,10 @@ def run_score(options: argparse.Namespace) -> int:
 
 
 def _read_samples(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield ``(label, sample)`` for each sample of the command line and of ``--file``."""
+    """Yield ``(label, sample)`` for each sample of the command line and of ``--file``.
+
+    The label names the sample in the output.
+    """
     from nemo_aligner.data.texts import label_of, labelled_conversation, labelled_texts
 
     yield from ((label_of(text), text) for text in options.texts)

@@ -60,7 +60,7 @@ def run_train(options: argparse.Namespace) -> int:
 
         say(check_run(config, options.processes or find_process(os.environ).world_size))
         return 0
-    # Checked before ranks start, because every rank would report an error.
+    # The check comes before ranks start, because every rank would report the error.
     if config.exp_manager.report:
         check_report("exp_manager.report")
     if starts_ranks(options):

@@ -34,7 +34,10 @@ class RecordKind(Enum):
 
 
 class Aggregate(Enum):
-    """The rule that combines the rewards of a sample's turns or steps into one reward."""
+    """The rule that combines the rewards of a sample's turns or steps into one reward.
+
+    ``aggregate_steps`` in ``contract/steps.py`` applies it, and explains ``product``.
+    """
 
     last = "last"
     min = "min"
@@ -55,7 +58,10 @@ class RewardModelType(Enum):
 
 
 class Overlong(Enum):
-    """The rule for a sample of more than ``seq_length`` tokens."""
+    """The rule for a sample of more than ``seq_length`` tokens.
+
+    ``truncate_left`` keeps its last tokens; ``drop`` skips the sample; ``error`` stops.
+    """
 
     drop = "drop"
     truncate_left = "truncate_left"
@@ -63,21 +69,21 @@ class Overlong(Enum):
 
 
 class Malformed(Enum):
-    """The rule for a record that cannot be read."""
+    """The rule for a record that cannot be read: stop with an error, or skip the record."""
 
     error = "error"
     drop = "drop"
 
 
 class Contradicting(Enum):
-    """The rule for two pairs of a file that prefer opposite replies to the same prompt."""
+    """The rule for pairs of a file that prefer opposite replies to the same prompt."""
 
     keep = "keep"
     drop = "drop"
 
 
 class Precision(Enum):
-    """Dtype of weights and activations."""
+    """Dtype of a model's weights and activations."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -158,17 +164,22 @@ class Checks:
             self._problems.append(f"{self._prefix}{name}: got {printable!r}, wanted {expected}")
 
     def require_range(self, minimum: float, maximum: float, expected: str, *names: str) -> None:
-        """Require that these settings are null, or between two bounds (included); NaN fails."""
+        """Require that settings are null, or from ``minimum`` to ``maximum``; NaN is rejected.
+
+        Args:
+            expected: what the values should be, for the error message.
+            names: keys of the settings without the section's prefix.
+        """
         for name in names:
             value = getattr(self._section, name)
             self.require(value is None or minimum <= value <= maximum, name, expected)
 
     def require_positive(self, *names: str) -> None:
-        """Require that these settings are null or above 0."""
+        """Require that the settings ``names`` are null or above 0."""
         self.require_range(_ABOVE_0, inf, "a number above 0", *names)
 
     def require_not_negative(self, *names: str) -> None:
-        """Require that these settings are null, or 0 or more."""
+        """Require that the settings ``names`` are null, or 0 or more."""
         self.require_range(0, inf, "0 or more", *names)
 
     def require_prefix_cache(self, name: str) -> None:
@@ -178,7 +189,7 @@ class Checks:
         self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, expected)
 
     def require_finite(self, *names: str) -> None:
-        """Require that these settings are not infinite; other checks reject NaN."""
+        """Require that the settings ``names`` are not infinite; other checks reject NaN."""
         for name in names:
             self.require(getattr(self._section, name) != inf, name, "a finite number")
 
@@ -199,7 +210,7 @@ class Checks:
         self.require(at_most_one, variable, f"a {file} or a {variable}, not both")
 
     def require_fraction(self, *names: str) -> None:
-        """Require that these settings are between 0 and 1, both included."""
+        """Require that the settings ``names`` are from 0 to 1."""
         self.require_range(0, 1, "a number from 0 to 1", *names)
 
 
@@ -213,7 +224,7 @@ MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 def read_count(
     value: object, location: str, expected: str, minimum: int = 1, maximum: int = MAX_COUNT
 ) -> int:
-    """Return ``value`` if it is a whole number in the range.
+    """Return ``value`` if it is a whole number from ``minimum`` to ``maximum``.
 
     Args:
         location: file and key, for the error message.
@@ -232,7 +243,9 @@ def read_number(
     minimum: float = MIN_NUMBER,
     maximum: float = MAX_NUMBER,
 ) -> float:
-    """Return ``value`` if it is an int or float in the range; see ``read_count``.
+    """Return ``value`` if it is an int or float from ``minimum`` to ``maximum``.
+
+    For the arguments see ``read_count``.
 
     Raises:
         CheckpointError: the value is no number, out of range, or NaN.
@@ -241,14 +254,28 @@ def read_number(
 
 
 def count_of_config(config: Mapping[str, Any], key: str, default: Any = None) -> int:
-    """Read a whole number above 0 from a ``model_config.yaml``; see ``read_count``."""
+    """Read a whole number above 0 from the content of a ``model_config.yaml``.
+
+    Args:
+        default: the value for a key that is null or missing; None makes this an error.
+
+    Raises:
+        CheckpointError: see ``read_count``.
+    """
     value = config.get(key)
     expected = f"a whole number above 0 and of at most {MAX_COUNT}"
     return read_count(default if value is None else value, f"model_config.yaml: {key}", expected)
 
 
 def number_of_config(config: Mapping[str, Any], key: str, default: float) -> float:
-    """Read a number above 0 from a ``model_config.yaml``; see ``read_number``."""
+    """Read a number above 0 from the content of a ``model_config.yaml``.
+
+    Args:
+        default: the value for a key that is null or missing.
+
+    Raises:
+        CheckpointError: see ``read_number``.
+    """
     value = config.get(key)
     expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
     value = default if value is None else value

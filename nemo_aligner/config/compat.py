@@ -35,7 +35,7 @@ class KeyRule:
             all keys in it.
         reason: a note for the user: why the key is ignored, or what to set instead.
         target: the key of this package that gets the value; empty if there is none.
-        values: from NeMo-Aligner's values (as YAML) to ours; other values stay the same.
+        values: our value for each of NeMo-Aligner's values (as YAML); others stay the same.
         accepted: the only accepted values, as YAML; empty accepts all.
         same_as: a key or property of our settings that must have the same value after loading.
         adds: True if the value is appended to the list of ``target``.
@@ -52,14 +52,20 @@ class KeyRule:
 
 @dataclass(frozen=True)
 class SameValue:
-    """A check after loading: NeMo-Aligner's ``value`` must equal our setting ``rule.same_as``."""
+    """A check after loading: NeMo-Aligner's ``value`` must equal our setting ``rule.same_as``.
+
+    Attributes:
+        rule: the rule of the key that has the value.
+        value: the value in NeMo-Aligner's settings.
+        location: the file with the key, for the error message; empty for the command line.
+    """
 
     rule: KeyRule
     value: Any
     location: str
 
     def find_problem(self, config: object) -> str | None:
-        """Return the error message, or None if the values are equal."""
+        """Return an error message if our setting in ``config`` has another value, else None."""
         rule, expected = self.rule, attrgetter(self.rule.same_as)(config)
         translated = rule.values.get(as_yaml(self.value), self.value)
         if as_yaml(translated) == as_yaml(expected):
@@ -94,19 +100,22 @@ class Translation:
         self.pending: list[SameValue] = []
 
     def register(self, update: DictConfig) -> None:
-        """Store an update before any is translated.
+        """Store an update, before any update is translated.
 
-        Other updates may refer to its values, and of several updates of a key the last one wins.
+        All updates must be known first: one may refer to values of another, and if several set the
+        same key, the last one wins.
         """
         tree: Any = OmegaConf.to_container(update, resolve=False)
         self._last_update |= dict.fromkeys((key for key, _ in _list_leaves(tree)), update)
         try:
             self._settings = OmegaConf.merge(self._settings, update)  # type: ignore[assignment]
         except OmegaConfBaseException:
-            return  # the loader reports the invalid setting
+            return  # the setting is invalid, which ``_Merging`` reports later
 
     def translate(self, update: DictConfig, location: str) -> DictConfig:
-        """Translate an update into our keys.
+        """Return a copy of an update with our keys instead of NeMo-Aligner's.
+
+        Rejected values are added to ``problems``, and checks for later to ``pending``.
 
         Args:
             location: file of the update, for error messages; empty for the command line.
@@ -120,7 +129,7 @@ class Translation:
                 if resolved is not value:
                     _set_key(tree, key, resolved)
             elif self._last_update[key] is not update:
-                # A later update sets the same key, and wins.
+                # A later update sets the same key and wins, so this value is dropped.
                 _remove_key(tree, key)
             else:
                 if rule.target != key:
@@ -153,7 +162,7 @@ class Translation:
         return next(matching_rules, None)
 
     def _resolve_references(self, key: str, value: Any) -> Any:
-        """Replace ``${...}`` references to registered settings; other references stay."""
+        """Return ``value`` with references ``${...}`` to registered settings replaced."""
         if not isinstance(value, str) or "${" not in value:
             return value
         try:
@@ -236,7 +245,7 @@ def _remove_key(tree: dict[str, Any], key: str) -> None:
             del tree[name]
 
 
-# The rules. Each line is: keys | action | reason. The actions are
+# The rules. Each line has the form: keys | action | reason. The actions are
 #
 # same              the key has the same name here
 # ignored           the key has no effect here
@@ -245,7 +254,7 @@ def _remove_key(tree: dict[str, Any], key: str) -> None:
 # as KEY            the value must equal that of KEY
 # only A or B       any other value is an error
 #
-# A colon and ``theirs=ours`` behind an action translate values.
+# An action may end with a colon and pairs ``theirs=ours``, which translate values.
 
 _LAUNCH = """
 defaults | only [{optional tp_overlap@model.ub_tp_comm_overlap_cfg: null}] or [_self_] or [] | other files are not included; move their settings into this one
@@ -369,7 +378,7 @@ def _parse_tables(*tables: str) -> tuple[KeyRule, ...]:
 
 
 def _parse_line(keys: str, action: str, reason: str = "") -> Iterator[KeyRule]:
-    """Yield a rule for each key of one line of the rules above."""
+    """Yield a rule for each key of one line ``keys | action | reason`` of the tables above."""
     verb, _, argument = action.partition(" ")
     if verb == "only":
         accepted = tuple(argument.split(" or "))

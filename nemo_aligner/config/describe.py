@@ -120,13 +120,14 @@ def _list_choices(kind: Any) -> tuple[str, ...]:
 # Smallest difflib ratio at which two last names (the parts behind the last dot) are similar: they
 # differ by one or two letters. At 0.75 "steps" would match "eps", and "base" would match "bias".
 _NEAR = 0.8
-# Smallest ratio for full keys with the same last name in different sections.
+# Smallest difflib ratio at which full keys of different sections, but with the same last name, are
+# similar.
 _MOVED = 0.65
-# Smallest ratio for full keys, if no other rule has found a candidate.
+# Smallest difflib ratio at which full keys are similar, if no other rule has found a candidate.
 _MISSPELT = 0.85
 _MICRO_BATCH = "model.micro_batch_tokens"
 # For each of our settings its names in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT and
-# Megatron. If a name there has sections, only the last part is listed.
+# Megatron. If such a name has sections, only its last part is listed.
 _CALLED_BY_PEERS = {
     "trainer.rm.max_steps": "steps num_steps max_num_steps train_iters",
     "model.optim.lr": "learning_rate",
@@ -173,7 +174,8 @@ _CALLED_BY_PEERS = {
     "trainer.precision": "dtype torch_dtype bf16 fp16",
 }
 PEER_NAMES = {name: key for key, names in _CALLED_BY_PEERS.items() for name in names.split()}
-# For names of other trainers: how the unit of our setting differs from theirs.
+# How the unit of our setting differs from that of another trainer's setting, by the name of the
+# other trainer's setting.
 _PEER_UNITS = {
     **{name: "counts tokens, not records" for name, to in PEER_NAMES.items() if to == _MICRO_BATCH},
     "gradient_accumulation_steps": "counts the records of a step, on all GPUs together",
@@ -182,7 +184,8 @@ _PEER_UNITS = {
     "adam_beta1": "takes both betas",
     "adam_beta2": "takes both betas",
 }
-del _PEER_UNITS["train_mb_tokens"]  # NeMo RL's setting also counts tokens
+# NeMo RL's train_mb_tokens counts tokens, as our setting does, so their units do not differ.
+del _PEER_UNITS["train_mb_tokens"]
 _EVERY_STEP = "every step is logged"
 # Settings of other trainers that this package does not have, and the reason (may be empty).
 _PEERS_ONLY = {
@@ -190,7 +193,7 @@ _PEERS_ONLY = {
     "log_interval": _EVERY_STEP,
     "log_every_n_steps": _EVERY_STEP,
     "report_to": "each logger has a switch, as exp_manager.create_wandb_logger=true",
-    "beta": "",  # of DPO; without this entry Adam's betas would be suggested
+    "beta": "",  # DPO's setting; without this entry Adam's betas would be suggested
 }
 
 
@@ -237,7 +240,8 @@ def suggest_setting(key: str, candidates: Iterable[str]) -> str | None:
 def describe_unknown(key: str, near: str | None) -> str:
     """Return the end of an error about the unknown ``key``.
 
-    It suggests the setting ``near``, or says why there is no such setting.
+    It suggests the setting ``near`` or, if that is None, says why there is no such setting. It is
+    empty if the reason is unknown.
     """
     name = _last_name(key)
     if near is None:
@@ -247,7 +251,10 @@ def describe_unknown(key: str, near: str | None) -> str:
 
 
 def peer_unit(key: str, near: str) -> str:
-    """Say how the unit of our setting ``near`` differs from another trainer's ``key``, or ""."""
+    """Describe how our setting ``near`` differs in its unit from another trainer's ``key``.
+
+    The result is the end of a sentence; it is empty if the units are the same.
+    """
     name = _last_name(key)
     differs = name in _PEER_UNITS and PEER_NAMES.get(name) == near
     return f", which {_PEER_UNITS[name]}" if differs else ""
@@ -271,7 +278,7 @@ def _find_near_name(key: str, candidates: list[str]) -> str | None:
     keys_by_name: dict[str, list[str]] = {}
     for candidate in _keys_in_part(section, candidates):
         keys_by_name.setdefault(_last_name(candidate), []).append(candidate)
-    # The same letters in another order also match: difflib rates swapped letters too low.
+    # A name with the same letters in another order also matches: difflib rates it too low.
     swapped = [other for other in keys_by_name if sorted(other) == sorted(name)]
     near_names = swapped or difflib.get_close_matches(name, keys_by_name, cutoff=_NEAR)
     matches = [match for near_name in near_names for match in keys_by_name[near_name]]
@@ -280,7 +287,10 @@ def _find_near_name(key: str, candidates: list[str]) -> str | None:
 
 
 def _keys_in_part(section: str, candidates: list[str]) -> list[str]:
-    """Return the candidates in the top-level section of ``section``; all if it is empty."""
+    """Return the candidates that are in the same top-level section as ``section``.
+
+    If ``section`` is empty, return all candidates.
+    """
     part = section.partition(".")[0]
     return [
         candidate for candidate in candidates if not section or candidate.startswith(f"{part}.")
@@ -329,7 +339,7 @@ def install_command(extra: str = "") -> str:
 def _list_requirements(extra: str) -> list[str]:
     """List the requirements of an extra, quoted for a shell.
 
-    The list is empty if the package's metadata is missing, as without an installation.
+    The list is empty if the package is not installed, because then its metadata is missing.
     """
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
@@ -381,7 +391,8 @@ def settings_names() -> list[str]:
 def find_settings(name: str | PathLike[str]) -> Path:
     """Return the path of a settings file: ``name`` is a path, or the name of packaged settings.
 
-    A file with this path comes first. If there is neither, the path is returned unchanged.
+    A file with this path has priority. If neither exists, ``name`` is returned as a path, and the
+    caller reports that there is no such file.
     """
     path = Path(name)
     if not path.is_file() and path.as_posix() in settings_names():

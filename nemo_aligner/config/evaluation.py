@@ -20,7 +20,7 @@ from nemo_aligner.utils.errors import SettingsError
 
 @dataclass
 class EvaluateDataConfig:
-    """The records to score; all other rules come from the model's scoring contract."""
+    """The records to score; how samples become token ids is in the model's scoring contract."""
 
     path: str | None = setting(None, "file of pairs or ratings")
     format: str = setting("auto", "format of the files: auto, or a name from docs/data.md")
@@ -49,7 +49,7 @@ class EvaluateDataConfig:
 
 @dataclass
 class SourceConfig:
-    """Facts about the sources ``hf_model`` and ``server`` that these do not report themselves."""
+    """Facts that the sources ``hf_model`` and ``server`` do not report about themselves."""
 
     attribute_weights: dict[str, float] = setting(
         {}, "weights of the rewards by name; {}: the source gives one reward"
@@ -130,7 +130,7 @@ class EvaluateConfig:
         """Return the setting that names the source of rewards, and its value.
 
         Raises:
-            SettingsError: ``rm_model_file``, ``hf_model``, ``server``: none or several are set.
+            SettingsError: none or several of ``rm_model_file``, ``hf_model``, ``server`` are set.
         """
         sources = {
             "rm_model_file": self.rm_model_file,

@@ -94,7 +94,7 @@ def load_settings(
 
 
 def check_needed(config: object, schema: type, needed: Sequence[str]) -> None:
-    """Check that the settings with these keys are set.
+    """Check that the settings with the full keys ``needed`` are set.
 
     Raises:
         SettingsError: one of them is null or empty.
@@ -144,7 +144,7 @@ def _read_sections(path: Path, type_of: TypeOfKey) -> DictConfig:
 
 
 def _suggest_packaged(path: Path) -> str:
-    """Return the end of an error about a missing file: a list of packaged settings."""
+    """Return the end of an error about a missing file: similar or else all packaged settings."""
     names = settings_names()
     near = suggestion(path.stem, names)
     if near is not None:
@@ -161,7 +161,7 @@ class _Merging:
 
     def __init__(self, schema: type, file: str | PathLike[str] | None = None) -> None:
         self._schema = schema
-        # ``(update, file, key)``: the key is empty for a file, the file for a single setting.
+        # Items are ``(update, file, key)``: no key for a whole file, no file for a single setting.
         self._updates: list[tuple[DictConfig, str, str]] = []
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
@@ -170,15 +170,15 @@ class _Merging:
         self._kinds = {key.name: key.kind for key in keys}
         self._types = {key.name: key.type for key in keys}
         self._mappings = [key for key, kind in self._types.items() if get_origin(kind) is dict]
-        # From a file to its problems; the file is "" for settings that are not from a file.
+        # The problems of each file; the key "" is for settings that are not from a file.
         self._problems: dict[str, list[str]] = {}
-        # From (file, section) to the names of unknown keys.
+        # The names of unknown keys for each (file, section).
         self._unknown: dict[tuple[str, str], list[str]] = {}
         if file is not None:
             self.add(_read_sections(find_settings(file), self.type_of), str(file))
 
     def type_of(self, key: str) -> Any:
-        """Return the type of a setting, by our key or NeMo-Aligner's; None for a section."""
+        """Return the type of the setting ``key`` (ours or NeMo-Aligner's); None for a section."""
         key = self._translation.target(key)
         for name in self._mappings:
             if key.startswith(f"{name}."):
@@ -269,7 +269,7 @@ class _Merging:
             self._add_problem(location, f"{key}: got {value!r}, wanted {self._kinds[key]}")
 
     def _add_unknown(self, key: str, value: Any, location: str) -> None:
-        """Record an unknown key, or the keys in an unknown section if one of them gets a hint."""
+        """Record an unknown key or, if a key in this section has a hint, the section's keys."""
         content: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
         keys = [f"{key}.{name}" for name in flatten(content)] if content else [key]
         hints = {
@@ -318,7 +318,7 @@ class _Merging:
         for item in fields(schema):
             kind = hints[item.name]
             try:
-                # This resolves references such as ${model.seed}, now that all updates are merged.
+                # Reading a value resolves references, which is possible after all updates.
                 value = node[item.name]
             except OmegaConfBaseException as error:
                 self._add_problem("", f"{prefix}{item.name}: {first_line(error)}")

@@ -55,9 +55,9 @@ class DataPrefixConfig:
 
 
 def _is_number(text: str) -> bool:
-    """Tell if an entry is a number: NeMo writes weights between files.
+    """Tell if an entry of a list of files is a number, because NeMo writes weights between files.
 
-    ``2024_10`` is a file, although Python parses it as a number.
+    ``2024_10`` is the name of a file, although Python parses it as a number.
     """
     if "_" in text:
         return False
@@ -68,7 +68,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-# The format of TRL's RewardTrainer, which appends EOS to raw texts.
+# Value of ``format`` for data of TRL's RewardTrainer, which appends EOS to raw texts.
 TRL_FORMAT = "trl"
 
 
@@ -194,14 +194,17 @@ class LoraConfig:
 
 
 class ContextExchange(Enum):
-    """The way context parallel ranks exchange keys and values; ``p2p`` is a ring of ranks."""
+    """The way context parallel ranks exchange keys and values.
+
+    With ``p2p`` the ranks pass them around a ring.
+    """
 
     all_gather = "all_gather"
     p2p = "p2p"
 
 
 class PointwiseChoice(Enum):
-    """The implementation of RMSNorm, SwiGLU and RoPE."""
+    """The library or compiler that computes RMSNorm, SwiGLU and RoPE."""
 
     eager = "eager"
     compile = "compile"
@@ -287,7 +290,7 @@ class LayoutConfig:
 
 
 def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
-    """Return the arguments of ``distributed.layout.initialize_layout``."""
+    """Return the parallel sizes as arguments of ``distributed.layout.initialize_layout``."""
     return {
         "tp": model.tensor_model_parallel_size,
         "pp": model.pipeline_model_parallel_size,
@@ -320,7 +323,10 @@ GPU as soon as they have left it.
 
 
 class Recompute(Enum):
-    """The activations that the backward pass recomputes, as in megatron-core."""
+    """The activations that the backward pass recomputes: none, those of attention, or all.
+
+    The names are megatron-core's.
+    """
 
     none = "none"
     selective = "selective"
@@ -328,7 +334,7 @@ class Recompute(Enum):
 
 
 class Schedule(Enum):
-    """Shape of the learning rate after warm-up."""
+    """Shape of the learning rate curve after warm-up."""
 
     cosine = "cosine"
     linear = "linear"
@@ -349,7 +355,7 @@ class SchedulerConfig:
             checks.require_not_negative("warmup_steps", "constant_steps", "min_lr")
 
     def last_decay_step(self, total_steps: int) -> int:
-        """Return the step of a run of ``total_steps`` at which the rate reaches ``min_lr``.
+        """Return the step, of ``total_steps``, at which the learning rate reaches ``min_lr``.
 
         Raises:
             ConfigError: warm-up and constant steps leave no step for the decay.
@@ -400,8 +406,8 @@ class OptimConfig:
             checks.require(is_decay, "layer_lr_decay", "a number above 0 and at most 1")
             are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
             checks.require(are_betas, "betas", "two numbers, each 0 or more and less than 1")
-            # A null lr depends on the hidden size, which is not known here. The bound is the rate
-            # for hidden size 1.
+            # The default of lr depends on the hidden size, which is not known here. If lr is null,
+            # the bound is the largest possible default, that of hidden size 1.
             max_lr = _RATE_TIMES_WIDTH * _LORA_RATE if self.lr is None else self.lr
             is_below_lr = self.sched.min_lr <= max_lr
             checks.require(is_below_lr, "sched.min_lr", f"at most model.optim.lr ({max_lr})")

@@ -25,7 +25,10 @@ from nemo_aligner.config.training import LOGGER_KWARGS, RunFolderConfig
 
 @dataclass
 class FrontConfig:
-    """Address, access and limits of an HTTP server; reward server and gateway extend them."""
+    """Address, access and limits of an HTTP server.
+
+    ``ServerConfig`` (reward server) and ``GatewayConfig`` extend this section.
+    """
 
     # Key of the section, for error messages.
     section: ClassVar[str] = "server"
@@ -141,7 +144,11 @@ class GatewayRunConfig:
 
 
 class Standardize(Enum):
-    """The source of the mean and standard deviation that standardize the rewards."""
+    """The source of the mean and standard deviation that standardize the rewards.
+
+    ``contract``: the scoring contract; ``running``: all rewards so far; ``given``: the settings
+    ``mean`` and ``std``.
+    """
 
     none = "none"
     contract = "contract"
@@ -150,7 +157,10 @@ class Standardize(Enum):
 
 
 class Combine(Enum):
-    """The rule by which an ensemble combines the rewards of its models."""
+    """The rule by which an ensemble combines the rewards of its models.
+
+    ``lower_bound`` is their mean minus ``k`` standard deviations.
+    """
 
     mean = "mean"
     min = "min"
@@ -314,7 +324,7 @@ IDLE_IN_SERVING: tuple[IdleRule, ...] = (
 
 
 class WhileTraining(Enum):
-    """The rule for requests for values that arrive while the critic trains."""
+    """What happens to requests for values while the critic trains: they wait, or are rejected."""
 
     wait = "wait"
     refuse = "refuse"
@@ -460,6 +470,6 @@ IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
         (*IN_CONSTANT_SCHEDULES, "trainer.ppo.max_steps"),
     ),
     ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
-    # The checkpoint has all weights, also the head's, so no random seed is needed.
+    # The seed has no effect if a checkpoint is loaded: it has all weights, also the head's.
     ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
 )

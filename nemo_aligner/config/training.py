@@ -134,7 +134,7 @@ class CheckpointCallbackConfig:
 
 @dataclass
 class EarlyStoppingConfig:
-    """Early stopping, if the monitored metric stops improving."""
+    """End of training if the monitored metric no longer improves."""
 
     patience: int | None = setting(
         None, "stop after this many validations without improvement; null: never"

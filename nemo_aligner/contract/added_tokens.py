@@ -22,7 +22,7 @@ from nemo_aligner.utils.errors import DataError, short, shown
 _CONFIG = "tokenizer_config.json"
 _SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
-# pad_token is not listed: no text contains it, and the model may have no embedding for it.
+# pad_token is not among them: no text contains it, and the model may have no embedding for it.
 _BOUNDARIES = ("bos_token", "eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -33,8 +33,8 @@ def load_hf_tokenizer(folder: str | Path, location: str | None = None) -> Tokeni
 
     A token gets the id that transformers gives it: its id in the vocabulary or, if it is not in the
     vocabulary, the next free id. If ``tokenizer_config.json`` and ``tokenizer.json`` have different
-    matching rules for a token, the former win. If no token is missing, ``tokenizer.json`` stays
-    unchanged byte for byte.
+    matching rules for a token, those of ``tokenizer_config.json`` apply. If no token is missing,
+    ``tokenizer.json`` stays unchanged byte for byte.
 
     Args:
         location: name of the folder in error messages, for example if it is a temporary copy;
@@ -49,7 +49,9 @@ def load_hf_tokenizer(folder: str | Path, location: str | None = None) -> Tokeni
 
 
 def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list[AddedToken]:
-    """List the declared tokens that are not in ``existing``, in the order of transformers.
+    """List the declared tokens that ``tokenizer.json`` lacks, or has with other matching rules.
+
+    Their order is the one in which transformers adds them: it decides the ids of new tokens.
 
     Args:
         name: name of the folder in error messages.
@@ -67,7 +69,7 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         tokens = [_make_added_token(by_id[key], location) for key in sorted(by_id, key=_parse_id)]
         missing = [token for token in tokens if repr(token) not in rules]
     else:
-        # Older folders declare added tokens in these two files.
+        # Older folders declare tokens in special_tokens_map.json and added_tokens.json.
         config = {**_read_json_object(folder, name, _SPECIAL), **config}
         ids = _read_json_object(folder, name, _ADDED)
         if not all(type(token_id) is int for token_id in ids.values()):
@@ -84,7 +86,10 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
 
 
 def _list_special_entries(config: Mapping[str, Any], location: str) -> list[Any]:
-    """List the special tokens of a config: strings, or objects with content and rules."""
+    """List the special tokens that ``config`` declares, except the padding token.
+
+    An entry is the text of a token, or an object with its content and matching rules.
+    """
     entries = [config.get(key) for key in _BOUNDARIES]
     for key in _LISTS:
         tokens = config.get(key)
@@ -97,7 +102,11 @@ def _list_special_entries(config: Mapping[str, Any], location: str) -> list[Any]
 
 
 def _make_added_token(entry: Any, location: str, *, special: bool = False) -> AddedToken:
-    """Make a token from its text, or from an object with its content and matching rules."""
+    """Make a token from its text, or from an object with its content and matching rules.
+
+    Args:
+        special: whether the token is special, if ``entry`` does not say so itself.
+    """
     if is_text(entry):
         return AddedToken(entry, special=special, normalized=not special)
     if isinstance(entry, dict) and is_text(entry.get("content")):
@@ -111,14 +120,15 @@ def _make_added_token(entry: Any, location: str, *, special: bool = False) -> Ad
 
 
 def _parse_id(key: str) -> int:
-    # Cut, because Python refuses to parse integers of more than 4,300 digits.
+    # The key is cut, because Python refuses to parse integers of more than 4,300 digits.
     return int(key[:20])
 
 
 def _read_json_object(folder: Path, name: str, file: str) -> dict[str, Any]:
-    """Read the JSON object in ``file``; {} if there is no such file.
+    """Read the JSON object in ``folder / file``; {} if there is no such file.
 
-    Error messages call the folder ``name``.
+    Args:
+        name: name of the folder in error messages.
     """
     path, location = folder / file, f"{name}/{file}"
     if not path.is_file():

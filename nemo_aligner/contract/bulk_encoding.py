@@ -27,18 +27,23 @@ if TYPE_CHECKING:
 
 
 class WrittenText(NamedTuple):
-    """A rendered sample and its reply; ``reply`` is None if the whole text is the reply."""
+    """The whole text of a sample, as it will be tokenized, and the text of its reply.
+
+    ``reply`` is None for raw text, which counts as a reply as a whole.
+    """
 
     text: str
     reply: str | None
 
 
 class TextIds(NamedTuple):
-    """The token ids of a sample before truncation, and the length of its reply in tokens.
+    """The token ids of a sample before truncation, and the lengths of its reply and steps.
 
-    The reply is tokenized by itself to count ``reply_tokens``. For a contract with steps, ``reads``
-    are the indices in ``token_ids`` where rewards are read, and ``step_tokens`` are the lengths of
-    the steps, each tokenized by itself.
+    Attributes:
+        reply_tokens: number of tokens of the reply, tokenized by itself.
+        reads: for a contract with steps, the indices in ``token_ids`` where rewards are read.
+        step_tokens: for a contract with steps, the number of tokens of each step, tokenized by
+            itself; else empty.
     """
 
     token_ids: list[int]
@@ -50,7 +55,14 @@ class TextIds(NamedTuple):
 def encode_records(
     tokenizer: Tokenizer, records: Sequence[Sequence[WrittenText]]
 ) -> list[list[TextIds]]:
-    """Encode every sample of every record to the ids that ``Tokenizer.encode_batch`` gives."""
+    """Tokenize the samples of all records, and count the tokens of their replies.
+
+    The ids are those of ``Tokenizer.encode_batch``. The optimizations in the docstring of this
+    module make it faster.
+
+    Returns:
+        For each record the ``TextIds`` of its samples, without ``reads`` and ``step_tokens``.
+    """
     cuts = tokenizer.bounds.cuts_at_words
     prefix_lengths = [_shared_prefix_length(record) if cuts else 0 for record in records]
     # The pieces of a record are its shared prefix, then two pieces per sample: the text behind the
@@ -101,7 +113,9 @@ def _join_pieces(
     """Join the ids of a sample, and count the tokens of its reply.
 
     Args:
-        counted: the ids of ``ends`` or, if that is None, of the whole reply.
+        prefix_ids: the ids of the prefix that all samples of the record share.
+        suffix: the ids of the text behind this prefix.
+        counted: the ids of ``ends`` or, if ``ends`` is None, of the whole reply.
         ends: the result of ``_cut_reply_ends``.
     """
     ids = np.concatenate([prefix_ids, suffix.ids]).tolist()
@@ -111,7 +125,7 @@ def _join_pieces(
 
 
 def _shared_prefix_length(record: Sequence[WrittenText]) -> int:
-    """Return the length of the prefix that all samples share, up to its last cut.
+    """Return the length of the prefix that all samples of a record share, up to its last cut.
 
     It is 0 for a record of one sample, which shares nothing.
     """
@@ -144,7 +158,7 @@ def common_prefix_length(first: str, second: str) -> int:
 # The space behind a cut. The pattern begins with a literal space, because the regex engine finds
 # literals fast.
 _SPACE = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")
-# Longer words hardly ever repeat, so they are not cached.
+# Words of more letters hardly ever repeat, so they are not cached.
 _MAX_WORD_LENGTH = 24
 # Largest number of words in the cache; an entry takes about 200 bytes.
 _MAX_WORDS = 1 << 17
@@ -174,7 +188,7 @@ class WordMemo:
         self._ids: dict[str, bytes] = {}
 
     def encode(self, texts: Sequence[str]) -> list[WordIds]:
-        """Encode each text to the ids that ``encode_batch`` gives."""
+        """Return the ids that ``encode_batch`` gives, but tokenize only words not in the cache."""
         if not self._cuts_at_words:
             return [WordIds(np.array(ids, dtype=_ID)) for ids in self._encode_batch(texts)]
         parts = [_SPACE.split(text) for text in texts]
@@ -315,7 +329,10 @@ def last_cut(text: str, stop: int) -> int | None:
 
 
 def _shrink_factor(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Return the largest factor by which a normalizer shrinks a text in bytes; None if unknown."""
+    """Return the largest factor by which a normalizer shrinks a text in bytes; None if unknown.
+
+    One token can stand for that many times more bytes of the original text.
+    """
     if normalizer is None:
         return 1
     return _NFC_SHRINKS if normalizer.get("type") == "NFC" else None

@@ -90,8 +90,8 @@ class EncodedText:
         token_ids: at most ``seq_length`` ids.
         truncated: True if ``truncate_left`` cut the beginning.
         reads: for a contract with steps, the S indices in ``token_ids`` where rewards are read, in
-            ascending order; the last one is that of the last token. Else None.
-        spans: the S turns or steps that these rewards are for.
+            ascending order, the last of them for the last token. Else None.
+        spans: the S turns or steps whose rewards are read at ``reads``.
         lost: number of turns or steps that were cut off.
     """
 
@@ -126,7 +126,7 @@ class ScoringContract:
         reward_token_id: token that is appended to every sample, conversations included.
         step_separator: string between the steps of a reply, for a model that scores steps.
         aggregate: an ``Aggregate`` value that combines the rewards of a sample's turns or steps;
-            None takes the last one.
+            None takes the reward of the last turn or step.
     """
 
     template: str
@@ -156,7 +156,7 @@ class ScoringContract:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        # Converted to float, because the numbers 0 and 0.0 must give the same hash.
+        # The numbers are converted to float, because 0 and 0.0 must give the same hash.
         for name in ("attribute_weights", "label_means"):
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         num_attributes = len(self.attributes)
@@ -241,7 +241,7 @@ class ScoringContract:
 
     @property
     def record_kind(self) -> RecordKind:
-        """The kind of records that the model was trained on."""
+        """The kind of records that the model was trained on: comparisons or ratings."""
         return RewardModelType(self.reward_model_type).record_kind
 
     @property
@@ -250,7 +250,8 @@ class ScoringContract:
         fields = {
             name: value for name, value in self._collect_fields().items() if name not in _NOT_HASHED
         }
-        # Sorted, ASCII and without spaces, so that any JSON library can write the same bytes.
+        # The keys are sorted, and the JSON is ASCII without spaces, so that any JSON library can
+        # write the same bytes.
         canonical = json.dumps(
             {"version": VERSION, **fields},
             sort_keys=True,
@@ -327,7 +328,7 @@ class ScoringContract:
             check_terminates(self.template, bos, eos, self.template_kwargs)
 
     def with_dtype(self, precision: Precision | None) -> ScoringContract:
-        """Return a copy for the same model run in another precision; None changes nothing."""
+        """Return a copy with ``dtype`` set to ``precision``; None returns the same contract."""
         return self if precision is None else dataclasses.replace(self, dtype=precision.value)
 
     def with_label_means(self, means: Sequence[float]) -> ScoringContract:
@@ -383,7 +384,7 @@ class ScoringContract:
         Raises:
             OverlongError: the text is too long, and ``overlong`` is not ``truncate_left``.
         """
-        # A text of at most seq_length characters rarely has more than seq_length tokens.
+        # A text of at most seq_length characters rarely has more tokens, so the caller encodes it.
         if len(rendered) <= self.seq_length:
             return None
         bounds = tokenizer.bounds
@@ -398,15 +399,15 @@ class ScoringContract:
         ids = bounds.encode_end(tokenizer.encode, rendered, self.seq_length + 1)
         if ids is None:
             return None
-        # The text may begin with BOS. Encode at most two: ``_complete`` rejects two,
-        # and ``fit`` keeps one.
+        # The text may begin with BOS tokens, and at most two of them are encoded: ``_complete``
+        # rejects a sample with two, and ``fit`` keeps a single one.
         bos, bos_count = tokenizer.bos_token, 0
         if bos and tokenizer.encode(bos) == [self.bos_id]:
             bos_count = rendered.startswith(bos) + rendered.startswith(2 * bos)
         return self.fit(self._complete(tokenizer.encode(bos * bos_count) + ids, text))
 
     def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
-        """Turn many samples into token ids of any length; ``fit`` applies the length rule."""
+        """Turn many samples into token ids, without truncation: callers pass these to ``fit``."""
         texts = [*map(read_text, texts)]
         if self.has_steps:
             return [ids for _, ids, _ in self._encode_steps(tokenizer, texts)]
@@ -417,7 +418,12 @@ class ScoringContract:
     def tokenize_records(
         self, tokenizer: Tokenizer, records: Sequence[Sequence[Text]]
     ) -> list[list[TextIds]]:
-        """Run ``tokenize`` and ``count_reply_tokens`` on the samples of many records at once."""
+        """Tokenize the samples of many records, and count the tokens of their replies and steps.
+
+        The ids and counts are those of ``tokenize``, ``count_reply_tokens`` and
+        ``count_step_tokens``. For a model without steps it is faster: the shared prefix of a
+        record is tokenized once.
+        """
         records = [[*map(read_text, texts)] for texts in records]
         if self.has_steps:
             return self._tokenize_steps(tokenizer, records)
@@ -531,8 +537,8 @@ class ScoringContract:
         """Apply the rule for sequences of more than ``seq_length`` tokens.
 
         Args:
-            reads: for a contract with steps, the indices where rewards are read.
-            spans: the steps that these rewards are for.
+            reads: for a contract with steps, the indices in ``token_ids`` where rewards are read.
+            spans: the turns or steps whose rewards are read there.
 
         Raises:
             OverlongError: the sequence is too long, and ``overlong`` is not ``truncate_left``.
@@ -553,7 +559,7 @@ class ScoringContract:
         return EncodedText(truncated_ids, True, truncated_reads, spans[lost:], lost)
 
     def _render(self, tokenizer: Tokenizer, text: Text) -> str:
-        """Render a sample that is in the normal form."""
+        """Return the text to tokenize: raw text unchanged, a conversation by the chat template."""
         if isinstance(text, str):
             return text
         if not self.template:

@@ -12,7 +12,8 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
-# In characters. No real template is near this limit. JSON takes at most 12 bytes per character.
+# Largest length of a template in characters; no real template is near it. As JSON a character
+# takes at most 12 bytes.
 MAX_TEMPLATE = 2**16
 _MAX_INT = 2**31
 _MAX_SEPARATOR = 100
@@ -57,7 +58,7 @@ def is_text(value: Any) -> bool:
         return False
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: JSON can hold it
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
         return False
     return True
 

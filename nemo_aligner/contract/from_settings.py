@@ -104,7 +104,8 @@ def _choose_template(
 ) -> str:
     """Return the template to train with, in which today's date is replaced by a fixed one.
 
-    It is the template of the settings, if set, then that of ``start``, then the tokenizer's.
+    The first of these templates that exists is taken: the one in the settings, that of ``start``,
+    that of the tokenizer.
     """
     if data.template is None and start is not None:
         template = start.template
@@ -131,9 +132,10 @@ def _choose_template_kwargs(data: DataConfig, template: str, start: ScoringContr
 def _choose_step_separator(
     data: DataConfig, reads: ScoredPosition, start: ScoringContract | None
 ) -> str | None:
-    """Return the separator of steps: that of the settings, then of ``start``, then a blank line.
+    """Return the separator of steps; None if ``reads`` does not cut replies into steps.
 
-    It is None if ``reads`` does not cut replies into steps.
+    It is the separator in the settings or, if that is null, the one of ``start``. If there is none
+    either, it is a blank line.
     """
     separator = data.step_separator
     if reads.value not in SEPARATED:
@@ -320,7 +322,10 @@ def check_plain_reading(contract: ScoringContract, location: str, reader: str) -
 
 
 def check_last_token(contract: ScoringContract, location: str, reader: str) -> None:
-    """Check that a model reads only the last token; see ``check_plain_reading``."""
+    """Check that a model reads its rewards only at the last token.
+
+    The arguments and the error are those of ``check_plain_reading``.
+    """
     if contract.reply_marker is not None:
         raise CheckpointError(
             f"{location}: its head reads the mean of the reply (model.head.reads), wanted one that "

@@ -1,4 +1,4 @@
-"""Samples: raw texts and conversations, their normal form, and which part of one is the reply.
+"""Samples: raw texts and conversations, their normal form, and which part of a sample is the reply.
 
 Messages have the form of OpenAI's chat API and of Hugging Face transformers. Code that takes a
 sample from outside calls ``read_text``, which maps every spelling of the same conversation to one
@@ -90,7 +90,7 @@ def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:
-    """Replace the messages of a conversation; its tools and documents stay."""
+    """Return a conversation of ``messages``, with the tools and documents of ``text``."""
     return replace(text, messages=messages) if isinstance(text, Conversation) else messages
 
 
@@ -100,7 +100,10 @@ def prompt_of(text: Text) -> Messages:
 
 
 def question_of(text: Text) -> Messages:
-    """Return ``prompt_of`` without the tool calls and tool results after the last user turn."""
+    """Return the prompt without the tool calls and tool results after the last user turn.
+
+    If no tool is used after that turn, the result is the same as that of ``prompt_of``.
+    """
     prompt = prompt_of(text)
     question_length = next(
         (number for number in range(len(prompt), 0, -1) if prompt[number - 1]["role"] == "user"), 0
@@ -492,7 +495,7 @@ def _check_json(value: Any, location: str, depth: int = 0) -> None:
 def _is_json_number(value: object) -> bool:
     """Tell if a value is a bool, a finite float, or an integer that Python can print."""
     if isinstance(value, int):
-        # Without math.isfinite, which raises for integers that are too large for a float.
+        # math.isfinite is not used, because it raises for integers that are too large for a float.
         return abs(value) < _TOO_LARGE
     return isinstance(value, float) and math.isfinite(value)
 

@@ -28,7 +28,8 @@ _KINDS = (BINS, QUANTILES, HEADS, SIGMOID)
 # other score.
 PROBABILITY, LOG_ODDS, SCORE = "probability", "log_odds", "score"
 MEDIAN = 0.5
-# Largest K. A contract is untrusted, so there is a limit; real heads are far below it.
+# Largest number of outputs per attribute. A contract is untrusted, so there is a limit; real heads
+# are far below it.
 _MAX_NUMBERS = 1000
 
 
@@ -140,7 +141,15 @@ class Readout:
     def _apply(
         self, outputs: np.ndarray, function: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """Apply a function from ``[A, K]`` to ``[A]`` to the outputs of each sample."""
+        """Apply ``function`` to the outputs of each sample.
+
+        Args:
+            outputs: ``[S, A * K]``.
+            function: from the float64 outputs ``[A, K]`` of a sample to A values.
+
+        Returns:
+            ``[S, A]`` float32.
+        """
         num_attributes = len(self.numbers)
         rows = np.asarray(outputs, dtype=np.float64).reshape(-1, num_attributes, self.width)
         # numpy's order of summation depends on strides, so every row is made contiguous.
@@ -226,7 +235,8 @@ def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """
     if len(weights) == 1:
         return rewards[:, 0]
-    # Summed in float64, so that the order of BLAS's additions does not change the float32 result.
+    # The sum is in float64, so that the order of additions in BLAS does not change the float32
+    # result.
     combined = np.full(len(rewards), np.nan, dtype=np.float32)
     is_scored = ~np.isnan(rewards).all(axis=1)
     if is_scored.any():

@@ -41,9 +41,9 @@ class SampleFrame:
             first content; empty if one of the strings has a single token.
         before_reply: string between a question and its reply, stripped.
         end: string after the last reply.
-        bos: BOS if the template writes it first and the contract adds none to raw texts; else
-            empty.
-        eos: EOS if the template does not write it after a reply; else empty.
+        bos: the BOS token, if the template writes it first and the contract adds none to raw
+            texts; else empty.
+        eos: the EOS token, if the template does not write it after a reply; else empty.
         adds_eos: True if the contract adds EOS to raw texts.
     """
 
@@ -68,7 +68,7 @@ class SampleFrame:
 
         end = after_reply(template, bos, eos, kwargs)
         begins = _shortest(_find_beginnings(write))
-        # Without the last token, which may merge with the content behind it.
+        # The last token is dropped, because it may merge with the content behind it.
         ids = _shortest(tuple(tokenizer.encode(begin)[:-1]) for begin in begins)
         writes_bos = bool(bos) and any(begin.startswith(bos) for begin in begins)
         if writes_bos and contract.add_bos:
@@ -121,7 +121,11 @@ class SampleFrame:
         return None
 
     def _has_foreign_end(self, reply: str) -> bool:
-        """Tell if the text ends with something that the template does not write after a reply."""
+        """Tell if ``reply`` ends with something that the template does not write after a reply.
+
+        Args:
+            reply: the raw text from its last reply on.
+        """
         if self.eos and not self.adds_eos and reply.endswith(self.eos):
             return True
         end = self.end.strip()
@@ -163,9 +167,13 @@ def _show_start(text: str) -> str:
 
 
 def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
-    """Drop each beginning that starts with another one, which matches the same samples and more.
+    """Drop each beginning that starts with another, shorter beginning.
 
-    Return () if a beginning is empty: it would match every sample.
+    A sample that begins with the longer one also begins with the shorter one, so the check needs
+    only the shorter one. Return () if a beginning is empty: it would match every sample.
+
+    Args:
+        beginnings: strings, or tuples of token ids, that samples may begin with.
     """
     unique: list[Any] = [*dict.fromkeys(beginnings)]
     if not all(unique):
@@ -178,9 +186,10 @@ def _shortest(beginnings: Iterable[Beginning]) -> tuple[Beginning, ...]:
 
 
 def _find_beginnings(write: Write) -> Iterator[str]:
-    """Yield what the template writes before the first content.
+    """Yield the strings that the template writes before the first content of a sample.
 
-    Trial dialogues begin with different roles, with and without tools.
+    They are found with trial dialogues whose first messages have different roles, with and without
+    tools.
     """
     for role in _FIRST_ROLES:
         roles = (role, "assistant") if role == "user" else (role, "user", "assistant")
@@ -194,7 +203,7 @@ def _find_beginnings(write: Write) -> Iterator[str]:
                     write(turns if tools is None else Conversation(turns, tools=tools))
                     for turns in dialogues
                 ]
-            except DataError:  # the template rejects this shape
+            except DataError:  # the template rejects these roles, or tools
                 continue
             begin = _shared_prefix(written)
             # Cut before the first tool, because a trainer may render tools with other keys.
@@ -202,9 +211,10 @@ def _find_beginnings(write: Write) -> Iterator[str]:
 
 
 def _find_before_reply(write: Write) -> str:
-    """Return what the template writes between a question and every reply.
+    """Return the string that the template writes between a question and any reply, stripped.
 
-    Trial replies are with and without reasoning, at the end and inside of a dialogue.
+    It is what trial dialogues have in common: their replies are with and without reasoning, at the
+    end of a dialogue and followed by another question.
     """
     question = {"role": "user", "content": _QUESTION}
     replies = [{"role": "assistant", "content": content} for content in _CONTENTS]
@@ -212,7 +222,7 @@ def _find_before_reply(write: Write) -> str:
     between = []
     for reply in (*replies, *thoughtful):
         for turns in ([question, reply], [question, reply, question, replies[0]]):
-            with suppress(DataError):  # the template rejects this shape
+            with suppress(DataError):  # the template rejects the dialogue
                 between.append(write(turns).partition(_QUESTION)[2])
     return _shared_prefix(between).strip()
 

@@ -56,7 +56,7 @@ class SampleEncoder(Protocol):
         """Tokenize one sample; DataError if the contract rejects it."""
 
     def count_reply_tokens(self, texts: Sequence[Text], /) -> list[int]:
-        """Count the tokens of each sample's reply, by itself and before truncation."""
+        """Count the tokens of each sample's reply, tokenized by itself and before truncation."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class StepRewards:
         return cls(np.array(content["rewards"], dtype=np.float32), spans)
 
     def after(self, prompt_size: int) -> np.ndarray:
-        """Return the rewards of the steps behind the prompt, or of the last step if there is none.
+        """Return the rewards of the steps that end behind the prompt, one row for each step.
+
+        If no step does, return the row of the last step.
 
         Args:
             prompt_size: length of the prompt in messages; for raw text, in characters.
@@ -103,7 +105,7 @@ class ScoredRows:
         errors: why a row was rejected, by row number.
         exceeded: ``[N]`` bool, true for samples that were truncated to the model's ``seq_length``.
         contract_hash: hash of the scoring contract; None if it is unknown or no row was scored.
-        model_fingerprint: fingerprint of the weights; None also if rows are of different models.
+        model_fingerprint: fingerprint of the weights; None if unknown or not the same for all rows.
         raw_rewards: ``[N, M * A]``, rewards of the M models before shaping; from a server that
             shapes rewards, else None.
         deviation: ``[N, A]``, standard deviation between the models of an ensemble, or None.
@@ -111,7 +113,7 @@ class ScoredRows:
             in ``errors``; None without a threshold.
         spread: ``[N, A]``, uncertainty of the rewards, from a head with K outputs for each
             attribute (``ordinal_bins``, ``quantiles``); else None.
-        outputs: ``[N, M * A * K]``, outputs of that head; else None.
+        outputs: ``[N, M * A * K]``, outputs of such a head; else None.
         steps: ``[N]`` of ``StepRewards`` or None, from a model with a reward for each turn or step.
             The reward of a row is that of its last step or, if the contract has ``aggregate``, all
             of them combined.
@@ -197,7 +199,8 @@ class ScoredRows:
 def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
     """Return an array of ``total`` rows with ``values`` at ``rows``.
 
-    All other rows are NaN, False or None, by the dtype. Integers become float32, which has NaN.
+    All other rows, those of rejected samples, are NaN, False or None, by the dtype. Integers become
+    float32, which has NaN.
     """
     if values.dtype.kind in "iu":
         values = values.astype(np.float32)
@@ -211,7 +214,10 @@ def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarra
 
 
 class RowValues(NamedTuple):
-    """Rewards ``[N, A]`` of N encoded samples, and the optional arrays of ``ScoredRows``."""
+    """Rewards ``[N, A]`` of N encoded samples, and optional arrays.
+
+    ``spread``, ``outputs`` and ``steps`` have the form of the same attributes of ``ScoredRows``.
+    """
 
     rewards: np.ndarray
     spread: np.ndarray | None = None
@@ -220,7 +226,7 @@ class RowValues(NamedTuple):
 
 
 def check_on_error(on_error: str) -> None:
-    """Raise ConfigError unless ``on_error`` is an ``OnError``."""
+    """Raise ConfigError unless ``on_error`` is ``raise`` or ``nan``."""
     if on_error not in ("raise", "nan"):
         raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
 
@@ -237,8 +243,8 @@ def score_encodable(
     A rejected sample gets NaN, and its reason goes to ``errors``.
 
     Args:
-        encode: tokenizes one sample; DataError rejects it.
-        measure: scores encoded samples.
+        encode: tokenizes one sample; raises DataError to reject it.
+        measure: scores all encoded samples in one call.
 
     Raises:
         DataError: with ``on_error="raise"``, for the first rejected sample, before any sample is

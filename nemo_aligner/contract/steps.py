@@ -117,10 +117,14 @@ def aggregate_steps(rewards: np.ndarray, rule: Aggregate, scale: str = SCORE) ->
 
 
 def aggregate_texts(rewards: np.ndarray, bounds: Sequence[int], rule: Aggregate) -> np.ndarray:
-    """Combine the step rewards ``[S, A]`` of N samples into ``[N, A]`` float32.
+    """Combine the rewards of each sample's steps into one reward, for N samples.
 
     Args:
+        rewards: ``[S, A]``, the steps of all samples one after another.
         bounds: N + 1 bounds; the rows of sample n are ``rewards[bounds[n] : bounds[n + 1]]``.
+
+    Returns:
+        ``[N, A]`` float32.
     """
     aggregated = [aggregate_steps(rewards[start:end], rule) for start, end in pairwise(bounds)]
     return np.array(aggregated, dtype=np.float32).reshape(-1, rewards.shape[1])
@@ -222,10 +226,17 @@ def _cut_at_answers(
 def _render_prefixes(
     text: Messages | Conversation, messages: Messages, turns: Sequence[int], write: Write
 ) -> list[str]:
-    """Render the conversation once for each number in ``turns``, up to this message.
+    """Render the conversation up to each turn that has a reward.
+
+    Args:
+        messages: the messages to render in place of those of ``text``.
+        turns: indices in ``messages`` of the turns that have a reward.
+
+    Returns:
+        A string for each turn, which ends behind this turn.
 
     Raises:
-        DataError: a rendered text is not a prefix of the next one and of the last one.
+        DataError: one of the strings is not a prefix of the next string, or of the last one.
     """
     prefixes = [write(with_messages(text, messages[: number + 1])) for number in turns]
     full_text = prefixes[-1]
@@ -259,7 +270,9 @@ def _cut(rendered: str, ends: Sequence[int]) -> tuple[str, ...]:
 
 
 def _join_reply(text: Text, separator: str) -> str:
-    """Return the reply: the whole raw text, or the content of the last message, parts joined.
+    """Return the reply: the whole raw text, or the content of the last message.
+
+    If the content is a list of parts, each of which is a step, they are joined by ``separator``.
 
     Raises:
         StepTextError: a part is blank, or contains the separator.
@@ -288,9 +301,9 @@ def _replace_reply(text: Messages | Conversation, reply: str) -> Messages | Conv
 
 
 def _find_steps(reply: str, separator: str) -> list[StepSpan]:
-    """Find the steps of a reply; a reply without text is one step.
+    """Find the steps between separators; a reply of only white space is one step.
 
-    ``message`` of the spans is None; the caller sets it.
+    ``message`` of the returned spans is None; the caller sets it.
     """
     steps, start = [], 0
     while start <= len(reply):
@@ -303,10 +316,16 @@ def _find_steps(reply: str, separator: str) -> list[StepSpan]:
 
 
 def _locate_reply(rendered: str, reply: str, tail: str) -> int:
-    """Return the offset from positions in the reply to positions in ``rendered``.
+    """Return the offset such that ``reply[i]`` is at ``rendered[i + offset]``.
 
-    If the template has stripped leading white space, the stripped characters count, so that the
-    offset is right for the rest of the reply.
+    If the template strips white space from the beginning of the reply, the offset is smaller than
+    the position at which the stripped reply begins: by the number of stripped characters.
+
+    Args:
+        tail: what the template writes after a reply; the search ends before it.
+
+    Raises:
+        DataError: the template writes the reply in another form.
     """
     end = len(rendered) - len(tail) if tail and rendered.endswith(tail) else len(rendered)
     for num_stripped, variant in _list_stripped_variants(reply):
@@ -319,10 +338,11 @@ def _locate_reply(rendered: str, reply: str, tail: str) -> int:
 def _locate_before_calls(
     rendered: str, text: Messages | Conversation, reply: str, write: Write
 ) -> int:
-    """Return the result of ``_locate_reply`` for a reply with tool calls behind it.
+    """Return the offset of ``_locate_reply`` for a reply with tool calls behind it.
 
-    The calls may repeat words of the reply, so a search from the end could find these. The position
-    of a placeholder in place of the reply is used instead.
+    The calls may repeat the reply, and ``_locate_reply``, which searches from the end, would find
+    the repetition. So the conversation is rendered with a placeholder as the reply, and the reply
+    begins where the placeholder does.
     """
     position = write(_replace_reply(text, _PLACEHOLDER)).find(_PLACEHOLDER)
     for num_stripped, variant in _list_stripped_variants(reply):
@@ -332,9 +352,10 @@ def _locate_before_calls(
 
 
 def _list_stripped_variants(reply: str) -> Iterator[tuple[int, str]]:
-    """Yield ``(number of leading characters cut, reply)`` for each form that templates write.
+    """Yield each form in which templates write a reply, as ``(num_stripped, form)``.
 
-    Templates write a reply unchanged, or stripped at its beginning, its end, or both.
+    Templates write a reply unchanged, or without the white space at its beginning, its end, or
+    both. ``num_stripped`` is the number of characters that were cut from the beginning.
     """
     for num_stripped in (0, len(reply) - len(reply.lstrip())):
         yield num_stripped, reply[num_stripped:]

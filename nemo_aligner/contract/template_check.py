@@ -73,7 +73,7 @@ _TIMEOUT_SECONDS = 120
 
 
 def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
-    """Check a template before training.
+    """Check that a template is fit for training: complete and independent of the date.
 
     Args:
         setting: value of ``model.data.template``, for error messages.
@@ -185,7 +185,7 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
         check_terminates(template, bos_token, eos_token, kwargs)
         if not is_dated(template, bos_token, eos_token, kwargs):
             return template
-    except DataError:  # ``check_template`` will report this error
+    except DataError:  # the template is invalid; ``check_template`` will report that
         return template
     say(
         "the chat template writes today's date: it is fixed to 26 July 2024, so that scores do not "
@@ -224,7 +224,7 @@ def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str 
         raise DataError(f"the trial of the chat template failed to start: {trial.stderr[-1000:]!r}")
 
 
-# Which message fields beyond role and content a template renders.
+# Detection of the message fields (besides role and content) that a template renders.
 #
 # If a template dropped tool calls, the reward would be that of another conversation. So a
 # conversation with a key that is not rendered is rejected, and the error names the key. Only the
@@ -233,9 +233,9 @@ def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str 
 # Contents of trials: words that no template contains, and that JSON and Jinja filters keep.
 _FIRST, _SECOND, _THIRD, _FOURTH = "Zqfirstv", "Zqsecondv", "Zqthirdv", "Zqfourthv"
 _KNOWN_KEYS = ("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id")
-# Roles that every template renders.
+# Roles that every template is assumed to render, so no trial tests them.
 _USUAL_ROLES = ("system", "user", "assistant")
-# Three forms of a message without content.
+# The three forms in which conversations have a message without content.
 _NULLS: tuple[Message, ...] = ({"content": None}, {}, {"content": ""})
 
 
@@ -334,10 +334,10 @@ class TemplateReading:
         return is_written or self._arguments_are_text or is_written
 
     def _null_content(self, calls: bool) -> Message:
-        """Return the form in which the template accepts a message without content.
+        """Return the ``content`` that the template accepts in a message without content.
 
-        The forms null, missing key and empty string are tried in this order. The first one is taken
-        with which the template does not fail and does not write the word "None".
+        Three forms are tried in this order: null, no key ``content``, an empty string. The first
+        form with which the template neither fails nor writes the word "None" is returned.
 
         Args:
             calls: whether the message has tool calls; if not, it has only reasoning.
@@ -389,7 +389,8 @@ class TemplateReading:
             name = self.reasoning("tool_calls" in message)
             is_scored = is_last and message[REASONING[0]].strip()
             self._check(name is not None or not is_scored, f"{location}.{REASONING[0]}")
-            # A template may not render reasoning in a last turn, but in an earlier one.
+            # If the template renders no reasoning in a last reply of this kind (with or without
+            # tool calls), it may do so in an earlier turn, under the key for the other kind.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
                 message[name] = message.pop(REASONING[0])
@@ -429,9 +430,12 @@ class TemplateReading:
         return self._written_roles[role]
 
     def _reads_parts(self, role: str) -> bool:
-        """Tell if the template renders a content of text parts like the same text as one string.
+        """Tell if the template renders a list of text parts as it renders the text as one string.
 
-        If not, ``_adapt_content`` joins the parts.
+        If it does not, ``_adapt_content`` joins the parts.
+
+        Args:
+            role: role of the message with the parts.
         """
         if role not in self._read_parts:
             one_part = [_make_part(_FIRST)]
@@ -451,11 +455,15 @@ class TemplateReading:
         return self._read_parts[role]
 
     def _is_as_empty(self, trial: Messages, with_empty: Messages) -> bool:
-        """Tell if the template accepts a message without content.
+        """Tell if the template renders a missing content like an empty string.
 
-        It does not if it rejects ``trial``, or writes the word "None" more often in it than in
-        ``with_empty``, the same trial with an empty string as content. If the template rejects
-        ``with_empty``, too, nothing can be told, and the result is True.
+        The result is False if the template rejects ``trial``, or writes the word "None" more often
+        in ``trial`` than in ``with_empty``. If it rejects ``with_empty``, the two cannot be
+        compared, and the result is True.
+
+        Args:
+            trial: a dialogue that has a message without content.
+            with_empty: the same dialogue with an empty string as this content.
         """
         expected, actual = self._try_render(with_empty), self._try_render(trial)
         if expected is None:
@@ -499,9 +507,9 @@ def _without_content(message: Message) -> Message:
 
 
 def _encode_arguments(message: Message) -> Message:
-    """Encode the arguments of tool calls as JSON strings, which some templates expect.
+    """Return the message with the arguments of its tool calls as JSON strings.
 
-    OpenAI's chat API has them in this form.
+    This is their form in OpenAI's chat API, and some templates accept only this form.
     """
     if "tool_calls" not in message:
         return message
@@ -519,13 +527,16 @@ def _make_part(text: str) -> dict[str, str]:
 
 
 def _dialogues_with(turn: Message) -> list[Messages]:
-    """Return two dialogues: one ends with ``turn``; in one a tool result and a reply follow it."""
+    """Return two trial dialogues with ``turn``, which may be a message without content.
+
+    In the first dialogue it is the last message; in the second a tool result and a reply follow.
+    """
     question = _make_turn("user", "a")
     return [[question, turn], [question, turn, tool_result(_FOURTH), _make_turn("assistant", "b")]]
 
 
 def _make_dialogue(role: str, content: Any) -> Messages:
-    """Return a dialogue that contains a turn of this role and content."""
+    """Return a trial dialogue that contains a turn of this role and content."""
     turn = {"role": role, "content": content}
     question, answer = _make_turn("user", "a"), _make_turn("assistant", "b")
     if role == "user":
@@ -554,9 +565,10 @@ def template_reading(
 
 
 def _main() -> None:
-    """Set limits, render the trials of the template on stdin, and print the first error.
+    """Run the trials of a template in the subprocess that ``check_terminates`` starts.
 
-    stdin has a JSON list of the arguments of ``check_terminates``.
+    stdin has a JSON list of the arguments of ``check_terminates``. The first error of the template
+    goes to stdout.
     """
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -568,7 +580,9 @@ def _main() -> None:
     # The limits are set before the template is read, because the template is untrusted.
     arguments = json.load(sys.stdin)
     try:
-        if not is_dated(*arguments):  # the caller rejects or freezes a dated template
+        # If the template writes today's date, the caller of ``check_terminates`` rejects it, or
+        # fixes the date and checks the new template. So a dated template needs no more trials.
+        if not is_dated(*arguments):
             template, *tokens_and_kwargs = arguments
             find_frames(lambda turns: render(template, turns, *tokens_and_kwargs))
             reading = TemplateReading(

@@ -246,7 +246,11 @@ def write_probe(
     strftime_now: Callable[[str], str] | None = None,
     messages: Messages = PROBE,
 ) -> str:
-    """Render a trial: a question and its answer, with a tool if the template requires one.
+    """Render a trial dialogue, with a tool if the template requires one.
+
+    Args:
+        strftime_now: see ``render``.
+        messages: the dialogue; by default a question and its answer.
 
     Raises:
         DataError: see ``render``.
@@ -341,14 +345,14 @@ def _find_around_results(write: Write) -> tuple[str, ...]:
     """Return the ``results`` of ``Frames``; empty if tool results are not rendered verbatim."""
     question, answer, *second_round = _make_turns(("user", "assistant", "user", "assistant"))
     results = [{**tool_result(), "content": f"\ue000{number}\ue000"} for number in (4, 5)]
-    # First with a second question and answer: then the reply to the tool results is not the last
-    # one, in front of which some templates add tags (see ``find_frames``).
+    # The first trial ends with a second question and answer, so that the reply to the tool results
+    # is not the last reply: some templates add tags in front of that (see ``find_frames``).
     for following in (second_round, []):
         try:
             text = write([question, tool_call_turn(), *results, answer, *following])
         except DataError:
             continue
-        # Dropped: the string before the question, and that before the results (the tool call).
+        # The string before the question and the one before the results (the call) are dropped.
         _, *pieces = _CONTENT.split(text)
         return tuple(pieces[1:3]) if len(pieces) == len(results) + 2 + len(following) else ()
     return ()
@@ -357,9 +361,9 @@ def _find_around_results(write: Write) -> tuple[str, ...]:
 def _find_call_frames(write: Write) -> CallFrames:
     """Return the ``calls`` of ``Frames``; empty if calls are not rendered, or are escaped JSON.
 
-    A trial shows if arguments are escaped: one argument contains the string that the template
-    writes between two arguments (or calls). If the text is that of two arguments (or calls), they
-    are not escaped.
+    A trial shows if arguments are escaped. It has a single argument, which contains the string that
+    the template writes between two arguments (or calls). If the rendered text is the same as for
+    two arguments (or calls), the template does not escape.
     """
     function, key, value, second, last = ("zqnamev", "zqkeyv", "zqvaluev", "zqotherv", "zqlastv")
 
@@ -417,11 +421,13 @@ def _make_turns(roles: Sequence[str]) -> Messages:
 
 
 def _find_around(write: Write, roles: Sequence[str]) -> tuple[str, ...]:
-    """Return the strings around the contents of a dialogue with these roles.
+    """Return the strings that the template writes around the contents of a trial dialogue.
 
-    The result is empty if the template rejects the dialogue.
+    The result is empty if the template rejects the dialogue. The string before the last reply is
+    skipped; see ``find_frames``.
 
-    The string before the last reply is skipped; see ``find_frames``.
+    Args:
+        roles: the roles of the messages of the dialogue.
     """
     try:
         prefix, *pieces = _CONTENT.split(write(_make_turns(roles)))
@@ -475,7 +481,7 @@ def render(
             **_parse_kwargs(kwargs),
             **({} if strftime_now is None else {"strftime_now": strftime_now}),
         )
-    except Exception as error:  # a template may raise anything, and so may its compilation
+    except Exception as error:  # a template may raise any error, even when compiled
         reason = f"{type(error).__name__}: {short(error)}"
         if "'strftime_now' is undefined" in reason:
             reason = (

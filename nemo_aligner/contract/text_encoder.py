@@ -50,5 +50,5 @@ class TextEncoder:
             )
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Count the tokens of each sample's reply, by itself and before truncation."""
+        """Count the tokens of each sample's reply, tokenized by itself and before truncation."""
         return self.contract.count_reply_tokens(self.tokenizer, texts)

@@ -121,11 +121,11 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the highest token id."""
+        """One more than the highest token id: the number of embeddings that a model needs."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def check_fits(self, vocab_size: int) -> None:
-        """Check that a model with ``vocab_size`` embeddings has one for every token.
+        """Check that a model with ``vocab_size`` embeddings has an embedding for every token.
 
         Raises:
             DataError: a token id is ``vocab_size`` or more.
@@ -167,7 +167,7 @@ class Tokenizer:
     @cached_property
     def adds_bos(self) -> bool:
         """True if ``add_special_tokens=True`` would put BOS before a raw text."""
-        # True if BOS is missing without special tokens, and present with them.
+        # ``encode`` adds no special tokens; ``_backend.encode`` adds the default ones.
         return self.encode("a")[:1] != [self.bos_id] == self._backend.encode("a").ids[:1]
 
     @cached_property

@@ -224,9 +224,13 @@ class TurnMarks:
 def _marks_of_results(
     pieces: Sequence[str], anywhere: Sequence[str], tokenizer: Tokenizer | None
 ) -> tuple[str, ...]:
-    """Find the marks in the strings around tool results.
+    """Find the marks in the strings that a template writes around tool results.
 
-    A mark is an added token, a tag or, if the string contains neither, the whole string.
+    A mark is an added token, a tag or, if a string contains neither, the whole string.
+
+    Args:
+        pieces: ``Frames.results``.
+        anywhere: marks that are forbidden in all conversations; the result does not repeat them.
     """
     added = [] if tokenizer is None else tokenizer.added_tokens(pieces)
     tokens = [token.content for token in added if _is_mark(token.content, token.special)]
@@ -242,9 +246,10 @@ def _marks_of_results(
 
 
 def _is_mark(text: str, is_special: bool) -> bool:
-    """Tell if a string can mark a turn: it is more than white space, punctuation, or one word.
+    """Tell if a string is distinctive enough to mark a turn.
 
-    One word is enough if it is a special token (``is_special``).
+    White space, punctuation or a single word occurs in any message, so none of them is a mark. The
+    exception is a single word that is a special token (``is_special``).
     """
     return any(map(str.isalnum, text)) and (is_special or not text.strip().isalnum())
 
@@ -297,8 +302,8 @@ def write_conversation(
 class TurnEnd:
     """The end-of-turn string ``end``, and the ``rest`` that the template writes behind it.
 
-    ``end_ids`` and ``rest_ids`` are the token ids of these strings. Both are empty if a token spans
-    the boundary between the two strings.
+    ``end_ids`` and ``rest_ids`` are the token ids of these strings. Both tuples are empty if a
+    token spans the boundary between the two strings.
     """
 
     end: str
@@ -356,9 +361,15 @@ class TurnEnd:
 
 
 def _find_missing(sequence: Any, end: Any, trailing: Any) -> Any:
-    """Return the part of ``trailing`` that is missing at the end of a string or tuple.
+    """Return the part of ``trailing`` that is missing at the end of ``sequence``.
 
-    Return None if the sequence does not end with ``end``, or ends with all of ``trailing``.
+    Return None if nothing is missing: the sequence ends with all of ``end + trailing``, or its end
+    has no ``end`` at all.
+
+    Args:
+        sequence: a text, or a tuple of token ids; ``end`` and ``trailing`` have the same type.
+        end: ``TurnEnd.end`` or its token ids.
+        trailing: ``TurnEnd.rest`` or its token ids.
     """
     for present_length in range(len(trailing)):
         partial_end = end + trailing[:present_length]
@@ -376,7 +387,7 @@ def _find_missing(sequence: Any, end: Any, trailing: Any) -> Any:
 
 _KEY = "model.head.reads"
 _QUESTION, _REPLY = "a question", "the reply"
-# Questions and replies of several trials, because they may change the tokens of the marker.
+# There are several trials, because a question and a reply may change the marker between them.
 _TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{", "}"))
 
 

@@ -60,7 +60,8 @@ class InProcessScorer:
                 f"model: got the parallel sizes {ranks}, wanted 1 for each in a single process. "
                 "Start nemo-aligner serve with torchrun instead, and set url to its address"
             )
-        # Leaving this block after an error destroys the process group.
+        # After an error this block destroys the process group at its end; else ``pop_all`` keeps
+        # the group until ``close``.
         with ExitStack() as resources:
             resources.enter_context(launch())
             layout = initialize_layout()
@@ -83,7 +84,7 @@ class InProcessScorer:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the columns of the rewards."""
+        """Names of the A columns of the rewards."""
         return self._scorer.attributes
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
@@ -108,9 +109,9 @@ class InProcessScorer:
             self._weights.offload()
 
     def close(self) -> None:
-        """Destroy the process group if ``load`` has created it.
+        """Destroy the process group, if ``load`` has created one.
 
-        The scorer that was passed to the constructor stays usable.
+        A scorer that was passed to the constructor stays usable: its weights return to the device.
         """
         if self._weights is not None:
             self._weights.reload()

@@ -61,7 +61,7 @@ class EnvironmentReturn(NamedTuple):
         next_stop_strings: N times None.
         rewards: ``[N]`` float32, on the CPU.
         terminateds: ``[N]`` bool, all true, because a reward ends the episode.
-        answers: N replies, which were scored.
+        answers: the N replies that were scored.
     """
 
     observations: list[dict[str, str]]
@@ -73,7 +73,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class Rewarder(Scorer, Protocol):
-    """Protocol of a scorer with a known scoring contract; ``shutdown`` closes it."""
+    """Protocol of the environment's scorer: it knows its scoring contract, and can be closed."""
 
     @property
     def contract(self) -> ScoringContract: ...
@@ -119,7 +119,8 @@ class RewardModelEnvironment:
         Args:
             message_logs: the messages of each sample, the reply last; keys that chat messages do
                 not have are ignored.
-            env_infos: for each sample None or its ``extra_env_info``; see the class.
+            env_infos: for each sample None or its ``extra_env_info``, whose messages replace the
+                prompt of the log.
 
         Raises:
             DataError: a sample cannot be scored, and ``refused_reward`` is not set.
@@ -162,7 +163,8 @@ class RewardModelEnvironment:
         """Return the batch unchanged, and metrics of its ``rewards`` or ``total_reward``.
 
         ``std_reward`` divides by N - 1, like NeMo RL's, and is 0 for one sample. ``num_refused``
-        (replies) and ``num_refused_prompts`` (samples) count all steps so far.
+        counts the samples with a rejected reply in all steps so far, ``num_refused_prompts`` those
+        with a rejected prompt.
         """
         metrics: dict[str, float] = {
             f"{_METRICS}/num_samples": len(batch.get("message_log", [])),
@@ -190,9 +192,10 @@ class RewardModelEnvironment:
     def _find_bad_prompts(
         rewarder: Rewarder, samples: Sequence[Text], errors: Mapping[int, str]
     ) -> dict[int, str]:
-        """Find the rejected rows in which the prompt is at fault: row -> reason.
+        """Return the rejected samples whose prompt is at fault: row -> reason.
 
-        They are scored once more with a reply that cannot be at fault.
+        Each rejected sample is scored again with a reply that no model rejects. If this is
+        rejected, too, the prompt is at fault.
         """
         if not errors:
             return {}
@@ -311,9 +314,10 @@ def _create_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
 
 
 def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
-    """Join the messages in ``extra_env_info`` and the reply of the log.
+    """Build the conversation to score from a sample's message log and ``extra_env_info``.
 
-    Without such messages the whole log is the conversation.
+    If ``info`` has the original messages, they are the prompt, and only the reply comes from the
+    log. Else the whole log is the conversation.
     """
     turns = [_select_keys(turn) for turn in log]
     if not turns:
@@ -328,7 +332,7 @@ def _build_conversation(log: Sequence[Mapping[str, Any]], info: Any) -> Text:
 
 
 def _replace_reply(sample: Text) -> Text:
-    assert not isinstance(sample, str)  # _build_conversation returns messages
+    assert not isinstance(sample, str)  # ``_build_conversation`` never returns a raw text
     return with_messages(sample, [*prompt_of(sample), _OTHER_REPLY])
 
 

@@ -32,7 +32,7 @@ class RewardFunction:
         tools: list[dict[str, Any]] | None = None,
         aggregate: Aggregate | None = None,
     ) -> None:
-        """Store the options, which ``reward_function`` has checked and explains."""
+        """Store the options; ``reward_function`` explains them, and has checked them."""
         self._aggregate = aggregate
         self._tools = tools
         self.__name__ = name
@@ -63,7 +63,7 @@ class RewardFunction:
         if self._weights is None:
             contract = self._client.contract()
             if self._aggregate is Aggregate.last is contract.aggregation:
-                self._aggregate = None  # the model's rewards follow this rule already
+                self._aggregate = None  # the server combines steps by this rule already
             self._weights = reward_weights(contract, self._attribute)
             self._scale = contract.reward_scale
         # Arrow fills missing keys of prompts and tools with nulls, which are removed here.
@@ -78,7 +78,7 @@ class RewardFunction:
             refused = len(scored.errors) / len(samples)
             columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
         rewards = scored.rewards
-        if self._aggregate is not None:  # combines steps of completions, ignores those of prompts
+        if self._aggregate is not None:  # steps in the prompts are not combined
             sizes = [
                 len(prompt if isinstance(prompt, str) else messages_of(prompt))
                 for prompt in prompts
@@ -107,8 +107,8 @@ def reward_function(
         tools: tools of conversations that have none in their row: those that GRPOTrainer gets, as
             functions (converted by transformers) or as JSON.
         aggregate: how a model's rewards of turns or steps become one reward of a completion:
-            ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``). None is the rule of
-            the scoring contract, which includes the prompt.
+            ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``). Steps in the prompt
+            are ignored. None keeps the rule of the scoring contract, which includes these steps.
         retry_s: how long training waits for a server that is gone, in seconds.
         options: more options of ``RewardClient``, e.g. ``expect`` and ``wait_s``.
 
@@ -138,7 +138,7 @@ def _join(prompt: Text, completion: Text, tools: Any) -> Text:
         return prompt + completion
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = prompt + completion
-        # Not checked here: the server checks the messages, and its error names the row.
+        # Messages are not checked here: the server checks them, and its error names the row.
         return Conversation(messages, tools) if tools else messages
     kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
     raise TypeError(f"prompts and completions: got {kinds}, wanted strings, or lists of messages")

@@ -1,8 +1,8 @@
 """A verifier for NeMo Gym that takes the rewards of a reward model.
 
-A running server or gateway of nemo_aligner scores the responses (``server_url``), or a server that
-this environment starts (``model_path``). A sample that gets no reward is masked: without a reward
-it says nothing about the policy.
+The responses are scored by a server or gateway of nemo_aligner that runs already (``server_url``),
+or by a server that this environment starts (``model_path``). A sample that gets no reward
+is masked: without a reward it says nothing about the policy.
 """
 
 from __future__ import annotations
@@ -135,11 +135,20 @@ class RewardModelRunRequest(BaseRunRequest):
 
 
 class RewardModelVerifyRequest(RewardModelRunRequest, BaseVerifyRequest):
-    """A row of data with the policy's response."""
+    """A row of data with the policy's response, which is to be scored."""
 
 
 class RewardModelVerifyResponse(BaseVerifyResponse):
-    """The reward, the reward before the threshold, and the rewards of all attributes."""
+    """The reward of a response, and how it came about.
+
+    Attributes:
+        reward_threshold: the threshold of the row of data, if it has one.
+        raw_reward: the reward before the threshold; None if there is no reward.
+        reward_components: the reward of each attribute.
+        truncated: True if the sample was truncated to the model's maximum length.
+        contract_hash: hash of the model's scoring contract.
+        model_fingerprint: fingerprint of the model's weights.
+    """
 
     reward_threshold: float | None = None
     raw_reward: float | None = None
@@ -182,7 +191,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         except NoRewardError as error:
             kind, reason = error.kind, str(error)
         reward = None
-        if kind == REFUSED:  # the reply is at fault, so it does not reach a threshold
+        if kind == REFUSED:  # the model rejects the reply, which counts as below any threshold
             reward = self.config.refused_reward if body.reward_threshold is None else 0.0
         return RewardModelVerifyResponse(
             **body.model_dump(),
@@ -193,14 +202,17 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         )
 
     async def close(self) -> None:
-        """Close the connections, and stop the server that was started here."""
+        """Close the connections, and stop the server if ``model_post_init`` has started one."""
         if self._servers is not None:
             await self._servers.close()
         if self._started is not None:
             self._started.stop()
 
     async def _find_servers(self) -> RewardServers:
-        """Return the servers; wait for the URL of one that was started here."""
+        """Return the client of the servers, made at the first call.
+
+        If ``model_post_init`` has started a server, wait until it is ready.
+        """
         if self._servers is None:
             config = self.config
             urls = config.server_url or []
@@ -209,7 +221,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             urls = [urls] if isinstance(urls, str) else urls
             token = _read_token(config.server_token_variable)
             servers = RewardServers(urls, config.timeout_s, config.retry_s, token)
-            # Several requests may have waited above; all use the servers of the first one.
+            # Several requests may have waited above; all use the client that the first one made.
             self._servers = self._servers or servers
         return self._servers
 
@@ -220,7 +232,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         if attribute not in (None, *components):
             reason = f"attribute: got {attribute!r}, wanted one of {', '.join(components)}"
             raise NoRewardError("verifier_error", reason)
-        # ``reward`` is not used: a server with a threshold has replaced it by 1 or 0.
+        # The answer's ``reward`` is not used: a server with a threshold has replaced it by 1 or 0.
         reward = answer["raw_reward"] if attribute is None else components[attribute]
         threshold = body.reward_threshold
         return RewardModelVerifyResponse(

@@ -89,12 +89,12 @@ class RewardServers:
             await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the servers."""
         if self._session is not None:
             await self._session.close()
 
     async def _post(self, url: str, name: str, rollout: Mapping[str, Any]) -> dict[str, Any]:
-        if self._session is None:  # not in __init__: aiohttp needs the running event loop
+        if self._session is None:  # made here, because aiohttp needs the running event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 headers=self._headers,
@@ -114,7 +114,7 @@ def _hide_password(url: str) -> str:
     try:
         parsed = URL(url)
         is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except ValueError:  # replaced below, because its message may show the password
+    except ValueError:  # another error is raised below: this message may show the password
         is_valid = False
     if not is_valid:
         shown = url.rpartition("@")[2]
@@ -127,6 +127,9 @@ def _hide_password(url: str) -> str:
 
 def _read_answer(name: str, status: int, text: str) -> dict[str, Any]:
     """Parse the answer of ``/verify``; the status is 200 even if a rollout has no reward.
+
+    Args:
+        name: URL of the server without password, for error messages.
 
     Raises:
         NoRewardError: the answer is not one of ``/verify``, or the server is overloaded.
