@@ -271,7 +271,7 @@ def _split_by_sample(
     arrays: dict[str, Any] = {
         name: values[sample_rows]
         for name, values in vars(scored).items()
-        if isinstance(values, np.ndarray) and name != "exceeded"  # already a row per sample
+        if isinstance(values, np.ndarray) and name != "exceeded"  # that one is by sample already
     }
     return replace(scored, **arrays, steps=steps)
 

@@ -110,7 +110,7 @@ class UpstreamService(ScoringService):
         """
         if self.contract is not None and contract_hash in (None, self.contract.hash):
             return
-        if self._publishes_none and contract_hash is None:  # still a NeMo-Aligner server
+        if self._publishes_none and contract_hash is None:  # still has no contract
             return
         self._publishes_none = await self._fetch_contract_if_any() is None
 

@@ -41,7 +41,7 @@ class ServedScorer:
         return tuple(self.contract.attributes)
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``; the client logs why samples were rejected."""
+        """Score N samples: rewards ``[N, A]``, NaN where rejected; the client logs the reasons."""
         scored = self._client.score_rows(samples, on_error=on_error)
         if len(scored.errors) < len(samples):
             return scored
@@ -67,7 +67,12 @@ class VllmScorer:
     contract: None = None
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``; also raise ServingError unless answers have one number per attribute."""
+        """Score N samples, one request each: rewards ``[N, A]``, with NaN for rejected samples.
+
+        Raises:
+            ServingError: the server does not answer, or an answer does not have one number per
+                attribute.
+        """
         bodies = [_vllm_body(sample) for sample in samples]
         answers = post_all(self.address, bodies, Counter("scoring", "samples").show)
         rewards = np.full((len(samples), len(self.attributes)), np.nan, dtype=np.float32)
@@ -122,7 +127,7 @@ class QueryScorer:
             )
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``.
+        """Score N samples: rewards ``[N, 1]``, with NaN for rejected samples.
 
         Raises:
             ConfigError: a sample is a conversation, and there is no chat template to write it in.
@@ -184,7 +189,10 @@ class QueryScorer:
 
 
 def _rejects_sample(answer: JsonAnswer) -> bool:
-    """Tell whether a sample is at fault and gets no reward; other failures end the call."""
+    """Tell whether an unsuccessful answer blames the sample, which then gets no reward.
+
+    Any other failure ends the whole call.
+    """
     return FailureKind.of_status(answer.status).reaction == "skip"
 
 

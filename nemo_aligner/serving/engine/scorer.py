@@ -72,7 +72,7 @@ class TokenCounts:
     cached: int = 0
 
     def after(self, requested: int, computed: int, cached: int) -> TokenCounts:
-        """Return the counts after one more call."""
+        """Return the sums after a call that added these numbers of tokens."""
         return TokenCounts(
             self.requested + requested, self.computed + computed, self.cached + cached
         )
@@ -158,7 +158,8 @@ class RewardScorer:
                     "precision=bf16 or fp32"
                 )
         use_huge_pages()
-        # No sample begins with the tokens of the warm-up, and only requests must be counted.
+        # Drop what the warm-up cached and counted: no sample begins with its tokens, and only
+        # requests must be counted.
         self.reset_cache()
         self.counts = TokenCounts()
 
@@ -216,7 +217,7 @@ class RewardScorer:
         return self.contract.rewards_of(np.concatenate(outputs))
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert ``outputs`` of the head to rewards ``[N, A]`` float32, and spreads if any.
+        """Convert head outputs ``[N, A * K]`` to rewards ``[N, A]`` float32, and spreads or None.
 
         This method is not collective.
         """
@@ -330,7 +331,8 @@ def load_scorer(
         logger.warning("model.cuda_graphs: ignored, because cpu_offload moves the weights")
     elif cuda_graphs:
         loaded.model.use_cuda_graphs()
-    # Last, because it converts the layers that make_batch_invariant has replaced.
+    # freeze_for_scoring comes last, because it converts the layers that make_batch_invariant has
+    # replaced.
     if not can_offload:
         freeze_for_scoring(loaded.model)
     return RewardScorer(
@@ -420,7 +422,7 @@ class RewardEnsemble:
         return Arriving(lambda: all(part.has_arrived() for part in parts), wait)
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert ``outputs`` to rewards ``[N, M * A]`` float32, and spreads if any."""
+        """Convert ``[N, M * A * K]`` outputs to rewards ``[N, M * A]`` float32; spreads or None."""
         parts = np.split(outputs, len(self._members), axis=1)
         read = [
             member.read_outputs(part) for member, part in zip(self._members, parts, strict=True)

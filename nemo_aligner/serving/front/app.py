@@ -354,7 +354,7 @@ class _RouteHandler:
             return response
         except Exception as error:
             failure = public_failure(error)
-        # In a thread for a large body, because the answer may repeat it.
+        # A large body is handled in a thread, because the answer may repeat the whole body.
         return await call_by_size(size, self._refuse, route, failure, body)
 
     def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
@@ -417,7 +417,7 @@ class _RouteHandler:
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
     ) -> ScoreRequest:
-        """Log rows that are in another chat template, and reject them if configured.
+        """Log the first row that is in another chat template; reject all such rows if configured.
 
         Raises:
             RequestError: such rows are rejected, and the route's answer has no errors of single
@@ -434,13 +434,14 @@ class _RouteHandler:
         return request.without_rows(foreign)
 
     async def _blame(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
-        """Find out whether the reply is at fault, by scoring ``other``, which has another reply.
+        """Find out if the rejected reply is at fault, by scoring ``other`` with another reply.
 
-        If ``other`` can be scored, return ``refusal`` as the error of row 0; otherwise raise.
+        If ``other`` can be scored, the reply is at fault: return ``refusal`` as the error of row 0.
+        Otherwise the prompt is at fault, so raise the error of ``other``.
         """
         scored = await self._scoring.answer(other, False, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
-        # Only the shape of the other reply's reward is used, which has the number of attributes.
+        # The other reply's reward only tells the number of attributes, as the shape of the NaNs.
         no_rewards = np.full_like(scored.rewards, np.nan)
         return ScoredRows(no_rewards, {0: reason}, np.zeros(1, dtype=bool))
 

@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
             self.backlog = self.backlog[self.backlog_start :] + data
             self.backlog_start = 0
             if len(self.backlog) > HIGH_WATER_LIMIT:
-                # Not by self.flow, which resumes reading if the application checks for disconnects.
+                # self.flow is not used: it resumes if the application checks for disconnects.
                 self.transport.pause_reading()
         elif self.phase == LINGERING:
             self.discarded_bytes += len(data)
@@ -484,7 +484,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
         self.flow.resume_reading()
         if self.backlog:
-            # Not in this task, because the next request must not inherit its context variables.
+            # Another task continues: the next request must not inherit context variables.
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
@@ -528,14 +528,14 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def finish(self) -> None:
-        """Close the connection after its last answer; called by the exchange."""
+        """After the last answer, close, or linger if bytes may come; ``Exchange`` calls this."""
         if self.phase == BUSY and not self.backlog:
             self._close()
         else:
             self._linger()
 
     def shutdown(self) -> None:
-        """Close the connection, at once or after its answer; called when the server exits."""
+        """Close now if no request runs, else after its answer; called when the server exits."""
         if self.phase == LINGERING or self.task is None:
             self._close()
         else:
@@ -560,7 +560,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
 
     def _linger(self) -> None:
-        """Send a FIN after the answer, and discard what the client still sends."""
+        """Send a FIN, and discard what the client still sends, so that it can read the answer."""
         if self.phase >= LINGERING:
             return
         self.phase = LINGERING

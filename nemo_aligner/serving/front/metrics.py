@@ -83,7 +83,10 @@ class FrontMetrics:
         self._rows.labels(path, "cut").inc(int(scored.exceeded.sum()))
 
     def count_rows(self, path: str, outcome: str, rows: int) -> None:
-        """Count rows under ``outcome``, which is in addition to their outcome scored or refused."""
+        """Count rows under a further ``outcome``: ``completed`` or ``foreign_template``.
+
+        Each of these rows is also counted as scored or refused.
+        """
         if rows:
             self._rows.labels(path, outcome).inc(rows)
 

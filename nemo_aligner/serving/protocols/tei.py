@@ -60,7 +60,7 @@ class PredictRequest(Body):
 
 
 class Prediction(Body):
-    """The reward of one attribute."""
+    """The reward of one attribute (``score``) and its name (``label``)."""
 
     score: float
     label: str
@@ -82,7 +82,7 @@ class RerankRequest(Body):
 
 
 class Rank(Body):
-    """One of the replies, by its index in the request."""
+    """A reply's index in the request, its reward, and its text with ``return_text``."""
 
     index: int
     score: float
