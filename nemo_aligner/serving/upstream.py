@@ -81,7 +81,8 @@ class UpstreamService(ScoringService):
             if scored.model_fingerprint is not None:
                 self.fingerprint = scored.model_fingerprint
         except RefusedError as error:
-            # Other rejections, e.g. of the gateway's own token, are not the fault of the sender.
+            # Rejections of another kind, e.g. of the gateway's own token, are not the sender's
+            # fault.
             kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
             raise RequestError(one_line(error.message), kind, row=row) from error

@@ -197,7 +197,7 @@ class Background(Generic[C]):
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start ``work``, and return the future of its result; cancel the future to stop it."""
+        """Start ``work(connections)`` in the thread; cancel the returned future to stop it."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)

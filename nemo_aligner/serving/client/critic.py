@@ -84,10 +84,20 @@ class RewardCriticClient(ServerClient[_Connections]):
         max_connections: int = 16,
         token: str | None = None,
     ) -> None:
-        """Prepare the client; the parameters mean the same as in ``RewardClient``.
+        """Prepare the client; it connects at the first call.
 
-        ``expect`` and ``token`` apply to the critic and to the reward model. Training and saving
-        are requested only once: if an answer is lost, the server may have executed the request.
+        Training and saving are requested only once: if an answer is lost, the server may have
+        executed the request.
+
+        Args:
+            url: URL of the critic's server.
+            reward_url: URL or URLs of servers of a reward model, if the critic has none itself.
+            expect: the scoring contract, or its hash, that critic and reward model must have.
+            timeout_s: deadline of one call, including retries, in seconds.
+            wait_s: how long to wait for a server that is still starting, in seconds.
+            retry_s: how long to wait for a server that has answered before and is gone.
+            max_connections: most concurrent requests per server.
+            token: bearer token that is sent to all servers; None if they require none.
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, a URL is invalid, or a header

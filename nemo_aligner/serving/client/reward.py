@@ -254,7 +254,7 @@ class PartialRequest:
         return self.encode([self.items[row] for row in self.rows])
 
     def select(self, rows: list[int]) -> PartialRequest:
-        """Return a request with only ``rows``, which are some of this request's rows."""
+        """Return a request with only ``rows``, a part of this request's indices in ``items``."""
         return replace(self, rows=rows)
 
     def split(self, size: int) -> list[PartialRequest]:

@@ -148,9 +148,15 @@ class QueryScorer:
     def _send_queries(
         self, queries: Mapping[int, str], rewards: np.ndarray, errors: dict[int, str], size: int
     ) -> None:
-        """Send ``queries``, ``size`` per request; fill in ``rewards`` and ``errors`` of their rows.
+        """Send queries, and enter the reward or error of each one under the number of its row.
 
         The queries of a rejected request are sent again one by one.
+
+        Args:
+            queries: row number -> raw text.
+            rewards: ``[N, 1]`` array that is filled in.
+            errors: dict from row number to reason that is filled in.
+            size: queries per request.
         """
         chunks = [[*queries][start : start + size] for start in range(0, len(queries), size)]
         bodies = [{"query": [queries[row] for row in rows]} for rows in chunks]

@@ -278,7 +278,7 @@ class RunningStatistics:
         return np.where(std > 0, std, 1.0)
 
     def add(self, values: np.ndarray) -> None:
-        """Add rewards ``[N, M, A]``."""
+        """Update means and deviations with N more rewards ``[N, M, A]``."""
         # Sums of squares are not used: their difference loses all digits if the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
@@ -423,7 +423,7 @@ def _list_rules(
 ) -> dict[str, Any]:
     """List the rules that differ from their defaults, for the contract that is published.
 
-    ``hashes`` are the contract hashes of the models; an ensemble lists them, too. The path of the
+    ``hashes``, the contract hashes of the models, are listed for an ensemble. The path of the
     statistics file is not a rule.
     """
     rules: dict[str, Any] = {

@@ -82,7 +82,7 @@ class _Job(Generic[T]):
             return self._is_replaced
 
     def run(self) -> None:
-        """Do the work and set the result."""
+        """Run the work of this job, and give its result or exception to the waiting caller."""
         if not self.result.set_running_or_notify_cancel():
             return
         self._thread = get_ident()

@@ -159,11 +159,11 @@ class Front:
         await _send_answer(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
-        """Tell whether a request needs no token."""
+        """Tell whether the server answers a request without checking its token."""
         if self._token is None or path in _OPEN_PATHS:
             return True
-        # Clients of Triton read the names and shapes of tensors first, and pytriton's ModelClient
-        # sends its headers only with inference requests.
+        # These paths are open because clients of Triton read the names and shapes of tensors first,
+        # and pytriton's ModelClient sends its headers only with inference requests.
         return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
 
     def _is_kserve(self, path: str) -> bool:

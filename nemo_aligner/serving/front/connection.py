@@ -453,7 +453,7 @@ class Connection(HttpToolsProtocol):
             raise self.limits.body_too_large(f"at least {self.body_bytes}")
         cycle = self.cycle
         if not cycle.body:
-            # The first piece is not copied: often it is the only one, or is read before the next.
+            # The first piece is not copied: often it is the only one, or is read before more come.
             cycle.body = body  # type: ignore[assignment]
         elif isinstance(cycle.body, bytearray):
             cycle.body += body
@@ -484,14 +484,14 @@ class Connection(HttpToolsProtocol):
         self.task = None
         self.flow.resume_reading()
         if self.backlog:
-            # Another task continues: the next request must not inherit context variables.
+            # A callback continues, as the next request must not inherit the context of this task.
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
             self.deadline = self.sweep.now + self.limits.keep_alive_secs
 
     def _continue(self) -> None:
-        """Parse the next pipelined request."""
+        """Parse the next pipelined request from the bytes in ``backlog``."""
         if self.phase != BUSY or self.transport.is_closing():
             return
         data, start = self.backlog, self.backlog_start

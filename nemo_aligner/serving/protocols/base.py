@@ -62,7 +62,7 @@ class Body(BaseModel):
 T = TypeVar("T", bound=Body)
 Item = TypeVar("Item")
 # A list in a body. Validation stops at its first bad element: pydantic would create an error for
-# each of millions of elements, and the server answers nobody during those seconds.
+# each of millions of elements, and the server could answer nobody meanwhile.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 # Most samples of one request. No setting raises it, because validating millions of samples takes
 # many seconds.
@@ -192,8 +192,8 @@ class PlainRoute:
         answer: converts the bytes of a body to the answer; raises ServingError (HTTP 400) if the
             body is invalid.
         method: HTTP method of its requests.
-        is_slow: answering takes more than a few milliseconds even for a small body, so the front
-            calls ``answer`` in a thread.
+        is_slow: whether answering takes more than a few milliseconds even for a small body. The
+            front then calls ``answer`` in a thread.
     """
 
     path: str

@@ -433,7 +433,7 @@ def answer_aggregate(content: bytes) -> HttpAnswer:
 
 
 def answer_reverify_mode(content: bytes) -> HttpAnswer:
-    """Answer ``stateless``: a rollout may be scored again at any time."""
+    """Answer ``stateless``: Gym may send any rollout again, at any time, to be scored again."""
     return HttpAnswer(200, "stateless")
 
 
@@ -520,7 +520,11 @@ def _compute_statistics_in_numpy(column: list[float]) -> dict[str, float]:
 def _count_masked(
     rollouts: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], tasks: int
 ) -> dict[str, int]:
-    """Count measured and masked rollouts and tasks; empty if no rollout is masked."""
+    """Count measured and masked rollouts and tasks for the metrics of a run.
+
+    Returns:
+        Counts under names that begin with ``coverage/``; empty if no rollout is masked.
+    """
     if len(measured) == len(rollouts):
         return {}
     every_task = {rollout.get(_TASK, 0) for rollout in rollouts}

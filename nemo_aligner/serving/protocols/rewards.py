@@ -141,7 +141,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
 
 
 def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Build the answer that the module's docstring describes."""
+    """Build the answer: rewards, errors, and the optional fields that the request asks for."""
     names = (*_SHAPED, *_OUTPUTS) if body.outputs else _SHAPED
     optional = {name: getattr(scored, name) for name in names}
     if body.steps and scored.steps is None and not scored.errors:

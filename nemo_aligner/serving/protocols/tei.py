@@ -163,7 +163,7 @@ def _apply_sigmoid(
 
 
 def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> Any:
-    """List each attribute with its reward, the largest first."""
+    """List the attributes of each input with their rewards, the largest reward first."""
     _check_not_cut(body, scored)
     predictions = []
     for row in scored.rewards.tolist():
