@@ -238,7 +238,7 @@ def _warn_of_unsaved_steps(step: int, saved_step: int) -> str | None:
 
 
 def _describe_step(step: ValueStep) -> str:
-    """Write the log line of a training step."""
+    """Return the log line of a training step."""
     norm = "skipped, fp16 overflowed" if step.grad_norm is None else f"{step.grad_norm:.4g}"
     return (
         f"step {step.step}: loss {step.loss:.6g}, grad norm {norm}, lr {step.lr:.4g}, "

@@ -109,6 +109,9 @@ def contract_endpoint(
 ) -> Endpoint:
     """Build the endpoint ``contract``: the scoring contract and the counts of a server.
 
+    All arguments are called for each request: ``template_parts`` returns what the chat template
+    writes around a sample, ``statistics`` the counts by name.
+
     ``fingerprint`` is called after ``contract`` was awaited, so that both describe the same model.
     """
 

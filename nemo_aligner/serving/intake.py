@@ -286,7 +286,7 @@ class Intake:
     def _check_add_eos(self, request: ScoreRequest) -> None:
         """Reject a request of NeMo-Aligner's client that expects another EOS rule.
 
-        The contract's rule would be used anyway, so the rewards would not be those that the client
+        The contract's rule would be used anyway, so the client would get other rewards than it
         expects.
         """
         # Only raw texts may get an EOS: a template writes its own end, and token ids are unchanged.

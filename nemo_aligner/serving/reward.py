@@ -276,7 +276,7 @@ def _split_by_sample(
     return replace(scored, **arrays, steps=steps)
 
 
-# Log lines that explain rewards on these scales; others need no explanation.
+# Log lines that explain rewards on these scales; rewards on other scales need no explanation.
 _SCALES = {
     PROBABILITY: ["Rewards are probabilities, from 0 to 1"],
     LOG_ODDS: ["Rewards are log-odds of a correct step; their sigmoid is its probability"],

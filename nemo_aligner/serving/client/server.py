@@ -78,7 +78,7 @@ class RemoteServer:
         trouble: why the server is left out, for messages.
         is_foreign: the last handshake was answered by a server of another protocol.
         tried_at: end of the last handshake, in seconds of ``time.monotonic``.
-        handshake: the handshake that is running.
+        handshake: the running handshake; None if none runs.
         again_at: end of the pause after a failure, in seconds of ``time.monotonic``.
     """
 

@@ -111,7 +111,7 @@ class BlockManager:
         return tuple(cached)
 
     def outputs_of(self, cached: Sequence[int], reads: Sequence[int]) -> list[np.ndarray]:
-        """Return the cached outputs at those positions of ``reads`` that are in cached blocks."""
+        """Return the cached head outputs, each ``[K]``, at positions ``reads`` in cached blocks."""
         places = (divmod(position, BLOCK_TOKENS) for position in reads)
         return [
             self._outputs[cached[number]][place] for number, place in places if number < len(cached)

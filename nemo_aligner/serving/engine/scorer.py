@@ -101,7 +101,21 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
     ) -> None:
-        """Raise ConfigError if ``micro_batch_tokens`` is below the contract's ``seq_length``."""
+        """Prepare a loaded model for scoring.
+
+        Args:
+            model: the reward model on this rank.
+            contract: the model's scoring contract.
+            tokenizer: the tokenizer that the contract describes.
+            layout: parallel layout of the ranks.
+            micro_batch_tokens: most tokens of a pack.
+            watch: called with the number of scored samples and their total.
+            prefix_cache_tokens: size of the prefix cache; 0 for none.
+            fingerprint: fingerprint of the weights; None if unknown.
+
+        Raises:
+            ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
+        """
         # A sample is never split over packs: causal attention needs all of its tokens in one pack.
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(

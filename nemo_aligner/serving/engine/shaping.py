@@ -246,9 +246,10 @@ class RewardShaper:
 
 
 class RunningStatistics:
-    """Mean and standard deviation of each column of all rewards so far, saved to a file if any.
+    """Mean and standard deviation of all rewards so far, for each model and attribute.
 
-    Means and sums of squared differences are updated as by Chan, Golub and LeVeque (1983).
+    A server saves them to a file, if one is configured, so that a restart does not lose them. Means
+    and sums of squared differences are updated as by Chan, Golub and LeVeque (1983).
     """
 
     def __init__(self, file: str | None, contracts: list[str], shape: tuple[int, int]) -> None:

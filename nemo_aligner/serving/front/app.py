@@ -126,7 +126,7 @@ class Front:
         self._app = self._build_app(scoring)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request, as an ASGI application: check its token, then find its route."""
         if scope["type"] != "http":
             return
         # Gym's rollout prefix is removed first, because the paths that need no token are listed
@@ -389,7 +389,12 @@ class _RouteHandler:
         return next(marked, self._route)
 
     async def _score(self, route: Route[Any], body: Any, size: int) -> ScoredRows:
-        """Score the samples of a body.
+        """Score the samples of a parsed body.
+
+        Args:
+            route: the route that the body belongs to.
+            body: the body, parsed by ``route.parse``.
+            size: its length in bytes; a large body is converted in a thread.
 
         Raises:
             Exception: any failure; see ``public_failure``.
