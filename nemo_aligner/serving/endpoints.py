@@ -165,7 +165,7 @@ async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) 
 
 
 def sum_statistics(servers: Mapping[str, Mapping[str, float] | None]) -> dict[str, float]:
-    """Add up the counts of several servers, by name."""
+    """Add up the counts of several servers by name; unreachable servers (None) are skipped."""
     total: dict[str, float] = {}
     for counts in servers.values():
         for name, count in (counts or {}).items():

@@ -20,7 +20,7 @@ _RETRY_AFTER_S = 1
 
 
 class UpstreamService(ScoringService):
-    """Forwards requests to the backends, through a ``RewardClient``."""
+    """Scores a gateway's requests on its backends, the model servers, by a ``RewardClient``."""
 
     def __init__(self, client: RewardClient, config: GatewayConfig) -> None:
         super().__init__(config)

@@ -160,13 +160,13 @@ class RewardClient(ServerClient[ServerPool]):
     async def score_async(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> np.ndarray:
-        """Like ``score``, for asyncio."""
+        """Like ``score``, as a coroutine."""
         return await self._run(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     async def score_rows_async(
         self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
-        """Like ``score_rows``, for asyncio; with ``on_error="raise"`` a rejected sample raises.
+        """Like ``score_rows``, as a coroutine; with ``on_error="raise"`` a rejected sample raises.
 
         With ``is_probe``, the servers neither count the samples nor use them for statistics.
         """
@@ -179,13 +179,13 @@ class RewardClient(ServerClient[ServerPool]):
         on_error: OnError = "nan",
         is_probe: bool = False,
     ) -> ScoredRows:
-        """Like ``score_rows_async``, for token sequences, which are scored unchanged."""
+        """Like ``score_rows_async``, for N token sequences, which are scored unchanged."""
         rows = token_rows(token_lists)
         split = partial(split_tokens, rows)
         return await self._run(self._collect, len(rows), split, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
-        """Like ``contract``, for asyncio."""
+        """Like ``contract``, as a coroutine."""
         return await self._run(ServerPool.fetch_contract)
 
     async def turn_end_async(self) -> TurnEnd | None:

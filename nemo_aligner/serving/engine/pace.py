@@ -40,7 +40,7 @@ class ModelPace:
         return self._max_secs > 0 and (is_limited or seconds >= _LONG * self._max_secs)
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Update the estimate with a call that has ended."""
+        """Update ``limit`` with a call of ``tokens`` tokens that took ``seconds``."""
         self._calls.append((tokens / max(seconds, 1e-6), tokens))
         limit = max(_LEAST_TOKENS, int(self._median_rate() * self._max_secs))
         self.limit = min(self._most_tokens, limit)

@@ -393,7 +393,7 @@ class RewardEnsemble:
 
     @property
     def counts(self) -> TokenCounts:
-        """Tokens of all models so far, added up."""
+        """The models' token counts since the start, added up."""
         counts = TokenCounts()
         for member in self._members:
             counts = counts.after(*vars(member.counts).values())

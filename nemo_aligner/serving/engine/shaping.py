@@ -89,7 +89,10 @@ class RewardShaper:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the optional outputs, without ``raw_rewards``."""
+        """Names of the outputs that shaping adds to a result, except ``raw_rewards``.
+
+        ``deviation`` is added for several models, ``passed`` with a threshold.
+        """
         is_present = {
             "deviation": self._shape[0] > 1,
             "passed": self._shaping.threshold is not None,
@@ -319,7 +322,7 @@ class RunningStatistics:
             )
 
     def _write(self, file: Path) -> None:
-        """Replace the file atomically."""
+        """Write the statistics to ``file``, which is replaced atomically."""
         content = {
             "contracts": self._contracts,
             "count": self.count,

@@ -44,7 +44,7 @@ class TooSlowError(ServingError):
 
 
 class RunStep(Protocol):
-    """Calls a function as one step of a job."""
+    """Type of the function with which a job runs its slow calls, each with a time limit."""
 
     def __call__(self, function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
         """Call ``function``, and return its result.
@@ -59,7 +59,7 @@ class _InterruptedStep(BaseException):
 
 
 class _AbandonedJobError(Exception):
-    """Ends a job whose caller no longer waits."""
+    """Raised at the next step of a job whose caller no longer waits, to end the job."""
 
 
 class _Job(Generic[T]):

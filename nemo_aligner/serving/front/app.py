@@ -480,7 +480,7 @@ async def _send_answer(answer: KServeAnswer, send: Send) -> None:
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
-    """Build a JSON response; a 503 gets ``Retry-After``."""
+    """Build a JSON response; a status 503 gets ``Retry-After: retry_after_s`` unless it is None."""
     headers = dict(answer.headers)
     if retry_after_s is not None and answer.status == 503:
         headers["Retry-After"] = str(retry_after_s)

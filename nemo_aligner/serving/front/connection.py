@@ -155,7 +155,7 @@ class Connection(HttpToolsProtocol):
         self._begin_head()
 
     def _begin_head(self) -> None:
-        """Prepare for a new request."""
+        """Prepare to parse the head of the next request of this connection."""
         if self.is_parser_spent:
             self.is_parser_spent = False
             self.parser = httptools.HttpRequestParser(self)

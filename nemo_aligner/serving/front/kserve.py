@@ -131,7 +131,7 @@ class KServe:
         return KServeAnswer.of_json(descriptions[suffix](endpoint))
 
     async def _answer_server(self, method: str, path: str) -> KServeAnswer:
-        """Answer a path without the name of a model."""
+        """Answer a path under ``/v2`` about the whole server, e.g. its health or list of models."""
         if path == "/v2/repository/index" and method == "POST":
             state = {"version": "1", "state": "READY", "reason": ""}
             return KServeAnswer.of_json([{"name": name, **state} for name in self._endpoints])

@@ -99,7 +99,7 @@ def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
 
 
 def url_of(listener: socket.socket, config: FrontConfig) -> str:
-    """Return the URL for clients."""
+    """Return the URL for clients: ``config.host``, and the port that the socket has got."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if config.certificate_file is None else "https"
     return f"{scheme}://{host}:{listener.getsockname()[1]}"

@@ -76,7 +76,7 @@ class FrontMetrics:
         self._seconds.labels(path).observe(seconds)
 
     def count_scored(self, path: str, scored: ScoredRows) -> None:
-        """Count the rows of a scored request."""
+        """Count the rows of an answer as scored or refused, and truncated ones also as cut."""
         rows = len(scored.rewards)
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
         self._rows.labels(path, "refused").inc(len(scored.errors))

@@ -398,7 +398,11 @@ def answer_session(content: bytes) -> HttpAnswer:
 
 
 def answer_aggregate(content: bytes) -> HttpAnswer:
-    """Compute the metrics of a run under Gym's names."""
+    """Compute the metrics of a run from its rollouts, under Gym's names.
+
+    The answer has statistics of each number: per task in ``group_level_metrics``, over all rollouts
+    in ``agent_metrics``, and the means again in ``key_metrics``. Masked rollouts are only counted.
+    """
     rollouts = parse_body(AggregateRequest, content).verify_responses
     _check_indices(rollouts)
     # The reward 0 of a masked rollout is a placeholder, which would lower every mean.

@@ -146,7 +146,7 @@ def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]
 
 
 def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
-    """Encode the output tensors of one scored request."""
+    """Encode rewards as output tensors; optional outputs only if ``scored`` has them."""
     rows = len(scored.rewards)
     outputs = {
         "rewards": np.asarray(scored.rewards, dtype=np.float32),

@@ -90,7 +90,7 @@ class Rank(Body):
 
 
 class RerankResponse(RootModel[list[Rank]]):
-    """All replies, best first."""
+    """All replies, the one with the largest reward first."""
 
 
 def read_predict(body: PredictRequest) -> ScoreRequest:
