@@ -44,8 +44,9 @@ class BackpressureLimit:
         self.rows_in_flight += rows
         try:
             yield
-            # The new rows and those in flight before them have been scored, which gives a rate. A
-            # failed request does not get here; a request without rows could set the rate to 0.
+            # This line is reached only if the request was answered: its rows and those in flight
+            # before it have been scored, which gives a rate. A request without rows could set the
+            # rate to 0.
             if rows:
                 self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
         finally:

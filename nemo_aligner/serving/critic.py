@@ -83,7 +83,7 @@ class CriticService:
 
     @property
     def scoring(self) -> None:
-        """None: if there is a reward model, its own service gives the rewards."""
+        """None, because the critic gives only values; a reward model has its own service."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
@@ -94,7 +94,7 @@ class CriticService:
             Endpoint(wire.TRAIN_NAME, wire.TRAIN_INPUTS, wire.TRAIN_OUTPUTS, self._answer_train),
             Endpoint(wire.SAVE_NAME, wire.SAVE_INPUTS, wire.SAVE_OUTPUTS, self._answer_save),
         ]
-        # If the server has a reward model, that one publishes the contract.
+        # If the server has a reward model, the reward model's service publishes the contract.
         if self._has_rewards:
             return endpoints
         contract = contract_endpoint(self._read_contract, self._template_parts, self._read_counts)
@@ -143,7 +143,10 @@ class CriticService:
         return wire.encode_values(inputs, joined, truncated, self._has_rewards)
 
     async def _compute_values(self, request: ScoreRequest) -> tuple[np.ndarray, np.ndarray]:
-        """Compute padded values ``[N, S]`` of N samples, and a mask ``[N]`` of truncated ones."""
+        """Compute padded values ``[N, S]`` of N samples, and a mask ``[N]`` of truncated ones.
+
+        With a reward model, each row begins with its reward: ``[N, 1 + S]``.
+        """
         begun = time.monotonic()
         encoded = await self._intake.encode(request, sets_rows_aside=False)
         async with self._arrivals:
@@ -235,7 +238,7 @@ def _warn_of_unsaved_steps(step: int, saved_step: int) -> str | None:
 
 
 def _describe_step(step: ValueStep) -> str:
-    """Write the log line of a training step."""
+    """Return the log line of a training step."""
     norm = "skipped, fp16 overflowed" if step.grad_norm is None else f"{step.grad_norm:.4g}"
     return (
         f"step {step.step}: loss {step.loss:.6g}, grad norm {norm}, lr {step.lr:.4g}, "
@@ -310,7 +313,7 @@ class CriticBackend:
         self._offloading.move([_CRITIC, _OPTIMIZER], away=away)
 
     def _compute_values(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Return the values of each row's tokens; with a scorer, the row's reward comes first."""
+        """Return ``[tokens]`` values of each row; with a scorer, its reward and then its values."""
         if self._scorer is None:
             return self._compute_only_values(rows)
         # The model that is on the device now computes first, which saves one of two moves between
@@ -349,7 +352,10 @@ class CriticBackend:
         return str(self._run.save())
 
     def _show_memory(self) -> list[str]:
-        """Measure memory for each kind of work, after moving the models to where it needs them."""
+        """Return log lines with the memory in use during scoring, giving values and training.
+
+        Before each measurement, the models are moved to where that kind of work needs them.
+        """
         lines = ["Memory of rank 0 in MiB: on the device, of the process on the host"]
         phases = [("scoring", self.make_room_for_rewards)] if self._scorer is not None else []
         phases += [

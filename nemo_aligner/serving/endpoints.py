@@ -68,7 +68,7 @@ def reward_endpoints(
     """
 
     async def score(inputs: Tensors, is_probe: bool = False) -> Tensors:
-        # Failures are counted here only while decoding: ``service.answer`` counts its own.
+        # Failures are counted here only while decoding: ``service.answer`` counts its own failures.
         with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
         scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)
@@ -108,6 +108,9 @@ def contract_endpoint(
     fingerprint: Callable[[], str | None] = lambda: None,
 ) -> Endpoint:
     """Build the endpoint ``contract``: the scoring contract and the counts of a server.
+
+    All arguments are called for each request: ``template_parts`` returns what the chat template
+    writes around a sample, ``statistics`` the counts by name.
 
     ``fingerprint`` is called after ``contract`` was awaited, so that both describe the same model.
     """
@@ -152,14 +155,17 @@ def check_num_bytes(inputs: Tensors, limits: FrontConfig) -> int:
 
 
 async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
-    """Call ``work``, in another thread if ``num_bytes`` is more than an event loop should read."""
+    """Return ``work(*arguments)``; above ``_SHORT_BYTES`` bytes, it runs in another thread.
+
+    The event loop can then answer other requests meanwhile.
+    """
     if num_bytes <= _SHORT_BYTES:
         return work(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_large_bodies, work, *arguments)
 
 
 def sum_statistics(servers: Mapping[str, Mapping[str, float] | None]) -> dict[str, float]:
-    """Add up the counts of several servers, by name."""
+    """Add up the counts of several servers by name; unreachable servers (None) are skipped."""
     total: dict[str, float] = {}
     for counts in servers.values():
         for name, count in (counts or {}).items():

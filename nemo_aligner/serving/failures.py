@@ -69,8 +69,8 @@ class FailureKind(Enum):
         "transport_unreachable",
         "retry",
     )
-    # The server's log has the details. Repeating the request would fail again, and so would other
-    # rollouts: a run of Gym must not continue with a reward of 0 for each.
+    # The server's log has the details. The same request would fail again, and so would all other
+    # rollouts of Gym: a run must not continue with a reward of 0 for each of them.
     internal = (500, (), "INTERNAL", "InternalServerError", "Backend", None, "fail")
 
     def __init__(
@@ -208,7 +208,8 @@ class UnavailableError(RequestError):
     """A server does not answer for now; the pool of a client catches it and tries again.
 
     Attributes:
-        waiting_helps: False for a wrong address or certificate.
+        waiting_helps: whether the server may answer later; False for a wrong address or
+            certificate.
     """
 
     def __init__(
@@ -223,7 +224,10 @@ class UnavailableError(RequestError):
 
 
 def retry_after(message: str, header: str) -> float | None:
-    """Return after how many seconds a busy server may be tried again; None if it is unknown."""
+    """Return after how many seconds a busy server may be tried again; None if it is unknown.
+
+    The seconds in the error ``message`` take precedence over those in ``header`` (``Retry-After``).
+    """
     match = _RETRY_AFTER.search(message)
     seconds = match[1] if match else header
     return float(seconds) if seconds.replace(".", "", 1).isdigit() else None

@@ -56,7 +56,7 @@ class EncodedRequest:
         spans: for each row, the turns or steps of its rewards; empty if it has one reward.
         reply_tokens: for each row, the number of tokens of its reply; None if shaping does not
             need it.
-        errors: position in the request -> why the sample could not be encoded.
+        errors: number of a sample in the request -> why the sample could not be encoded.
         num_tokens: tokens of all rows.
     """
 
@@ -91,7 +91,7 @@ class EncodedRequest:
 
 
 class _Sample(NamedTuple):
-    """An encoded sample, with what ``EncodedRequest`` needs for its row."""
+    """An encoded sample; ``EncodedRequest`` has a list of each of its fields."""
 
     row: Row
     number: int
@@ -101,7 +101,7 @@ class _Sample(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """Why a sample could not be encoded."""
+    """The reason why a sample could not be encoded; ``is_slow`` if it exceeded the time limit."""
 
     reason: str
     is_slow: bool
@@ -128,7 +128,7 @@ class Intake:
             encoder: encodes samples by a scoring contract.
             config: limits and timeouts.
             has_steps: rows are read at each turn or step.
-            needs_lengths: count the tokens of replies.
+            needs_lengths: count the tokens of replies, for a length penalty.
         """
         self._encoder = encoder
         self._config = config
@@ -177,7 +177,7 @@ class Intake:
                 await self._threads.run(work)
             except TooSlowError as error:
                 # The thread cannot be interrupted. Another thread encodes the remaining samples,
-                # into a new list, because the first one may append to the old list at any time.
+                # into a new list, because the blocked thread may still append to the old list.
                 position = num_encoded + error.step
                 if not sets_rows_aside:
                     raise _row_error(request.row_numbers[position], error) from error
@@ -286,7 +286,7 @@ class Intake:
     def _check_add_eos(self, request: ScoreRequest) -> None:
         """Reject a request of NeMo-Aligner's client that expects another EOS rule.
 
-        The contract's rule would be used anyway, so the rewards would not be those that the client
+        The contract's rule would be used anyway, so the client would get other rewards than it
         expects.
         """
         # Only raw texts may get an EOS: a template writes its own end, and token ids are unchanged.

@@ -271,12 +271,12 @@ def _split_by_sample(
     arrays: dict[str, Any] = {
         name: values[sample_rows]
         for name, values in vars(scored).items()
-        if isinstance(values, np.ndarray) and name != "exceeded"  # already a row per sample
+        if isinstance(values, np.ndarray) and name != "exceeded"  # that one is by sample already
     }
     return replace(scored, **arrays, steps=steps)
 
 
-# Log lines that explain rewards on these scales; others need no explanation.
+# Log lines that explain rewards on these scales; rewards on other scales need no explanation.
 _SCALES = {
     PROBABILITY: ["Rewards are probabilities, from 0 to 1"],
     LOG_ODDS: ["Rewards are log-odds of a correct step; their sigmoid is its probability"],

@@ -65,7 +65,10 @@ def run_server(config: ServeConfig) -> int:
 
 
 def _check_fingerprint(files: Sequence[str], expected: str | None) -> None:
-    """Reject an unexpected model before its large weights are loaded."""
+    """Raise ConfigError if the models in ``files`` do not have the expected fingerprint.
+
+    The check runs before the weights are loaded, which takes long for large ones.
+    """
     if expected is not None:
         fingerprint = fingerprint_of_ensemble([read_fingerprint(file) for file in files])
         check_expected_fingerprint(
@@ -151,7 +154,7 @@ def _check_same_encoding(path: str, rewards: ScoringContract, critic: ScoringCon
 
 START_S = 300
 STOP_S = 60
-_SHOWN_CHARACTERS = 3000  # of the log that an error shows
+_SHOWN_CHARACTERS = 3000  # how much of the log an error shows
 
 
 @contextmanager

@@ -202,7 +202,12 @@ def _count_changes(rows: Sequence[object], completed: Sequence[object]) -> int:
 
 
 def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
-    """Insert rows of NaN for those that were rejected before scoring."""
+    """Insert a row of NaN and a reason for each row that was rejected before scoring.
+
+    Args:
+        scored: results of the other rows, in order.
+        refused: number of a rejected row in the request -> reason.
+    """
     if not refused:
         return scored
     # The scored rows are numbered without the rejected ones.

@@ -118,7 +118,8 @@ def _free_ports(config: ServerConfig) -> int:
 def _try_to_listen(host: str, port: int) -> Exception | None:
     """Try to listen on a port; return the error, or None if the port is free."""
     with socket.socket() as probe:
-        # Set as servers do, so that closing connections of an earlier server do not block the port.
+        # SO_REUSEADDR is set as servers set it, so that closing connections of an earlier server do
+        # not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -159,7 +160,7 @@ class TritonDoor:
         Raises:
             ServingError: Triton does not become ready.
         """
-        # Checked again: the ports may have been taken while the model was loaded.
+        # The ports are checked again: they may have been taken while the model was loaded.
         port = _free_ports(config)
         log = TritonLog(config.triton_log_file)
         print(f"Starting Triton, whose log is {log.path}", flush=True)
@@ -353,7 +354,7 @@ async def _answer_request(
 
 
 def _sends_token(request: Any, token: str) -> bool:
-    """Check the token in the headers, which Triton adds to the parameters of a request."""
+    """Tell whether a request has the token in a header; Triton passes headers as parameters."""
     headers = [(name.lower(), str(value)) for name, value in (request.parameters or {}).items()]
     sent = [value.encode() for name, value in headers if name == _TOKEN_HEADER]
     sent += [b"Bearer " + value.encode() for name, value in headers if name == _PYTRITON_HEADER]

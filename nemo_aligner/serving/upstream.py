@@ -20,7 +20,7 @@ _RETRY_AFTER_S = 1
 
 
 class UpstreamService(ScoringService):
-    """Forwards requests to the backends, through a ``RewardClient``."""
+    """Scores a gateway's requests on its backends, the model servers, by a ``RewardClient``."""
 
     def __init__(self, client: RewardClient, config: GatewayConfig) -> None:
         super().__init__(config)
@@ -81,7 +81,8 @@ class UpstreamService(ScoringService):
             if scored.model_fingerprint is not None:
                 self.fingerprint = scored.model_fingerprint
         except RefusedError as error:
-            # Other rejections, e.g. of the gateway's own token, are not the fault of the sender.
+            # Rejections of another kind, e.g. of the gateway's own token, are not the sender's
+            # fault.
             kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
             raise RequestError(one_line(error.message), kind, row=row) from error
@@ -110,7 +111,7 @@ class UpstreamService(ScoringService):
         """
         if self.contract is not None and contract_hash in (None, self.contract.hash):
             return
-        if self._publishes_none and contract_hash is None:  # still a NeMo-Aligner server
+        if self._publishes_none and contract_hash is None:  # still has no contract
             return
         self._publishes_none = await self._fetch_contract_if_any() is None
 

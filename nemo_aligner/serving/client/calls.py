@@ -27,7 +27,7 @@ _NEVER_FREED: list[Background[Any]] = []
 
 
 class Connections(Protocol):
-    """Connections to servers, created and used in one event loop."""
+    """The open connections of a ``ServerClient``; they belong to one event loop."""
 
     def trouble(self) -> str:
         """List the reasons why servers are unavailable."""
@@ -40,7 +40,9 @@ C = TypeVar("C", bound=Connections)
 
 
 class ServerClient(Generic[C]):
-    """Sends requests from a background thread; safe to use from several threads.
+    """Base of ``RewardClient`` and ``RewardCriticClient``: sends requests from a background thread.
+
+    Several threads may use the same client.
 
     If a client is not closed, its connections are closed when the client is garbage-collected. A
     program that ends does not wait for requests in flight.
@@ -65,7 +67,7 @@ class ServerClient(Generic[C]):
         self._name = name
         self._timeout_s = timeout_s
         self._connect = connect
-        self._lock = Lock()  # so that threads do not start several background threads
+        self._lock = Lock()  # two threads must not both start the background thread
         self._background: Background[C] | None = None
         self._in_callers_loop = in_callers_loop
         self._local_connections: C | None = None
@@ -101,7 +103,10 @@ class ServerClient(Generic[C]):
         return self._ensure_background().submit(limited)
 
     async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Like ``_submit``, for asyncio."""
+        """Await ``work(connections, *args)`` for at most ``timeout_s``.
+
+        It runs in the background thread, or with ``in_callers_loop`` in the calling event loop.
+        """
         if not self._in_callers_loop:
             return await asyncio.wrap_future(self._submit(work, *args))
         if self._local_connections is None:
@@ -192,7 +197,7 @@ class Background(Generic[C]):
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start ``work``, and return the future of its result; cancel the future to stop it."""
+        """Start ``work(connections)`` in the thread; cancel the returned future to stop it."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)

@@ -15,7 +15,7 @@ HANDSHAKE_S = 10.0
 
 
 def cause_of(error: BaseException) -> str:
-    """Describe the cause of a failed connection in a few words."""
+    """Return for an error message, in a few words, why a connection failed with ``error``."""
     text = str(error)
     if isinstance(error, aiohttp.ClientSSLError):
         return _tls_cause_of(error)

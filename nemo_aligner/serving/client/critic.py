@@ -84,10 +84,20 @@ class RewardCriticClient(ServerClient[_Connections]):
         max_connections: int = 16,
         token: str | None = None,
     ) -> None:
-        """Prepare the client; the parameters mean the same as in ``RewardClient``.
+        """Prepare the client; it connects at the first call.
 
-        ``expect`` and ``token`` apply to the critic and to the reward model. Training and saving
-        are requested only once: if an answer is lost, the server may have executed the request.
+        Training and saving are requested only once: if an answer is lost, the server may have
+        executed the request.
+
+        Args:
+            url: URL of the critic's server.
+            reward_url: URL or URLs of servers of a reward model, if the critic has none itself.
+            expect: the scoring contract, or its hash, that critic and reward model must have.
+            timeout_s: deadline of one call, including retries, in seconds.
+            wait_s: how long to wait for a server that is still starting, in seconds.
+            retry_s: how long to wait for a server that has answered before and is gone.
+            max_connections: most concurrent requests per server.
+            token: bearer token that is sent to all servers; None if they require none.
 
         Raises:
             ConfigError: ``expect`` is neither a contract nor a hash, a URL is invalid, or a header
@@ -114,7 +124,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         return self._wait(self.infer_future(token_lists))
 
     def infer_future(self, token_lists: TokenLists) -> Future[CriticValues]:
-        """Like ``infer``, in the background."""
+        """Like ``infer``, but return at once; the future has the values."""
         return self._submit(_infer, token_rows(token_lists))
 
     def train(
@@ -122,7 +132,11 @@ class RewardCriticClient(ServerClient[_Connections]):
     ) -> float:
         """Train the critic on a rollout; return the mean of the loss before each update.
 
-        Shapes and meanings are those of ``data.rollout.Rollout``.
+        Args:
+            tokens: ``[N, S]`` token ids of the rollout's N sequences.
+            returns: ``[N, S - 1]`` targets of the values, for each token except the last.
+            prev_values: ``[N, S - 1]`` values that the critic had before this training step.
+            mask: ``[N, S - 1]``, 1 where the critic learns, else 0.
 
         Raises:
             ServingError: an array does not have two dimensions, or the server rejected the rollout,
@@ -133,7 +147,7 @@ class RewardCriticClient(ServerClient[_Connections]):
     def train_future(
         self, tokens: np.ndarray, returns: np.ndarray, prev_values: np.ndarray, mask: np.ndarray
     ) -> Future[float]:
-        """Like ``train``, in the background; do not change the arrays before the future is done."""
+        """Return a future of ``train``'s loss; the arrays must not change before it is done."""
         arrays = {"returns": returns, "prev_values": prev_values, "mask": mask}
         rollout = Rollout(
             _check_matrix("tokens", tokens, "[N, S]"),
@@ -150,7 +164,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         self._wait(self.save_future())
 
     def save_future(self) -> Future[None]:
-        """Like ``save``, in the background."""
+        """Like ``save``, but return at once; the future is done when the checkpoint is on disk."""
         return self._submit(_save_critic)
 
 
@@ -185,7 +199,7 @@ async def _request_all_values(pool: ServerPool, parts: list[PartialRequest]) -> 
 
 
 async def _request_values(pool: ServerPool, part: PartialRequest) -> list[CriticValues]:
-    """Send a request; if it has too many bytes, send its halves."""
+    """Send a request, or its halves if it has too many bytes; return the answers in row order."""
     try:
         return [await pool.send_request(encode_request(part), len(part.rows), _read_values)]
     except RefusedError as refusal:
@@ -219,7 +233,18 @@ async def _train_critic(connections: _Connections, rollout: Rollout) -> float:
 
 
 def _check_matrix(name: str, value: object, expected: str) -> np.ndarray:
-    """Convert ``value`` to a matrix of numbers; the server compares the shapes of the matrices."""
+    """Convert ``value``, one argument of ``train``, to a two-dimensional array of numbers.
+
+    The server checks that the shapes of all arguments fit each other.
+
+    Args:
+        name: the argument, for the message.
+        value: an array or nested lists.
+        expected: the expected shape, for the message.
+
+    Raises:
+        RefusedError: ``value`` does not have two dimensions, or has elements that are not numbers.
+    """
     try:
         array = np.asarray(value)
     except ValueError:

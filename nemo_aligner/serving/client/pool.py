@@ -73,7 +73,7 @@ class _Search:
     last_trouble: str = "no server answers"
 
     def note_trouble(self, now: float) -> None:
-        """Remember when no server was available for the first time."""
+        """Record ``now`` as the time when the request first found no available server."""
         if self.trouble_since is None:
             self.trouble_since = now
 
@@ -119,7 +119,7 @@ class ServerPool:
         self._handshakes: asyncio.Task[None] | None = None
 
     async def limit(self) -> tuple[int, int]:
-        """Return the most rows of a request, and the number of available servers.
+        """Return the most rows that a request may have, and the number of available servers.
 
         Raises:
             ServingError: no server is available.
@@ -129,7 +129,9 @@ class ServerPool:
         return min(limits), len(limits)
 
     async def infer(self, inputs: Tensors, rows: int, is_probe: bool = False) -> ScoredRows:
-        """Score the rows of one request; servers do not count a probe in their statistics.
+        """Score one request with ``rows`` rows, whose encoded tensors are ``inputs``.
+
+        With ``is_probe``, the server does not count the request in its statistics.
 
         Raises:
             RefusedError: a server rejected the request; the error has the reason.
@@ -221,7 +223,7 @@ class ServerPool:
         }
 
     async def fetch_statistics(self) -> dict[str, dict[str, float] | None]:
-        """Map the URL of each server to its counts; None if it does not answer."""
+        """Map the URL of each server to its counts since its start; None if it does not answer."""
         counts = await asyncio.gather(*(server.statistics() for server in self._servers))
         return {
             server.url: server_counts
@@ -250,7 +252,8 @@ class ServerPool:
                 answer = await call(server)
             except UnavailableError as error:
                 # If the answer to a training step is lost, the step may have been executed, even if
-                # a proxy's 502 or 504 has a Retry-After. A busy server rejects a step before that.
+                # a proxy's 502 or 504 has a Retry-After. A busy server, in contrast, rejects a step
+                # before it executes anything.
                 is_lost = error.kind is FailureKind.unreachable
                 if not may_repeat and (is_lost or error.retry_after_s is None):
                     raise ServingError(
@@ -265,8 +268,8 @@ class ServerPool:
                 if not is_lost:  # otherwise RemoteServer has logged that the server is gone
                     self._log_trouble(search.last_trouble)
             except OtherContractError as error:
-                # E.g. during a rolling update of the servers: drop this answer, and call another
-                # server.
+                # The server has another contract or model, e.g. during a rolling update: drop its
+                # answer, and call another server.
                 server.leave_out(error.text)
                 search.note_trouble(time.monotonic())
                 search.last_trouble = str(error)
@@ -355,7 +358,11 @@ class ServerPool:
         self._ever_ready |= any_ready
 
     def _give_up_if_hopeless(self, search: _Search) -> None:
-        """Raise if every server was tried since the request began, and has a permanent fault."""
+        """Raise ServingError if no server can become available, so that waiting is useless.
+
+        This is so if every server was tried since the request began, and each has a fault that
+        waiting does not fix, e.g. another contract.
+        """
         faults = [
             str(server.fault)
             for server in self._servers
@@ -369,7 +376,11 @@ class ServerPool:
         return (now if search.trouble_since is None else search.trouble_since) + patience
 
     def _last_try(self, search: _Search, now: float) -> float:
-        """Return a time; a request may give up only if every server was tried after it."""
+        """Return the time since which each server must have been tried before ``search`` gives up.
+
+        It is the end of the time to wait if the request has waited, otherwise the start of the
+        request.
+        """
         ends = self._patience_ends(search, now)
         was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
         return ends if was_patient else search.began
@@ -397,7 +408,7 @@ class ServerPool:
         raise NoServerError(trouble, advice)
 
     async def _wait_for_change(self, now: float, search: _Search) -> None:
-        """Wait until a handshake, a server's pause or the time to wait ends; at most one second."""
+        """Sleep at most 1 s, until a handshake, a server's pause or the request's patience ends."""
         moments = [server.again_at for server in self._servers if server.again_at > now]
         ends = self._patience_ends(search, now)
         pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)

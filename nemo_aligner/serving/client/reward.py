@@ -147,26 +147,26 @@ class RewardClient(ServerClient[ServerPool]):
     def score_future(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
-        """Like ``score``, in the background."""
+        """Like ``score``, but return at once; the future has the rewards."""
         return self._submit(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     def score_tokens_future(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
-        """Like ``score_tokens``, in the background."""
+        """Like ``score_tokens``, but return at once; the future has the rewards."""
         rows = token_rows(token_lists)
         return self._submit(self._fetch_rewards, len(rows), partial(split_tokens, rows), on_error)
 
     async def score_async(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> np.ndarray:
-        """Like ``score``, for asyncio."""
+        """Like ``score``, as a coroutine."""
         return await self._run(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     async def score_rows_async(
         self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
-        """Like ``score_rows``, for asyncio; with ``on_error="raise"`` a rejected sample raises.
+        """Like ``score_rows``, as a coroutine; with ``on_error="raise"`` a rejected sample raises.
 
         With ``is_probe``, the servers neither count the samples nor use them for statistics.
         """
@@ -179,13 +179,13 @@ class RewardClient(ServerClient[ServerPool]):
         on_error: OnError = "nan",
         is_probe: bool = False,
     ) -> ScoredRows:
-        """Like ``score_rows_async``, for token sequences, which are scored unchanged."""
+        """Like ``score_rows_async``, for N token sequences, which are scored unchanged."""
         rows = token_rows(token_lists)
         split = partial(split_tokens, rows)
         return await self._run(self._collect, len(rows), split, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
-        """Like ``contract``, for asyncio."""
+        """Like ``contract``, as a coroutine."""
         return await self._run(ServerPool.fetch_contract)
 
     async def turn_end_async(self) -> TurnEnd | None:
@@ -254,7 +254,7 @@ class PartialRequest:
         return self.encode([self.items[row] for row in self.rows])
 
     def select(self, rows: list[int]) -> PartialRequest:
-        """Return a request with only ``rows``, which are some of this request's rows."""
+        """Return a request with only ``rows``, a part of this request's indices in ``items``."""
         return replace(self, rows=rows)
 
     def split(self, size: int) -> list[PartialRequest]:
@@ -299,7 +299,7 @@ def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[Parti
 def _has_length(ids: object) -> bool:
     try:
         len(ids)  # type: ignore[arg-type]
-    except TypeError:  # also a 0-dimensional tensor of torch, which has __len__
+    except TypeError:  # a number, or a 0-dimensional tensor, whose __len__ raises
         return False
     return True
 
@@ -366,7 +366,10 @@ class RowCollector:
         )
 
     def _place_output(self, name: str, total: int) -> np.ndarray | None:
-        """Place an output in the caller's order, NaN where it is missing; None if no row has it."""
+        """Arrange the rows of output ``name`` in the caller's order: ``[total, ...]``.
+
+        Rows without the output get NaN (None for ``steps``). Return None if no row has the output.
+        """
         rows = self._outputs[name]
         if not rows:
             return None
@@ -389,7 +392,10 @@ class RowCollector:
             )
 
     async def _score(self, part: PartialRequest) -> None:
-        """Send requests until each row has a reward or an error; each bad row costs a request."""
+        """Send ``part`` until each of its rows has a reward or an error.
+
+        The server rejects a whole request for one bad row, so each bad row costs one more request.
+        """
         while part.rows:
             try:
                 scored = await self._pool.infer(
@@ -422,7 +428,7 @@ class RowCollector:
     def _set_row_aside(
         self, part: PartialRequest, place: int, refusal: RefusedError
     ) -> PartialRequest:
-        # The server numbers the rows of the request, the caller those of the call.
+        # A refusal has the row's number in the request; the caller needs its number in the call.
         row = part.rows[place]
         # A server also names a row whose reward is not finite, but then the model is at fault.
         if not self._sets_aside or refusal.kind.reaction != "skip":

@@ -41,7 +41,7 @@ class ServedScorer:
         return tuple(self.contract.attributes)
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``; the client logs why samples were rejected."""
+        """Score N samples: rewards ``[N, A]``, NaN where rejected; the client logs the reasons."""
         scored = self._client.score_rows(samples, on_error=on_error)
         if len(scored.errors) < len(samples):
             return scored
@@ -67,7 +67,12 @@ class VllmScorer:
     contract: None = None
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``; also raise ServingError unless answers have one number per attribute."""
+        """Score N samples, one request each: rewards ``[N, A]``, with NaN for rejected samples.
+
+        Raises:
+            ServingError: the server does not answer, or an answer does not have one number per
+                attribute.
+        """
         bodies = [_vllm_body(sample) for sample in samples]
         answers = post_all(self.address, bodies, Counter("scoring", "samples").show)
         rewards = np.full((len(samples), len(self.attributes)), np.nan, dtype=np.float32)
@@ -122,7 +127,7 @@ class QueryScorer:
             )
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """See ``Scorer``.
+        """Score N samples: rewards ``[N, 1]``, with NaN for rejected samples.
 
         Raises:
             ConfigError: a sample is a conversation, and there is no chat template to write it in.
@@ -143,9 +148,15 @@ class QueryScorer:
     def _send_queries(
         self, queries: Mapping[int, str], rewards: np.ndarray, errors: dict[int, str], size: int
     ) -> None:
-        """Send ``queries``, ``size`` per request; fill in ``rewards`` and ``errors`` of their rows.
+        """Send queries, and enter the reward or error of each one under the number of its row.
 
         The queries of a rejected request are sent again one by one.
+
+        Args:
+            queries: row number -> raw text.
+            rewards: ``[N, 1]`` array that is filled in.
+            errors: dict from row number to reason that is filled in.
+            size: queries per request.
         """
         chunks = [[*queries][start : start + size] for start in range(0, len(queries), size)]
         bodies = [{"query": [queries[row] for row in rows]} for rows in chunks]
@@ -184,7 +195,10 @@ class QueryScorer:
 
 
 def _rejects_sample(answer: JsonAnswer) -> bool:
-    """Tell whether a sample is at fault and gets no reward; other failures end the call."""
+    """Tell whether an unsuccessful answer blames the sample, which then gets no reward.
+
+    Any other failure ends the whole call.
+    """
     return FailureKind.of_status(answer.status).reaction == "skip"
 
 

@@ -78,8 +78,8 @@ class RemoteServer:
         trouble: why the server is left out, for messages.
         is_foreign: the last handshake was answered by a server of another protocol.
         tried_at: end of the last handshake, in seconds of ``time.monotonic``.
-        handshake: the handshake that is running.
-        again_at: end of the pause, in seconds of ``time.monotonic``.
+        handshake: the running handshake; None if none runs.
+        again_at: end of the pause after a failure, in seconds of ``time.monotonic``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RemoteServer:
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_retry_after = False
-        # True from the log line that the server is left out to the one that it answers again.
+        # True while the log says that the server is left out; then its return is also logged.
         self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
@@ -194,7 +194,7 @@ class RemoteServer:
     async def _read_template_part(
         self, name: str, from_dict: Callable[[Any], T], if_missing: str
     ) -> T | None:
-        """Decode a published part of the template; if it is missing, warn and return None."""
+        """Fetch ``turn_end`` or ``sample_frame`` (``name``); if missing, warn and return None."""
         with self._tracking_request():
             try:
                 outputs = await self._fetch_publication(HANDSHAKE_S)
@@ -430,7 +430,7 @@ def _read_error(answer: bytes) -> str | None:
         message = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return message if isinstance(message, str) else None  # vLLM's error is an object
+    return message if isinstance(message, str) else None  # vLLM's error is no string
 
 
 def _create_socket(address: Any) -> socket.socket:
@@ -467,7 +467,7 @@ class OtherModelError(OtherContractError):
 
 @dataclass(frozen=True)
 class _ServerContract:
-    """The known facts about the contract of a server.
+    """The contract of a server, or only its hash if the contract was not published.
 
     Attributes:
         hash: the hash of the contract; None if the server has none.
@@ -481,7 +481,7 @@ class _ServerContract:
 
 
 class ContractCheck:
-    """Compares the contracts and models of servers.
+    """Accepts only servers with the same scoring contract, and with the expected model.
 
     Attributes:
         fingerprints: compares the servers' models.

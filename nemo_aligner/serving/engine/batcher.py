@@ -36,7 +36,7 @@ _GATHER = 0.05
 
 
 class _Request:
-    """Rows that were submitted together, and their progress."""
+    """Rows that were submitted together, the results so far, and the future of all results."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -182,7 +182,7 @@ class Batcher:
         self._changed.wait_for(condition, timeout)
 
     def _notify(self) -> None:
-        """Wake the batcher's thread if its condition holds; the caller holds the lock.
+        """Wake the batcher's thread if the condition that it waits for holds; needs the lock.
 
         If every request woke the thread, it would use a fifth of the interpreter's time only to go
         to sleep again.
@@ -208,7 +208,10 @@ class Batcher:
         return False
 
     def _gather(self) -> None:
-        """Wait for requests of the last call's senders, for at most a twentieth of its duration."""
+        """Give the last call's senders a moment to send new requests.
+
+        The wait is at most a twentieth of the last call's duration.
+        """
         if not self._calls and not self._retries:
             remaining = self._last_end + _GATHER * self._last_seconds - time.monotonic()
             self._wait_for(self._has_come_back, max(0.0, remaining))
@@ -240,7 +243,10 @@ class Batcher:
         return taken
 
     def _oldest_rows(self, most_tokens: int) -> Iterator[_QueuedRow]:
-        """Yield the oldest rows up to ``most_tokens``, because the queue may have millions."""
+        """Yield waiting rows, oldest first, until they have ``most_tokens`` tokens.
+
+        It is a generator because the queue may have millions of rows.
+        """
         tokens = 0
         for request in self._waiting:
             for number in range(request.num_taken, len(request.rows)):
@@ -262,10 +268,10 @@ class Batcher:
         with self._changed:
             self._calls.append(call)
         outputs.add_done_callback(lambda _: self._finish(call))
-        call.cancel_if_unneeded()  # its requests may have been cancelled just now
+        call.cancel_if_unneeded()  # its requests may have been cancelled while it was prepared
 
     def _finish(self, call: _Call) -> None:
-        """Pass on the outputs of a call, in the thread that has ended it."""
+        """Pass the outputs of an ended call to its requests; the thread that ended it runs this."""
         with self._changed:
             self._calls.remove(call)
             self._notify()
@@ -317,7 +323,8 @@ class Batcher:
                     request.is_over = True
                     complete.append(request)
         for request in complete:
-            # False if the request was cancelled meanwhile; from here on it cannot be cancelled.
+            # The condition is False if the request was cancelled meanwhile; a request for which it
+            # is True can no longer be cancelled.
             if request.answer.set_running_or_notify_cancel():
                 request.answer.set_result(request.results)
 
@@ -351,7 +358,7 @@ _MOST_SECONDS = 10_000
 
 @dataclass
 class _Counts:
-    """Counts since the last log line."""
+    """Counts of requests and calls since the last log line."""
 
     begun: float
     # Seconds from arrival to answer, of the latest answered requests.
@@ -364,7 +371,7 @@ class _Counts:
 
 @dataclass
 class _Totals:
-    """Counts since the start, which ``/metrics`` shows under the same names."""
+    """Counts of requests and calls since the start; ``/metrics`` shows them under these names."""
 
     requests: int = 0
     rows: int = 0
@@ -403,7 +410,10 @@ class Meter:
             self._totals.refused_requests += 1
 
     def count_call(self, queue_seconds: float, forward_seconds: float) -> None:
-        """Count a call; ``queue_seconds`` is the sum of the times that its rows have waited."""
+        """Count a call for which the model took ``forward_seconds``.
+
+        ``queue_seconds`` is the sum of the times that its rows have waited.
+        """
         with self._lock:
             self._totals.calls += 1
             self._totals.queue_seconds += queue_seconds

@@ -63,9 +63,12 @@ _NO_LIMIT = timedelta(days=365)
 
 @dataclass(frozen=True)
 class _Begun:
-    """A call that has begun on this rank; only rank 0 has ``answer``.
+    """A call that has begun on this rank.
 
-    If the call could not begin, waiting for ``arriving`` raises the error.
+    Attributes:
+        call: name and arguments of the operation.
+        arriving: the result; if the call could not begin, waiting for it raises the error.
+        answer: the future that the caller of ``submit`` has; None on workers.
     """
 
     call: _Call
@@ -156,7 +159,11 @@ class ModelRanks:
             return driving.result()
 
     def _next_call(self) -> tuple[Future[Any], _Call] | None:
-        """Wait for the next call; first end a call in flight, unless the next may run behind it."""
+        """Wait for the next submitted call and its future; None if the leader shall stop.
+
+        A call in flight is ended first, unless the next call is a ``Launch`` that may begin behind
+        it.
+        """
         while self._in_flight is not None:
             try:
                 submitted = self._calls.get(timeout=_LOOK_EVERY_SECS)
@@ -196,7 +203,7 @@ class ModelRanks:
         """Mark the ranks as lost; on a worker, end the process."""
         if self.rank != 0:
             logger.error("rank %d exits: %s", self.rank, reason)
-            # Immediately, because the main thread may be in a collective that never returns.
+            # Exit at once, because the main thread may be in a collective that never returns.
             os._exit(1)
         with self._lock:
             if self.failure is None:
@@ -296,8 +303,8 @@ class ModelRanks:
             error = caught
             logger.exception("rank %d could not %s", self.rank, begun.call[0])
             self._fail_if_device_is_lost()
-        # Also if the call succeeded on this rank: it may have failed on another one, and all ranks
-        # must react in the same way.
+        # Ranks exchange errors even if the call succeeded on this rank: it may have failed on
+        # another one, and all ranks must react in the same way.
         try:
             errors = self._acknowledge(error)
         except RanksLostError:

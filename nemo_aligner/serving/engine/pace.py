@@ -30,17 +30,17 @@ class ModelPace:
     def __init__(self, max_secs: float, most_tokens: int) -> None:
         """Set the limits; with ``max_secs`` 0, ``most_tokens`` is the only limit."""
         self._max_secs, self._most_tokens = max_secs, most_tokens
-        # Tokens per second and tokens of the latest calls.
+        # The latest calls, each as (tokens per second, tokens).
         self._calls: deque[tuple[float, int]] = deque(maxlen=_CALLS)
         self.limit = min(most_tokens, _FIRST_TOKENS) if max_secs else most_tokens
 
     def needs(self, seconds: float) -> bool:
-        """Tell whether ``add`` must be called for a call that took ``seconds``."""
+        """Tell whether the estimate needs a call that took ``seconds``; if so, call ``add``."""
         is_limited = self.limit < self._most_tokens
         return self._max_secs > 0 and (is_limited or seconds >= _LONG * self._max_secs)
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Update the estimate with a call that has ended."""
+        """Update ``limit`` with a call of ``tokens`` tokens that took ``seconds``."""
         self._calls.append((tokens / max(seconds, 1e-6), tokens))
         limit = max(_LEAST_TOKENS, int(self._median_rate() * self._max_secs))
         self.limit = min(self._most_tokens, limit)

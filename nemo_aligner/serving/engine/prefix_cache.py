@@ -111,14 +111,17 @@ class BlockManager:
         return tuple(cached)
 
     def outputs_of(self, cached: Sequence[int], reads: Sequence[int]) -> list[np.ndarray]:
-        """Return the cached outputs at those positions of ``reads`` that are in cached blocks."""
+        """Return the cached head outputs, each ``[K]``, at positions ``reads`` in cached blocks."""
         places = (divmod(position, BLOCK_TOKENS) for position in reads)
         return [
             self._outputs[cached[number]][place] for number, place in places if number < len(cached)
         ]
 
     def keep_outputs(self, path: Sequence[int], reads: Sequence[int], outputs: np.ndarray) -> None:
-        """Cache ``outputs [s, K]`` for the positions ``reads`` that are in blocks of ``path``."""
+        """Cache the head's outputs at those positions of ``reads`` that are in blocks of ``path``.
+
+        ``outputs`` is ``[s, K]``, one row for each of the s positions in ``reads``.
+        """
         for position, row in zip(reads, outputs, strict=True):
             number, place = divmod(position, BLOCK_TOKENS)
             if number < len(path):
@@ -134,6 +137,14 @@ class BlockManager:
 
         A call does not evict blocks that it uses itself. If the pool is too small for all blocks,
         the first ones of each sequence are cached.
+
+        Args:
+            keys: token ids of each sequence, by ``as_key``.
+            reads: positions in each sequence at which turns or steps are scored.
+            rotations: for each sequence, the value that selects its RoPE; see ``find``.
+
+        Returns:
+            The blocks of each sequence.
         """
         reads = [()] * len(keys) if reads is None else reads
         rotations = [0] * len(keys) if rotations is None else rotations
@@ -160,7 +171,7 @@ class BlockManager:
         pinned: set[int],
         rotations: Sequence[int],
     ) -> list[dict[int, int]]:
-        """Extend the paths as far as the pool allows, one block of each path at a time.
+        """Add blocks to each path until its sequence is covered or the pool is full.
 
         Returns:
             For each path, a dict from a block's index in the sequence to the block, with the blocks
@@ -192,7 +203,11 @@ class BlockManager:
         return new
 
     def _place(self, key: tuple[int, bytes], pinned: set[int]) -> int | None:
-        """Place a new block, replacing the oldest if need be; None if all blocks are in use."""
+        """Place a new block, evicting the least recently used one if the pool is full.
+
+        Returns:
+            The block; None if the call uses all blocks (``pinned``).
+        """
         if self._free:
             block = self._free.pop()
         else:
@@ -209,14 +224,16 @@ class BlockManager:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The work of one call.
+    """What one call of the model computes, and what it takes from the cache.
+
+    A call reads the head's K outputs at S positions: its result is ``[S, K]``.
 
     Attributes:
-        packs: packs of this replica.
+        packs: packs of sequences that this replica computes.
         num_computed: tokens that all replicas compute.
         num_cached: tokens of all sequences that need not be computed.
-        cached_outputs: row of the reward -> cached outputs ``[K]``.
-        keep: stores the outputs ``[S, K]`` of the call in the cache.
+        cached_outputs: row of the result -> its cached outputs ``[K]``.
+        keep: stores the result ``[S, K]`` in the cache.
     """
 
     packs: list[PackedBatch]
@@ -355,7 +372,8 @@ class PrefixCache:
         groups = self._find_groups(sequences, share)
         for group in sorted(groups, key=lambda group: (-group.size, group.members[0])):
             costs = [_count_uncached(group, sequences, num_cached[rank]) for rank in replicas]
-            # Among equals, the replica with less work so far, because its pool has more room.
+            # Among replicas with equal load, choose the one that has computed fewer tokens so far,
+            # because its pool has more room.
             chosen = min(replicas, key=lambda r: (loads[r] + costs[r], self._computed_tokens[r], r))
             loads[chosen] += costs[chosen]
             parts[chosen] += group.members

@@ -26,7 +26,7 @@ class Row:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], reads: Sequence[int] | None = None) -> Row:
-        """Create a row from any sequence of token ids."""
+        """Create a row from a list or array of token ids, and the positions to read, if any."""
         return cls(np.asarray(token_ids, dtype=np.int64), tuple(reads or ()))
 
     @property

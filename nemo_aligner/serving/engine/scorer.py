@@ -73,7 +73,7 @@ class TokenCounts:
     cached: int = 0
 
     def after(self, requested: int, computed: int, cached: int) -> TokenCounts:
-        """Return the counts after one more call."""
+        """Return the sums after a call that added these numbers of tokens."""
         return TokenCounts(
             self.requested + requested, self.computed + computed, self.cached + cached
         )
@@ -103,7 +103,21 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
         fingerprint: str | None = None,
     ) -> None:
-        """Raise ConfigError if ``micro_batch_tokens`` is below the contract's ``seq_length``."""
+        """Prepare a loaded model for scoring.
+
+        Args:
+            model: the reward model on this rank.
+            contract: the model's scoring contract.
+            tokenizer: the tokenizer that the contract describes.
+            layout: parallel layout of the ranks.
+            micro_batch_tokens: most tokens of a pack.
+            watch: called with the number of scored samples and their total.
+            prefix_cache_tokens: size of the prefix cache; 0 for none.
+            fingerprint: fingerprint of the weights; None if unknown.
+
+        Raises:
+            ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
+        """
         # A sample is never split over packs: causal attention needs all of its tokens in one pack.
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
@@ -167,7 +181,8 @@ class RewardScorer:
                     "precision=bf16 or fp32"
                 )
         use_huge_pages()
-        # No sample begins with the tokens of the warm-up, and only requests must be counted.
+        # Drop what the warm-up cached and counted: no sample begins with its tokens, and only
+        # requests must be counted.
         self.reset_cache()
         self.counts = TokenCounts()
 
@@ -225,7 +240,7 @@ class RewardScorer:
         return self.contract.rewards_of(np.concatenate(outputs))
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert ``outputs`` of the head to rewards ``[N, A]`` float32, and spreads if any.
+        """Convert head outputs ``[N, A * K]`` to rewards ``[N, A]`` float32, and spreads or None.
 
         This method is not collective.
         """
@@ -339,7 +354,8 @@ def load_scorer(
         logger.warning("model.cuda_graphs: ignored, because cpu_offload moves the weights")
     elif cuda_graphs:
         loaded.model.use_cuda_graphs()
-    # Last, because it converts the layers that make_batch_invariant has replaced.
+    # freeze_for_scoring comes last, because it converts the layers that make_batch_invariant has
+    # replaced.
     if not can_offload:
         freeze_for_scoring(loaded.model)
     return RewardScorer(
@@ -386,7 +402,7 @@ class RewardEnsemble:
 
     @property
     def counts(self) -> TokenCounts:
-        """Tokens of all models so far, added up."""
+        """The models' token counts since the start, added up."""
         counts = TokenCounts()
         for member in self._members:
             counts = counts.after(*vars(member.counts).values())
@@ -429,7 +445,7 @@ class RewardEnsemble:
         return Arriving(lambda: all(part.has_arrived() for part in parts), wait)
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Convert ``outputs`` to rewards ``[N, M * A]`` float32, and spreads if any."""
+        """Convert ``[N, M * A * K]`` outputs to rewards ``[N, M * A]`` float32; spreads or None."""
         parts = np.split(outputs, len(self._members), axis=1)
         read = [
             member.read_outputs(part) for member, part in zip(self._members, parts, strict=True)

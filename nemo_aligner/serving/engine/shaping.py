@@ -89,7 +89,10 @@ class RewardShaper:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the optional outputs, without ``raw_rewards``."""
+        """Names of the outputs that shaping adds to a result, except ``raw_rewards``.
+
+        ``deviation`` is added for several models, ``passed`` with a threshold.
+        """
         is_present = {
             "deviation": self._shape[0] > 1,
             "passed": self._shaping.threshold is not None,
@@ -150,7 +153,7 @@ class RewardShaper:
             rewards=shaped,
             raw_rewards=raw,
             deviation=deviation.astype(np.float32) if "deviation" in self.outputs else None,
-            # A number, because rejected rows of the request get NaN.
+            # Float instead of bool, because rejected rows of the request get NaN.
             passed=None if passed is None else passed.astype(np.float32),
             spread=None if spread is None else spread.mean(axis=1).astype(np.float32),
         )
@@ -186,7 +189,7 @@ class RewardShaper:
             self._running.save()
 
     def _note_crossing(self, spreads: np.ndarray) -> None:
-        """Warn once of a negative spread; it counts as 0, as a penalty must not become a bonus."""
+        """Warn once if a spread is negative; it counts as 0, so that no penalty becomes a bonus."""
         if self._has_crossed or not self._shaping.spread_penalty or not (spreads < 0).any():
             return
         self._has_crossed = True
@@ -197,7 +200,10 @@ class RewardShaper:
         )
 
     def _combine(self, values: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-        """Combine the models' rewards: ``[N, M, A] -> [N, A]``."""
+        """Combine the models' rewards ``[N, M, A]`` to ``[N, A]`` by the ensemble's rule.
+
+        ``deviation [N, A]`` is the standard deviation over the models.
+        """
         if self._ensemble.combine is Combine.min:
             return values.min(axis=1)
         mean = values.mean(axis=1)
@@ -243,9 +249,10 @@ class RewardShaper:
 
 
 class RunningStatistics:
-    """Mean and standard deviation of each column of all rewards so far, saved to a file if any.
+    """Mean and standard deviation of all rewards so far, for each model and attribute.
 
-    Means and sums of squared differences are updated as by Chan, Golub and LeVeque (1983).
+    A server saves them to a file, if one is configured, so that a restart does not lose them. Means
+    and sums of squared differences are updated as by Chan, Golub and LeVeque (1983).
     """
 
     def __init__(self, file: str | None, contracts: list[str], shape: tuple[int, int]) -> None:
@@ -275,7 +282,7 @@ class RunningStatistics:
         return np.where(std > 0, std, 1.0)
 
     def add(self, values: np.ndarray) -> None:
-        """Add rewards ``[N, M, A]``."""
+        """Update means and deviations with N more rewards ``[N, M, A]``."""
         # Sums of squares are not used: their difference loses all digits if the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
@@ -315,7 +322,7 @@ class RunningStatistics:
             )
 
     def _write(self, file: Path) -> None:
-        """Replace the file atomically."""
+        """Write the statistics to ``file``, which is replaced atomically."""
         content = {
             "contracts": self._contracts,
             "count": self.count,
@@ -361,7 +368,7 @@ def build_shaper(
 
 
 def _attribute_weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | None:
-    """Return the weights ``[A]``, or None if the attributes stay separate."""
+    """Return the weights ``[A]`` that merge attributes; None if they stay separate."""
     weights = shaping.attribute_weights
     if not weights:
         return None
@@ -377,7 +384,11 @@ def _attribute_weights(shaping: ShapingConfig, contract: ScoringContract) -> np.
 def _fixed_statistics(
     shaping: ShapingConfig, contracts: Sequence[ScoringContract]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return fixed means and standard deviations ``[M, A]``; None if there are none."""
+    """Return the means and standard deviations ``[M, A]`` with which rewards are standardized.
+
+    They come from the models' contracts or from the settings. None if rewards are standardized by
+    running statistics, or not at all.
+    """
     if shaping.standardize is Standardize.contract:
         return _contract_statistics(contracts)
     if shaping.standardize is not Standardize.given:
@@ -414,7 +425,11 @@ def _contract_statistics(contracts: Sequence[ScoringContract]) -> tuple[np.ndarr
 def _list_rules(
     shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]
 ) -> dict[str, Any]:
-    """List rules that differ from their defaults; the path of the statistics file is not a rule."""
+    """List the rules that differ from their defaults, for the contract that is published.
+
+    ``hashes``, the contract hashes of the models, are listed for an ensemble. The path of the
+    statistics file is not a rule.
+    """
     rules: dict[str, Any] = {
         item.name: getattr(shaping, item.name)
         for item in fields(shaping)

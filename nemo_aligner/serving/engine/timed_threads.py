@@ -44,7 +44,7 @@ class TooSlowError(ServingError):
 
 
 class RunStep(Protocol):
-    """Calls a function as one step of a job."""
+    """Type of the function with which a job runs its slow calls, each with a time limit."""
 
     def __call__(self, function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
         """Call ``function``, and return its result.
@@ -59,7 +59,7 @@ class _InterruptedStep(BaseException):
 
 
 class _AbandonedJobError(Exception):
-    """Ends a job whose caller no longer waits."""
+    """Raised at the next step of a job whose caller no longer waits, to end the job."""
 
 
 class _Job(Generic[T]):
@@ -82,7 +82,7 @@ class _Job(Generic[T]):
             return self._is_replaced
 
     def run(self) -> None:
-        """Do the work and set the result."""
+        """Run the work of this job, and give its result or exception to the waiting caller."""
         if not self.result.set_running_or_notify_cancel():
             return
         self._thread = get_ident()

@@ -126,7 +126,7 @@ class Front:
         self._app = self._build_app(scoring)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request, as an ASGI application: check its token, then find its route."""
         if scope["type"] != "http":
             return
         # Gym's rollout prefix is removed first, because the paths that need no token are listed
@@ -159,11 +159,11 @@ class Front:
         await _send_answer(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
-        """Tell whether a request needs no token."""
+        """Tell whether the server answers a request without checking its token."""
         if self._token is None or path in _OPEN_PATHS:
             return True
-        # Clients of Triton read the names and shapes of tensors first, and pytriton's ModelClient
-        # sends its headers only with inference requests.
+        # These paths are open because clients of Triton read the names and shapes of tensors first,
+        # and pytriton's ModelClient sends its headers only with inference requests.
         return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
 
     def _is_kserve(self, path: str) -> bool:
@@ -354,7 +354,7 @@ class _RouteHandler:
             return response
         except Exception as error:
             failure = public_failure(error)
-        # In a thread for a large body, because the answer may repeat it.
+        # A large body is handled in a thread, because the answer may repeat the whole body.
         return await call_by_size(size, self._refuse, route, failure, body)
 
     def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
@@ -389,7 +389,12 @@ class _RouteHandler:
         return next(marked, self._route)
 
     async def _score(self, route: Route[Any], body: Any, size: int) -> ScoredRows:
-        """Score the samples of a body.
+        """Score the samples of a parsed body.
+
+        Args:
+            route: the route that the body belongs to.
+            body: the body, parsed by ``route.parse``.
+            size: its length in bytes; a large body is converted in a thread.
 
         Raises:
             Exception: any failure; see ``public_failure``.
@@ -417,7 +422,7 @@ class _RouteHandler:
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
     ) -> ScoreRequest:
-        """Log rows that are in another chat template, and reject them if configured.
+        """Log the first row that is in another chat template; reject all such rows if configured.
 
         Raises:
             RequestError: such rows are rejected, and the route's answer has no errors of single
@@ -434,13 +439,14 @@ class _RouteHandler:
         return request.without_rows(foreign)
 
     async def _blame(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
-        """Find out whether the reply is at fault, by scoring ``other``, which has another reply.
+        """Find out if the rejected reply is at fault, by scoring ``other`` with another reply.
 
-        If ``other`` can be scored, return ``refusal`` as the error of row 0; otherwise raise.
+        If ``other`` can be scored, the reply is at fault: return ``refusal`` as the error of row 0.
+        Otherwise the prompt is at fault, so raise the error of ``other``.
         """
         scored = await self._scoring.answer(other, False, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
-        # Only the shape of the other reply's reward is used, which has the number of attributes.
+        # The other reply's reward only tells the number of attributes, as the shape of the NaNs.
         no_rewards = np.full_like(scored.rewards, np.nan)
         return ScoredRows(no_rewards, {0: reason}, np.zeros(1, dtype=bool))
 
@@ -474,7 +480,7 @@ async def _send_answer(answer: KServeAnswer, send: Send) -> None:
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
-    """Build a JSON response; a 503 gets ``Retry-After``."""
+    """Build a JSON response; a status 503 gets ``Retry-After: retry_after_s`` unless it is None."""
     headers = dict(answer.headers)
     if retry_after_s is not None and answer.status == 503:
         headers["Retry-After"] = str(retry_after_s)

@@ -32,7 +32,7 @@ class RequestBodies:
 
 
 class BodyReader:
-    """One body; its bytes count from their arrival until the request has been answered."""
+    """Reads one body; its bytes count toward both limits until the request has been answered."""
 
     __slots__ = ("_bodies", "_counted")
 

@@ -155,7 +155,7 @@ class Connection(HttpToolsProtocol):
         self._begin_head()
 
     def _begin_head(self) -> None:
-        """Prepare for a new request."""
+        """Prepare to parse the head of the next request of this connection."""
         if self.is_parser_spent:
             self.is_parser_spent = False
             self.parser = httptools.HttpRequestParser(self)
@@ -208,7 +208,7 @@ class Connection(HttpToolsProtocol):
             self.backlog = self.backlog[self.backlog_start :] + data
             self.backlog_start = 0
             if len(self.backlog) > HIGH_WATER_LIMIT:
-                # Not by self.flow, which resumes reading if the application checks for disconnects.
+                # self.flow is not used: it resumes if the application checks for disconnects.
                 self.transport.pause_reading()
         elif self.phase == LINGERING:
             self.discarded_bytes += len(data)
@@ -453,7 +453,7 @@ class Connection(HttpToolsProtocol):
             raise self.limits.body_too_large(f"at least {self.body_bytes}")
         cycle = self.cycle
         if not cycle.body:
-            # The first piece is not copied: often it is the only one, or is read before the next.
+            # The first piece is not copied: often it is the only one, or is read before more come.
             cycle.body = body  # type: ignore[assignment]
         elif isinstance(cycle.body, bytearray):
             cycle.body += body
@@ -484,14 +484,14 @@ class Connection(HttpToolsProtocol):
         self.task = None
         self.flow.resume_reading()
         if self.backlog:
-            # Not in this task, because the next request must not inherit its context variables.
+            # A callback continues, as the next request must not inherit the context of this task.
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
             self.deadline = self.sweep.now + self.limits.keep_alive_secs
 
     def _continue(self) -> None:
-        """Parse the next pipelined request."""
+        """Parse the next pipelined request from the bytes in ``backlog``."""
         if self.phase != BUSY or self.transport.is_closing():
             return
         data, start = self.backlog, self.backlog_start
@@ -528,14 +528,14 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def finish(self) -> None:
-        """Close the connection after its last answer; called by the exchange."""
+        """After the last answer, close, or linger if bytes may come; ``Exchange`` calls this."""
         if self.phase == BUSY and not self.backlog:
             self._close()
         else:
             self._linger()
 
     def shutdown(self) -> None:
-        """Close the connection, at once or after its answer; called when the server exits."""
+        """Close now if no request runs, else after its answer; called when the server exits."""
         if self.phase == LINGERING or self.task is None:
             self._close()
         else:
@@ -560,7 +560,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
 
     def _linger(self) -> None:
-        """Send a FIN after the answer, and discard what the client still sends."""
+        """Send a FIN, and discard what the client still sends, so that it can read the answer."""
         if self.phase >= LINGERING:
             return
         self.phase = LINGERING

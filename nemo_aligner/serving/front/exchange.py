@@ -23,7 +23,7 @@ class AnswerTransport:
 
 
 class Exchange(RequestResponseCycle):
-    """One request and its answer; cancelling its task is not an error of the application."""
+    """One request and its answer; unlike in uvicorn, a cancelled task is not logged as an error."""
 
     async def run_asgi(self, app: Any) -> None:
         """Run the application; if it raises or sends no complete answer, answer with an error."""

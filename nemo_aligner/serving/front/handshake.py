@@ -85,7 +85,7 @@ class TlsHandshake(asyncio.Protocol):
             connection.eof_received()
 
     def _begin_with_early_bytes(self) -> None:
-        """Pass bytes that arrived too early to start_tls's protocol, like the transport does."""
+        """Pass early bytes to the protocol that start_tls has set, as the transport would do."""
         protocol: Any = self._transport.get_protocol()
         while self._early:
             buffer = protocol.get_buffer(len(self._early))

@@ -47,8 +47,8 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<suffix>/\w+)?")
-_MOST_DIGITS = 12  # of the header with the length of the JSON
-_COMPRESSION_LEVEL = 1  # the fastest: floats hardly shrink at any level
+_MOST_DIGITS = 12  # most digits of the header with the JSON's length
+_COMPRESSION_LEVEL = 1  # the fastest level: floats hardly shrink at any
 _ALL_STATISTICS = "/v2/models/stats"
 _SERVER_PATHS = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", _ALL_STATISTICS)
 _EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
@@ -71,7 +71,7 @@ class KServeAnswer:
 
 
 class _Counts:
-    """Numbers and durations of requests to one model."""
+    """Counts and total durations of requests to one model, for its path ``/stats``."""
 
     def __init__(self) -> None:
         self.rows = self.last_ms = 0
@@ -131,7 +131,7 @@ class KServe:
         return KServeAnswer.of_json(descriptions[suffix](endpoint))
 
     async def _answer_server(self, method: str, path: str) -> KServeAnswer:
-        """Answer a path without the name of a model."""
+        """Answer a path under ``/v2`` about the whole server, e.g. its health or list of models."""
         if path == "/v2/repository/index" and method == "POST":
             state = {"version": "1", "state": "READY", "reason": ""}
             return KServeAnswer.of_json([{"name": name, **state} for name in self._endpoints])

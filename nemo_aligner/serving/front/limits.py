@@ -17,7 +17,10 @@ FAILED_HANDSHAKE, NO_ROOM_FOR_HANDSHAKE = "failed_handshake", "no_room_for_hands
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of each connection; ``section`` is the section of their settings, for messages."""
+    """Limits of each connection, read from the settings of the same names.
+
+    ``section`` is the section of these settings, ``server`` or ``gateway``, for messages.
+    """
 
     section: str
     max_header_bytes: int

@@ -41,8 +41,8 @@ def open_socket(config: FrontConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
-        # Reset after binding: with SO_REUSEADDR, the kernel gives the same port to two sockets that
-        # do not listen yet.
+        # SO_REUSEADDR is reset after binding: with it, the kernel gives the same port to two
+        # sockets that do not listen yet.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
@@ -99,7 +99,7 @@ def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
 
 
 def url_of(listener: socket.socket, config: FrontConfig) -> str:
-    """Return the URL for clients."""
+    """Return the URL for clients: ``config.host``, and the port that the socket has got."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if config.certificate_file is None else "https"
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
@@ -107,7 +107,7 @@ def url_of(listener: socket.socket, config: FrontConfig) -> str:
 
 def _listen(listener: socket.socket) -> socket.socket:
     """Let the socket accept connections; raise here, because uvloop would hide a failure."""
-    # Set again, because connections of an earlier server may still be closing.
+    # SO_REUSEADDR is set again, because connections of an earlier server may still be closing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.listen(_BACKLOG)
@@ -261,7 +261,8 @@ class ReadyFile:
         """
         if self._path is None:
             return
-        # Renamed when complete, because a script reads the file as soon as it exists.
+        # The file gets its name when it is complete, because a script reads it as soon as it
+        # exists.
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             partial.write_text(url + "\n")

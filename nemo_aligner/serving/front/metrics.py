@@ -76,14 +76,17 @@ class FrontMetrics:
         self._seconds.labels(path).observe(seconds)
 
     def count_scored(self, path: str, scored: ScoredRows) -> None:
-        """Count the rows of a scored request."""
+        """Count the rows of an answer as scored or refused, and truncated ones also as cut."""
         rows = len(scored.rewards)
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
         self._rows.labels(path, "refused").inc(len(scored.errors))
         self._rows.labels(path, "cut").inc(int(scored.exceeded.sum()))
 
     def count_rows(self, path: str, outcome: str, rows: int) -> None:
-        """Count rows under ``outcome``, which is in addition to their outcome scored or refused."""
+        """Count rows under a further ``outcome``: ``completed`` or ``foreign_template``.
+
+        Each of these rows is also counted as scored or refused.
+        """
         if rows:
             self._rows.labels(path, outcome).inc(rows)
 

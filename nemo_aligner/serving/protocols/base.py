@@ -62,7 +62,7 @@ class Body(BaseModel):
 T = TypeVar("T", bound=Body)
 Item = TypeVar("Item")
 # A list in a body. Validation stops at its first bad element: pydantic would create an error for
-# each of millions of elements, and the server answers nobody during those seconds.
+# each of millions of elements, and the server could answer nobody meanwhile.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 # Most samples of one request. No setting raises it, because validating millions of samples takes
 # many seconds.
@@ -117,7 +117,7 @@ class HttpAnswer:
 # some protocols have no room for another field.
 TRUNCATED_ROWS = "X-Truncated-Rows"
 FOREIGN_ROWS = "X-Foreign-Template-Rows"
-_MOST_SHOWN_ROWS = 100  # clients reject headers of more than 8 KiB
+_MOST_SHOWN_ROWS = 100  # because clients reject headers of more than 8 KiB
 
 
 def row_headers(scored: ScoredRows) -> dict[str, str]:
@@ -184,11 +184,16 @@ class Route(Generic[T]):
 
 @dataclass(frozen=True)
 class PlainRoute:
-    """A URL of a protocol that does not return rewards.
+    """A URL of a protocol that does not return rewards, e.g. NeMo Gym's ``/seed_session``.
 
-    ``answer`` maps the bytes of a body to the answer; it raises ServingError (HTTP 400) if the body
-    is invalid. ``is_slow`` means that answering takes more than a few milliseconds even for a small
-    body, so the front runs it in a thread.
+    Attributes:
+        path: path of the URL.
+        about: one line for the OpenAPI page.
+        answer: converts the bytes of a body to the answer; raises ServingError (HTTP 400) if the
+            body is invalid.
+        method: HTTP method of its requests.
+        is_slow: whether answering takes more than a few milliseconds even for a small body. The
+            front then calls ``answer`` in a thread.
     """
 
     path: str
@@ -200,10 +205,13 @@ class PlainRoute:
 
 @dataclass(frozen=True)
 class ModelRoute:
-    """A URL that describes the model; requests are GET.
+    """A URL that describes the model, e.g. TEI's ``/info``; requests are GET.
 
-    ``answer`` gets the scoring contract, or None if the backends publish none, and the gateway's
-    settings.
+    Attributes:
+        path: path of the URL.
+        about: one line for the OpenAPI page.
+        answer: builds the answer from the scoring contract (None if the backends publish none)
+            and the settings of the server or gateway.
     """
 
     path: str
@@ -277,7 +285,7 @@ def _unpack(content: bytes, max_bytes: int) -> bytes:
 
 
 def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
-    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by the first bytes
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # detects gzip or zlib
     start = 0
     try:
         while start < len(content) and not unpacker.eof:
@@ -403,7 +411,12 @@ def _refuse_content(content: Any, location: str) -> NoReturn:
 
 
 def _describe_problems(error: ValidationError, request: type[BaseModel]) -> str:
-    """Describe in one line what is wrong with a body."""
+    """Describe in one line what is wrong with a body.
+
+    Args:
+        error: pydantic's report, with one problem or many.
+        request: the model that the body does not fit.
+    """
     # Links to pydantic's own pages are left out: they do not help the sender of a request.
     errors = error.errors(include_url=False)
     problems: dict[tuple[Any, ...], str] = {}

@@ -75,7 +75,11 @@ def encode_values(
 ) -> dict[str, np.ndarray]:
     """Encode the answer to a request of ``critic_infer``.
 
-    ``joined`` has values ``[B, S]``. With ``has_rewards``, a column of rewards comes before them.
+    Args:
+        inputs: tensors of the request; values are padded to the width of its ``tokens``, if any.
+        joined: values ``[B, S]``; with ``has_rewards`` ``[B, 1 + S]``, the rewards first.
+        exceeded: ``[B]``, true where the sample was truncated.
+        has_rewards: whether ``joined`` begins with rewards.
     """
     rewards, values = joined[:, : int(has_rewards)], joined[:, int(has_rewards) :]
     if "tokens" in inputs:

@@ -50,8 +50,8 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# Gym's failure_kinds.py has no kind for a rejected reply, so this one has the server's name as its
-# prefix.
+# Gym's failure_kinds.py has no kind for a rejected reply. This kind therefore has the server's name
+# as its prefix.
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted the reply"
 _ROLES = {"developer": "system"}  # the Responses API's name for what chat templates call system
@@ -121,7 +121,7 @@ def read(body: VerifyRequest) -> ScoreRequest:
     try:
         return ScoreRequest(texts=[_build_conversation(body, reply)])
     except ServingError as error:
-        read_with_other_reply(body)  # raises if the prompt is at fault, too
+        read_with_other_reply(body)  # raises ServingError if the prompt is at fault, too
         return ScoreRequest(texts=[], refused={0: str(error)})
 
 
@@ -282,7 +282,7 @@ def _failure_fields(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
 
 
 class CompareRequest(Body):
-    """The messages before the replies, and the replies."""
+    """A request of ``/compare``: the conversation so far, and replies to it that are scored."""
 
     conversation_history: Items[dict[str, Any]] = Field(
         min_length=1, examples=[[{"role": "user", "content": "What is red?"}]]
@@ -398,7 +398,11 @@ def answer_session(content: bytes) -> HttpAnswer:
 
 
 def answer_aggregate(content: bytes) -> HttpAnswer:
-    """Compute the metrics of a run under Gym's names."""
+    """Compute the metrics of a run from its rollouts, under Gym's names.
+
+    The answer has statistics of each number: per task in ``group_level_metrics``, over all rollouts
+    in ``agent_metrics``, and the means again in ``key_metrics``. Masked rollouts are only counted.
+    """
     rollouts = parse_body(AggregateRequest, content).verify_responses
     _check_indices(rollouts)
     # The reward 0 of a masked rollout is a placeholder, which would lower every mean.
@@ -433,7 +437,7 @@ def answer_aggregate(content: bytes) -> HttpAnswer:
 
 
 def answer_reverify_mode(content: bytes) -> HttpAnswer:
-    """Answer ``stateless``: a rollout may be scored again at any time."""
+    """Answer ``stateless``: Gym may send any rollout again, at any time, to be scored again."""
     return HttpAnswer(200, "stateless")
 
 
@@ -460,13 +464,13 @@ class _Group:
         self.columns: dict[str, list[float]] = defaultdict(list)
 
     def add(self, numbers: Mapping[str, float]) -> None:
-        """Add the numbers of one rollout."""
+        """Add one rollout: its fields by name."""
         self.num_rollouts += 1
         for name, number in numbers.items():
             self.columns[name].append(number)
 
     def statistics(self) -> dict[str, float]:
-        """Compute statistics of each field; statistics that overflow a float are dropped."""
+        """Map ``STATISTIC/FIELD``, e.g. ``mean/reward``, to a number; infinite ones are dropped."""
         return {
             f"{kind}/{name}": value
             for name, column in self.columns.items()
@@ -520,7 +524,11 @@ def _compute_statistics_in_numpy(column: list[float]) -> dict[str, float]:
 def _count_masked(
     rollouts: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], tasks: int
 ) -> dict[str, int]:
-    """Count measured and masked rollouts and tasks; empty if no rollout is masked."""
+    """Count measured and masked rollouts and tasks for the metrics of a run.
+
+    Returns:
+        Counts under names that begin with ``coverage/``; empty if no rollout is masked.
+    """
     if len(measured) == len(rollouts):
         return {}
     every_task = {rollout.get(_TASK, 0) for rollout in rollouts}

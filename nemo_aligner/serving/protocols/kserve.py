@@ -94,9 +94,9 @@ OUTPUTS = (
     TensorSpec("contract_hash", bytes, (1,)),
     TensorSpec("model_fingerprint", bytes, (1,)),
 )
-# Sent only if rewards are shaped, a head has several outputs per attribute, or the model has
-# rewards of turns or steps. Each tensor is the field of ``ScoredRows`` of the same name; a field
-# ``[B]`` is sent as ``[B, 1]``.
+# Outputs that are sent only if rewards are shaped, a head has several outputs per attribute, or the
+# model has rewards of turns or steps. Each tensor is the field of ``ScoredRows`` of the same name;
+# a field ``[B]`` is sent as ``[B, 1]``.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
@@ -146,7 +146,7 @@ def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]
 
 
 def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
-    """Encode the output tensors of one scored request."""
+    """Encode rewards as output tensors; optional outputs only if ``scored`` has them."""
     rows = len(scored.rewards)
     outputs = {
         "rewards": np.asarray(scored.rewards, dtype=np.float32),

@@ -50,7 +50,7 @@ class DocumentsRequest(Body):
 
 
 class RankedDocument(Body):
-    """One of the documents, by its index in the request."""
+    """One result: index of the document in the request, its reward, and itself if requested."""
 
     index: int
     relevance_score: float

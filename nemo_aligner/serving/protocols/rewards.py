@@ -78,14 +78,23 @@ class RewardsRequest(Body, extra="forbid"):
 
 
 class RowError(Body):
-    """The reason why a row has no reward."""
+    """An entry of ``errors``: the number of a row that has no reward, and the reason."""
 
     row: int
     message: str
 
 
 class StepReward(Body):
-    """Rewards of one turn or step, and its message and range of characters (null for tokens)."""
+    """The rewards of one turn or step, and its position in the sample.
+
+    Attributes:
+        rewards: one number per attribute of the answer.
+        message: index of the message that has the turn or step; null in a raw text.
+        start: first character of the turn or step in the text of its message, or in the raw text.
+        end: the character after its last one.
+
+    For a sample of token ids, all three parts of the position are null.
+    """
 
     rewards: list[float]
     message: int | None = None
@@ -132,7 +141,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
 
 
 def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Build the answer that the module's docstring describes."""
+    """Build the answer: rewards, errors, and the optional fields that the request asks for."""
     names = (*_SHAPED, *_OUTPUTS) if body.outputs else _SHAPED
     optional = {name: getattr(scored, name) for name in names}
     if body.steps and scored.steps is None and not scored.errors:
@@ -157,7 +166,7 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
 
 
 def _list_steps(rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
-    """Convert the steps of each row to JSON; null for a row without a reward."""
+    """Convert each row's ``StepRewards`` to a list of ``StepReward`` objects; None stays None."""
     return [None if row is None else _list_steps_of_row(row) for row in rows]
 
 

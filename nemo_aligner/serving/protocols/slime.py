@@ -56,7 +56,7 @@ def read(body: RemoteRmRequest) -> ScoreRequest:
 
 
 def answer(body: RemoteRmRequest, scored: ScoredRows, served: Served) -> float:
-    """Return the reward as a bare number."""
+    """Return the reward, merged over the attributes, as a bare number."""
     (reward,) = served.one_reward(scored.rewards)
     return reward
 

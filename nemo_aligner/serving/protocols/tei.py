@@ -60,7 +60,7 @@ class PredictRequest(Body):
 
 
 class Prediction(Body):
-    """The reward of one attribute."""
+    """The reward of one attribute (``score``) and its name (``label``)."""
 
     score: float
     label: str
@@ -82,7 +82,7 @@ class RerankRequest(Body):
 
 
 class Rank(Body):
-    """One of the replies, by its index in the request."""
+    """A reply's index in the request, its reward, and its text with ``return_text``."""
 
     index: int
     score: float
@@ -90,7 +90,7 @@ class Rank(Body):
 
 
 class RerankResponse(RootModel[list[Rank]]):
-    """All replies, best first."""
+    """All replies, the one with the largest reward first."""
 
 
 def read_predict(body: PredictRequest) -> ScoreRequest:
@@ -163,7 +163,7 @@ def _apply_sigmoid(
 
 
 def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> Any:
-    """List each attribute with its reward, the largest first."""
+    """List the attributes of each input with their rewards, the largest reward first."""
     _check_not_cut(body, scored)
     predictions = []
     for row in scored.rewards.tolist():

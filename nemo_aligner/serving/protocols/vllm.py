@@ -263,7 +263,7 @@ def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> 
 
 
 def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """List one score per pair."""
+    """List one score per pair: its reward, merged over the attributes by their weights."""
     data = [
         {"index": index, "object": "score", "score": reward}
         for index, reward in enumerate(served.one_reward(scored.rewards))
