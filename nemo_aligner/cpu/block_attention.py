@@ -109,12 +109,12 @@ def _attend_part(
     capped = torch.cat(
         [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
     )
-    # never merged: soft-capped blocks have a single part
+    # no log-sum-exp is needed: a soft-capped block has one part
     return capped, capped.new_zeros(capped.shape[:-1])
 
 
 class _Outputs:
-    """Attention results ``out [rows, c]``, merged over the parts of the keys."""
+    """Attention outputs ``out [rows, c]``, to which the results for further keys are merged."""
 
     def __init__(self, rows: int, channels: int, dtype: torch.dtype) -> None:
         self.out = torch.empty(rows, channels, dtype=dtype)
@@ -202,8 +202,8 @@ class BlockPlan:
 
     Attributes:
         steps: the calls' keys: the spans in order of position, then the runs.
-        queries: ``[N, groups * repeats * BLOCK]`` int64 rows of ``T * groups * (repeats + 1)``,
-            block by block in the order of the steps.
+        queries: ``[N, groups * repeats * BLOCK]`` int64 row indices of ``joined``, viewed as ``[T *
+            groups * (repeats + 1), c]``, block by block in the order of the steps.
         targets: the output row of each query, same size, but in the kernel's order of outputs, for
             a block ``[repeats * BLOCK, groups]``; ``T * heads`` is a dummy row for padding.
         complete: the targets of blocks whose keys are a single part, flattened.
@@ -336,8 +336,8 @@ def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarr
     """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
     rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for segment in segments:
-        # The span with the segment's last block is not listed, because the block may see only a
-        # part.
+        # A segment's last block may see only a part of the span that it is in, so that span is not
+        # listed.
         for number in range((segment.num_blocks - 1) * BLOCK // SPAN):
             end = (number + 1) * SPAN
             rows_of_spans[number, segment.keys[end - SPAN : end].tobytes()].append(
@@ -374,7 +374,11 @@ def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run,
 
 
 def _first_key(block: int, scores: ScoreShape) -> int:
-    """Return the first key, aligned to a block, that a block sees in the call with its own."""
+    """Return the position of the first key, a multiple of BLOCK, in the block's last call.
+
+    The last call has the block's own keys and, without spans, all earlier keys that its window
+    reaches.
+    """
     if scores.takes_spans:
         return block * BLOCK // SPAN * SPAN
     if scores.window is None:

@@ -56,13 +56,17 @@ class DecoderInputs:
         return tensors if use is None else [*tensors, *use.tensors()]
 
     def key(self) -> Hashable:
-        """Return all that selects kernels besides the tensors' values: equal keys, same kernels."""
+        """Return a key for the graph of this pack: packs with equal keys can run by the same graph.
+
+        It contains everything, besides the values in the tensors, by which kernels are chosen:
+        shapes, fixed sizes, and which pool of cached keys is read.
+        """
         segments = self.context.segments
         shapes = tuple(tensor.shape for tensor in self.tensors())
         return shapes, segments.sizes, segments.kv_index is None, id(segments.pool)
 
     def as_buffers(self) -> DecoderInputs:
-        """Copy all tensors to buffers for a graph.
+        """Return inputs with copies of all tensors, which a graph will read in every replay.
 
         ``lengths`` and ``prefixes`` are dropped, because they hold only for this pack.
         """
@@ -80,7 +84,14 @@ class DecoderInputs:
         return DecoderInputs(self.tokens.clone(), self.positions.clone(), context)
 
     def fill(self, inputs: DecoderInputs) -> None:
-        """Copy the tensors of ``inputs``, which has the same key, into these buffers."""
+        """Overwrite this object's tensors by those of another pack, before a graph is replayed.
+
+        The graph reads the memory of this object's tensors, and never that of ``inputs``.
+
+        Args:
+            inputs: the other pack, with the same ``key`` as this object, so that all shapes are
+                equal.
+        """
         for buffer, tensor in zip(self.tensors(), inputs.tensors(), strict=True):
             buffer.copy_(tensor)
 
@@ -90,9 +101,9 @@ Decode = Callable[[DecoderInputs], Tensor]
 
 
 class Capture(Protocol):
-    """How work on the device is recorded and replayed.
+    """Interface to record work on the device, such as kernels, and to replay it.
 
-    ``CudaCapture`` captures CUDA graphs. Tests use one that just calls the work again.
+    ``CudaCapture`` records CUDA graphs. Tests use an implementation that runs the work again.
     """
 
     def warm_up(self, work: Callable[[], object]) -> None:
@@ -105,7 +116,7 @@ class Capture(Protocol):
         """Record ``work`` without running it; return a function that runs it."""
 
     def reset(self) -> None:
-        """Free the memory that graphs share, after all graphs were dropped."""
+        """Free the memory that graphs share; call it after all graphs have been dropped."""
 
     def used_bytes(self) -> int:
         """Return the bytes of device memory that tensors and the graphs themselves use."""
@@ -221,7 +232,10 @@ class _Leaves:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Let hooks add gradients to ``main_grad`` within the context; otherwise they drop them."""
+        """Let the stand-ins' hooks add gradients to ``main_grad`` within the context.
+
+        Outside of it the hooks drop the gradients, as for a trial run before a capture.
+        """
         self._sums.are_taken = True
         try:
             yield
@@ -230,14 +244,14 @@ class _Leaves:
 
 
 class _Graph:
-    """A decoder's captured forward pass for packs of one key, and in training its backward pass."""
+    """The captured forward pass (and backward pass in training) of packs with the same ``key``."""
 
     def __init__(
         self, capture: Capture, decode: Decode, inputs: DecoderInputs, leaves: _Leaves | None
     ) -> None:
         self._decode, self._leaves = decode, leaves
         self._inputs = inputs.as_buffers()
-        self._hidden: Tensor | None = None  # holds autograd's graph until its backward pass
+        self._hidden: Tensor | None = None  # holds autograd's graph for _learn_back
         if leaves is None:
             capture.warm_up(self._infer)
             self.output, self._forward = capture.forward(self._infer)

@@ -129,7 +129,7 @@ class PackedLayer(TransformerLayer):
         widths = [grouped.size(-1) - 2 * channels, channels, channels]
         query, key, value = torch.split(grouped, widths, dim=-1)
         query = query.reshape(*query.shape[:2], -1, channels)
-        if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
+        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
             query, key = attention.q_layernorm(query), attention.k_layernorm(key)
         return query, key, value
 
@@ -190,7 +190,7 @@ class PackedLayer(TransformerLayer):
         return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
     def _add_to_stream(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """Add ``added``, times the residual multiplier, to the stream, in place if possible."""
+        """Return ``hidden + multiplier * added``, the residual stream; may overwrite ``added``."""
         if self._multiplier == 1 and kernels.can_add(hidden, added):
             kernels.add(hidden, added)
             return hidden
@@ -209,7 +209,7 @@ class PackedLayer(TransformerLayer):
         groups = attention.num_query_groups_per_partition
         grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
         joined, value = grouped[:, :, :-1], grouped[:, :, -1]
-        if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
+        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
             query, key = joined[:, :, :-1], joined[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             joined = torch.cat(normed, dim=2)

@@ -19,9 +19,9 @@ from nemo_aligner.utils.host_transfer import host_zeros
 class OffloadPolicy(Enum):
     """What happens to the contents of tensors while they are not on the device."""
 
-    constant = "constant"  # never changes: copied to the host once
-    state = "state"  # copied again after ``note_change``
-    scratch = "scratch"  # not copied: comes back as zeros
+    constant = "constant"  # contents never change: one copy to the host is enough
+    state = "state"  # contents change: copied to the host again after ``note_change``
+    scratch = "scratch"  # contents are not needed: never copied, and zeros after a reload
 
 
 class OffloadGroup:
@@ -37,7 +37,12 @@ class OffloadGroup:
         holds: OffloadPolicy,
         apart_from: Sequence[OffloadGroup] = (),
     ) -> None:
-        """Manage the storages of ``tensors``, except those that ``apart_from`` already manages."""
+        """Manage the storages of ``tensors``.
+
+        Args:
+            apart_from: groups that already manage some of these storages, which this group leaves
+                out.
+        """
         excluded = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
         # Collect storages rather than tensors, because tied weights, and views of one flat buffer,
         # share a storage. Weights in oneDNN's layout, which exists only on a CPU, have no storage.

@@ -254,7 +254,7 @@ class ModelShape:
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
     def length_dependent_rope(self, tokens: int) -> int:
-        """Number the RoPE of a sequence of ``tokens``; only equal ones may share keys.
+        """Number the RoPE of a sequence; only sequences with the same number may share keys.
 
         The number is 0 up to ``one_rotation_until``. For longer sequences it is 1 with LongRoPE,
         and their length with dynamic NTK-aware scaling.
@@ -462,7 +462,7 @@ def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[s
 def head_to_train(
     stored: HeadShape | None, settings: HeadConfig, *, is_new: bool
 ) -> HeadShape | None:
-    """Return the settings' head; or the stored one, if they have none and the head is not new."""
+    """Return the settings' head; ``stored`` if the settings name none and the head is not new."""
     requested = HeadShape.from_settings(settings)
     return stored if requested is None and not is_new else requested
 

@@ -397,7 +397,8 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
 def stage_attention_flops(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Count the FLOPs of attention (without its linear layers) that ``pack_flops`` includes.
 
-    Attention reaches another share of the GPU's peak than other matmuls do.
+    ``step_time.py`` needs them separately, because attention reaches a lower share of the GPU's
+    peak speed than other matmuls do.
     """
     total = 0.0
     for layer in stage_layers(shape, plan, stage):

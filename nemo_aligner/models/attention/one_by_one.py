@@ -227,7 +227,7 @@ def _visibility_mask(queries: int, keys: int, window: int | None, device: torch.
 # (check_batch_size_and_num_heads_dense<false>). cuDNN's kernel takes only 16 bits. All other cases
 # go to the math kernel, which saves heads * n * m scores for the backward pass.
 def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
-    """Tell if this GPU runs SDPA's memory-efficient kernel, given as many key as query heads."""
+    """Tell if SDPA's memory-efficient kernel runs here if keys are repeated per query head."""
     major = torch.cuda.get_device_capability()[0]
     is_half = dtype in (torch.bfloat16, torch.float16)
     if dtype is torch.bfloat16 and major < _AMPERE:

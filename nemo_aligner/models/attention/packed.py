@@ -103,7 +103,11 @@ class PackedAttention(MegatronModule):
         return self._attend(Heads(self.layer_number, joined, value), context, case)
 
     def infer_on_gpu(self, joined: Tensor, value: Tensor, context: PackContext) -> Tensor:
-        """Do what ``infer_on_cpu`` does, on a GPU, whose kernels read strided keys."""
+        """Attend without gradients on a GPU; arguments and result are those of ``infer_on_cpu``.
+
+        Queries are copied, but keys stay views of ``joined``, because GPU kernels read strided
+        keys.
+        """
         if self.rotation is not None:
             joined = rotate(joined, *context.tables[self.rotation])
         query, key = joined[:, :, :-1].flatten(1, 2), joined[:, :, -1]
@@ -128,12 +132,19 @@ class PackedAttention(MegatronModule):
         )
 
     def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:
-        """Reshape ``[T, heads, c]`` to ``[T, 1, heads * c]``; a subclass selects rows."""
+        """Reshape ``[T, heads, c]`` to ``[T, 1, heads * c]``.
+
+        ``LastTokenAttention`` overrides this method to return only the rows that the head reads.
+        """
         return attended.flatten(1).unsqueeze(1)
 
 
 class LastTokenAttention(PackedAttention):
-    """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``context.read_rows``."""
+    """PackedAttention that returns only the rows ``[R, 1, heads * c]`` that the reward head reads.
+
+    ``context.read_rows`` has their indices. Only the last decoder layer uses this class, because
+    later layers read all rows of the layers before.
+    """
 
     def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:
         return super()._select_rows(attended[context.read_rows], context)

@@ -217,7 +217,7 @@ class PackedSegments:
 
     @cached_property
     def _stored_places(self) -> tuple[Tensor | slice, Tensor | slice]:
-        """Return the rows of the tokens to store, and their slots, as slices where possible."""
+        """Return the pack's rows to store, and their pool slots; as slices where possible."""
         assert self.cached is not None
         return _as_slice(self.cached.stored), _as_slice(self.cached.slots)
 
@@ -403,9 +403,10 @@ class KeyValuePool:
         return self._layers[number]
 
     def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
-        """Store a layer's keys and values by one kernel, and read them by another.
+        """Store a pack's keys and values in the pool, and return them behind the cached ones.
 
-        Used on GPUs, where small packs take as long as their kernels take to launch.
+        This takes one kernel that stores and one that reads. GPUs use it, because a small pack
+        takes as long as its kernels take to launch.
 
         Args:
             number: number of the layer.
@@ -474,7 +475,11 @@ def _gather(local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Gather(Function):
-    """Gather ``local [n, 2, groups, c]`` of all ranks at ``index [K]``: two ``[K, groups, c]``."""
+    """Autograd function behind ``gather_keys``.
+
+    It gathers ``local [n, 2, groups, c]``, the keys and values of one rank, from all ranks, and
+    returns the keys and the values at ``index [K]``, ``[K, groups, c]`` each.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -502,7 +507,9 @@ class _Gather(Function):
 
 
 def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Put each rank's ``local [r, A]`` at its ``rows [r]`` of one ``[count, A]``.
+    """Combine outputs that are split over context parallel ranks into ``[count, A]``; collective.
+
+    A rank has the outputs ``local [r, A]``, which belong at the indices ``rows [r]`` of the result.
 
     All ranks get the result, and compute the same loss from it. So the gradient of ``local`` is the
     result's gradient at this rank's rows, without a sum over the ranks.

@@ -89,7 +89,7 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
 
 
 def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
-    """Return the default for ``device``; if one rank has to use ``eager``, all ranks do.
+    """Return the default implementation; if one rank has to use ``eager``, all ranks do.
 
     Otherwise a reward would depend on which data parallel rank computes it.
     """
@@ -101,7 +101,7 @@ def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
 
 @cache
 def _default(kind: str) -> PointwiseKernels:
-    """Return the default of this rank for a device type, ``cpu`` or ``cuda``."""
+    """Return this rank's default implementation for a device type, ``cpu`` or ``cuda``."""
     choice = PointwiseChoice.triton
     if kind != "cuda" or why_unavailable(choice, torch.device(kind)) is not None:
         return EAGER

@@ -53,7 +53,10 @@ def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _splits_by_rows(rows: int, width: int) -> bool:
-    """Check that each thread gets whole rows, by torch's grain size and that of its GELU."""
+    """Tell if torch gives each thread only whole rows, given how few elements it gives a thread.
+
+    That minimum is torch's grain size; its GELU has a smaller one.
+    """
     numbers, threads = rows * width, torch.get_num_threads()
     by_grains = min(threads, -(-numbers // _GRAIN))
     return rows % by_grains == 0 and (numbers <= _GELU_GRAIN or rows % threads == 0)

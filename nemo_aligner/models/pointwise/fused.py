@@ -58,7 +58,7 @@ class Kernels(Protocol):
         """
 
     def silu_forward(self, x: Tensor) -> Tensor:
-        """Compute SwiGLU, like ``eager.gated_silu``."""
+        """Compute SwiGLU, ``silu(gate) * linear``, from both in one: ``[..., 2 f] -> [..., f]``."""
 
     def silu_backward(self, grad: Tensor, x: Tensor) -> Tensor:
         """Compute the gradient of ``x`` from the gradient of SwiGLU's output."""
@@ -66,7 +66,7 @@ class Kernels(Protocol):
     def split_forward(
         self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``operations.SplitOperation``, which describes shapes and layout."""
+        """Split ``mixed`` into queries, keys and values, and apply RoPE; see ``SplitOperation``."""
 
     def split_backward(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
