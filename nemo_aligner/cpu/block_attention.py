@@ -121,12 +121,12 @@ class _Outputs:
         self._lse = torch.empty(rows, dtype=dtype)
 
     def put(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Set the output rows ``targets [m]`` to the result of attending to their first keys."""
+        """Set the output rows ``targets [m]`` to ``rows [m, c]``, the result for the first keys."""
         self.out.index_copy_(0, targets, rows)
         self._lse.index_copy_(0, targets, lse)
 
     def add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Merge the result of attending to the next keys into the output rows ``targets``."""
+        """Merge ``rows [m, c]``, the result for the next keys, into the output rows ``targets``."""
         for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
             self._add(*chunk)
 
@@ -158,9 +158,10 @@ class Part:
 
 @dataclass(frozen=True)
 class _Span:
-    """A span: int64 rows ``keys [SPAN]``, all of which ``blocks`` blocks of queries see.
+    """Keys that many queries see in whole: int64 rows ``keys [SPAN]``, seen by ``blocks`` blocks.
 
-    The queries may belong to several sequences, which have these keys in common.
+    The queries may belong to several sequences, which have these keys in common. ``is_first`` tells
+    if the keys are the first of their sequences.
     """
 
     keys: Tensor
@@ -179,9 +180,9 @@ class _Run:
 
     Attributes:
         keys: ``[n, K]`` int64 rows of the n segments' keys after the spans, padded.
-        blocks: for each block position, how many of the segments reach it (these are the first
-            ones), the slice of ``keys`` that it sees, and whether these are all the keys that it
-            sees.
+        blocks: a tuple for each block position: how many segments reach the position (the first
+            ones in ``keys``), the slice of ``keys`` that a block at the position sees, and whether
+            the block sees no other keys, which would be in spans.
     """
 
     keys: Tensor
@@ -206,8 +207,8 @@ class BlockPlan:
             groups * (repeats + 1), c]``, block by block in the order of the steps.
         targets: the output row of each query, same size, but in the kernel's order of outputs, for
             a block ``[repeats * BLOCK, groups]``; ``T * heads`` is a dummy row for padding.
-        complete: the targets of blocks whose keys are a single part, flattened.
-        ends: the targets of blocks whose first keys are in spans, flattened.
+        complete: targets, flattened, of the blocks that see all their keys in one call.
+        ends: targets, flattened, of all other blocks, which see spans in earlier calls.
         mask: ``[repeats * BLOCK, K]``, added to the scores if the keys end with the block itself.
     """
 

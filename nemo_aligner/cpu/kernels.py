@@ -224,7 +224,11 @@ def _compile() -> ctypes.CDLL:
 
 
 def _openmp_of_torch() -> str:
-    """Return the path of the OpenMP library that torch has loaded."""
+    """Return the path of the OpenMP library that torch has loaded, which kernels.c uses, too.
+
+    Raises:
+        FileNotFoundError: torch has loaded none.
+    """
     loaded = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split()[-1] for line in loaded if re.search(r"/lib[gi]omp[^/]*$", line)}
     if not paths:

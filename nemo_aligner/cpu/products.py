@@ -423,7 +423,7 @@ class FreedMemory:
         self._needed = 0
 
     def end_step(self) -> bool:
-        """Check resident memory, which takes about 20 us; True if free pages were returned."""
+        """Check resident memory after a step, in about 20 us; True if free pages were returned."""
         resident = resident_bytes()
         if self._seen < self._steps:
             self._seen += 1
@@ -436,7 +436,7 @@ class FreedMemory:
 
 
 def give_back_gaps() -> bool:
-    """Return all free pages to the system; True if there were any."""
+    """Give all of malloc's free pages back to the system; True if there were any."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
 

@@ -386,8 +386,8 @@ def offload_activations(model: Any) -> ActivationOffload:
 
     def forward_with_offload(*arguments: Any, **options: Any) -> Any:
         learns = decoder.training and torch.is_grad_enabled()
-        # Do not offload the pack's context and the stage's input: other references keep them on the
-        # GPU until the backward pass anyway, for the input that of the pipeline schedule.
+        # Do not offload tensors that stay on the GPU anyway: those of the pack's context, and the
+        # stage's input, which the pipeline schedule holds until the backward pass.
         shared = [options.get("packed_seq_params"), decoder.input_tensor]
         with offload.forward_pass(shared) if learns else nullcontext():
             return forward(*arguments, **options)

@@ -47,7 +47,11 @@ class DecoderInputs:
     context: PackContext
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of a pack that a decoder reads, in a fixed order."""
+        """Return all tensors of a pack that a decoder reads.
+
+        The order is the same for all packs, so that ``fill`` can copy one pack's tensors to
+        another's.
+        """
         segments, use = self.context.segments, self.context.segments.cached
         bounds = [segments.cu_seqlens, segments.kv_cu_seqlens]
         tensors = [self.tokens, self.positions, *bounds, self.context.read_rows]
@@ -110,7 +114,7 @@ class Capture(Protocol):
         """Run ``work`` once before its capture: libraries allocate and compile at first use."""
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Record ``work``; return its result, and a function that recomputes it in place."""
+        """Record ``work``; return its result, and a function that computes it again in place."""
 
     def backward(self, work: Callable[[], None]) -> Replay:
         """Record ``work`` without running it; return a function that runs it."""
@@ -119,7 +123,7 @@ class Capture(Protocol):
         """Free the memory that graphs share; call it after all graphs have been dropped."""
 
     def used_bytes(self) -> int:
-        """Return the bytes of device memory that tensors and the graphs themselves use."""
+        """Return how many bytes of device memory tensors and CUDA graphs use now."""
 
 
 class CudaCapture:
@@ -393,7 +397,11 @@ class DecoderGraphs:
         return reason is None
 
     def run(self, inputs: DecoderInputs, is_training: bool) -> Tensor:
-        """Decode a pack padded to fixed sizes, by a graph if its key has occurred before."""
+        """Compute the hidden states of a pack that is padded to fixed sizes.
+
+        The pack runs by the graph of its key. A key gets a graph when it occurs for the second
+        time; until then, or without a graph, the decoder runs as usual.
+        """
         graph = None if self._failed else self._graph(inputs, is_training)
         if graph is None:
             self.eager += 1
@@ -441,7 +449,10 @@ class DecoderGraphs:
             )
 
     def _drop_if_moved(self, learns: bool) -> None:
-        """Drop all graphs if the address of a weight or of a gradient buffer has changed."""
+        """Drop all graphs if the address of a weight or of a gradient buffer has changed.
+
+        Their kernels would still use the old addresses, for example after an offload and reload.
+        """
         if not self._parameters:
             for module in self._modules:
                 self._parameters += module.parameters()

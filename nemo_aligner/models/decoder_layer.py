@@ -153,7 +153,11 @@ class PackedLayer(TransformerLayer):
         return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
     def _balance(self, context: PackContext) -> Balance:
-        """Return which tokens the router of this layer counts; the last layer has fewer."""
+        """Return which rows of the MLP the router of this layer counts as tokens.
+
+        The last layer overrides this method, because its MLP computes only the rows that the head
+        reads.
+        """
         return context.balance
 
     def _infer(self, hidden: Tensor, context: PackContext) -> Tensor:

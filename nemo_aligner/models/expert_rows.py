@@ -92,13 +92,13 @@ class Exchange:
         return _Permute.apply(arrived, self.order, self.inverse)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """Send the experts' outputs back to the ranks that sent the rows, in the order of these."""
+        """Send the experts' outputs back to the ranks that sent the rows, in the original order."""
         sorted_back = _Permute.apply(rows, self.inverse, self.order)
         return _AllToAll.apply(sorted_back, self.received, self.sent, self.group)
 
 
 class _Permute(Function):
-    """Permute rows by ``order``; the backward pass permutes by ``inverse``."""
+    """Autograd function that permutes rows by ``order``, and their gradients by ``inverse``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

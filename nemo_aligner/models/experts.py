@@ -82,7 +82,12 @@ class MixtureOfExperts(MegatronModule):
         return self._compute(hidden.squeeze(1), self.invariant_rows, None).unsqueeze(1)
 
     def _compute(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
-        """Compute ``[T, hidden] -> [T, hidden]``, in matmuls of ``rows`` rows if not None."""
+        """Choose experts for the tokens and run them: ``[T, hidden] -> [T, hidden]``.
+
+        Args:
+            rows: fixed number of rows of a matmul; None is no fixed number.
+            balance: which tokens the router counts; needed in training.
+        """
         chosen, weights = self.router(tokens, rows, balance)
         is_split, group = self.config.sequence_parallel, self._group
         if is_split:

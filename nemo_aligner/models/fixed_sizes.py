@@ -64,7 +64,7 @@ def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
 
 
 def _round_up_segments(count: int) -> int:
-    """Round up to a power of two, or to three quarters of a power of two."""
+    """Round up a number of segments to a power of two, or to three quarters of one."""
     octave = _round_up_to_power_of_two(count, _FEWEST_SEGMENTS)
     return octave * 3 // 4 if octave > _FEWEST_SEGMENTS and count <= octave * 3 // 4 else octave
 

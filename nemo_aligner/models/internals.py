@@ -30,7 +30,7 @@ def has_weight_gradient_kernel() -> bool:
 
 
 def has_apex_weight_gradients() -> bool:
-    """Tell if megatron-core's fused weight gradient kernel is Apex's."""
+    """Tell if megatron-core's fused weight gradient kernel is Apex's, and not this package's."""
     return isinstance(getattr(layers, "fused_weight_gradient_mlp_cuda", None), ModuleType)
 
 

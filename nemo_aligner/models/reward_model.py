@@ -304,7 +304,7 @@ class GPTRewardModel(GPTModel):
         )
 
     def _rope_of_tokens(self, batch: PackedBatch) -> ByLength | None:
-        """Return which RoPE every token has; None if all sequences have that of short sequences."""
+        """Return which RoPE every token has; None if all have the RoPE of short sequences."""
         numbers = [] if self._has_one_rotation else rotations_of(batch, self.length_dependent_rope)
         distinct = sorted(set(numbers))
         if distinct in ([], [0]):

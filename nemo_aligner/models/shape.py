@@ -69,7 +69,7 @@ _SUPPORTED = {
     "moe_num_experts": (None, 0),
 }
 
-# Fields that were added later. Checkpoints written before that lack them, and have these values.
+# Fields that older checkpoints lack, with the values that their models have.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
     "pre_layernorms": True,
@@ -335,7 +335,7 @@ class ModelShape:
         )
 
     def norm_parameters(self, width: int) -> int:
-        """Count the parameters of a norm over ``width`` channels."""
+        """Count the parameters of a norm over ``width`` channels; a LayerNorm also has biases."""
         return width * (2 if self.normalization == "layernorm1p" else 1)
 
     def query_key_cost(self) -> float:
@@ -454,7 +454,7 @@ def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
 
 
 def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
-    """Copy a model config, with the section of ``head``; None removes the section."""
+    """Return a copy of a model config that describes ``head``; None removes the section."""
     remaining = {key: value for key, value in config.items() if key != _KEY}
     return remaining if head is None else {**remaining, _KEY: asdict(head)}
 
@@ -522,7 +522,7 @@ class LoraShape:
 
     @property
     def scale(self) -> float:
-        """The factor ``alpha / rank`` of ``B A x``."""
+        """The factor ``alpha / rank`` of ``B A x``, which LoRA adds to a layer's output."""
         return self.alpha / self.rank
 
     @property
@@ -582,7 +582,7 @@ def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
 
 
 def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
-    """Copy a NeMo model config, with the section of ``lora``; None removes the section."""
+    """Return a copy of a NeMo model config that describes ``lora``; None removes the section."""
     remaining = {key: value for key, value in config.items() if key != LORA_KEY}
     return remaining if lora is None else {**remaining, LORA_KEY: lora.to_config()}
 

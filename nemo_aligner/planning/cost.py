@@ -165,7 +165,7 @@ def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
 
 
 def widths(shape: ModelShape) -> tuple[int, int, int, int]:
-    """Return the widths h, f, q and kv that the module's docstring defines."""
+    """Return the widths of a hidden state (h), the MLP (f), all queries (q) and all keys (kv)."""
     return (
         shape.hidden_size,
         shape.ffn_hidden_size,

@@ -276,7 +276,7 @@ class PlanRequest:
         )
 
     def machine(self) -> Machine:
-        """Build the machine with the assumed speeds."""
+        """Build the machine from the speeds of this request, in FLOP/s and bytes/s."""
         return Machine(
             flops=self.tflops * 1e12,
             efficiency=self.mfu,

@@ -142,7 +142,10 @@ class Backend(Generic[Plan]):
     takes_packs: bool = True
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-        """Compute the output ``[n, heads, c]`` of a layer's heads, by the pack's plan."""
+        """Compute the output ``[n, heads, c]`` of a layer's heads.
+
+        The pack's plan is made at its first layer, and reused by all layers of the same ``case``.
+        """
         # A backend without a plan skips the lookup, which would take microseconds in every layer.
         has_plan = self.plan is not _plan_nothing
         plan = segments.plan(self, case) if has_plan else cast(Plan, None)
@@ -379,7 +382,7 @@ def scores_of(shape: ModelShape, layer_number: int) -> Scores:
 
 
 def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield the ``Case`` of every layer for scoring on a GPU."""
+    """Yield the ``Case`` that every layer's attention has when the model scores on a GPU."""
     heads = shape.num_attention_heads, shape.num_query_groups
     for layer_number in range(1, shape.num_layers + 1):
         scores = scores_of(shape, layer_number)

@@ -77,7 +77,10 @@ class PackedAttention(MegatronModule):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: PackContext) -> Tensor:
-        """Attend like ``forward``, for queries ``[T, heads, c]`` and keys with RoPE applied."""
+        """Attend ``query [T, heads, c]`` to ``key`` and ``value [T, groups, c]``, like ``forward``.
+
+        RoPE has been applied to queries and keys already. The result is ``[T, 1, heads * c]``.
+        """
         if context.query_scale is not None:
             query = query * context.query_scale
         case = self._case(query, query.size(1), key.size(1), context.segments)
@@ -121,7 +124,8 @@ class PackedAttention(MegatronModule):
         # depend on the pack.
         if is_learning and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
-        # No ring with a prefix cache: there every rank stores whole sequences of keys and values.
+        # With a prefix cache no ring is used, because every rank stores the keys and values of
+        # whole sequences in the cache.
         uses_ring = self.is_ring and segments.share is not None and segments.cached is None
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
         return Case(*kind, scores, is_learning, uses_ring)
@@ -143,7 +147,7 @@ class LastTokenAttention(PackedAttention):
     """PackedAttention that returns only the rows ``[R, 1, heads * c]`` that the reward head reads.
 
     ``context.read_rows`` has their indices. Only the last decoder layer uses this class, because
-    later layers read all rows of the layers before.
+    every other layer's output is read in full by the next layer.
     """
 
     def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:

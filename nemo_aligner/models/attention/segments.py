@@ -82,7 +82,7 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
     shared = set(prefixes)
     for number, chain in enumerate(chains_of(prefixes, len(cached)), len(cached)):
         if number in shared:
-            continue  # shared by several sequences, so it is not the end of one
+            continue  # several sequences share this segment, so none ends with it
         sequence = (*chain, number)
         rotation = by_length(sum(lengths[part] for part in sequence))
         if any(rotations.setdefault(part, rotation) != rotation for part in sequence):
@@ -152,8 +152,8 @@ class PackedSegments:
             queries = keys = to_device(queries, device)
         else:
             queries, keys = all_to_device([queries, keys], device)
-            # Copied separately from the bounds: autograd keeps the bounds for the backward pass,
-            # and would keep the index with them in one buffer.
+            # Copy the index to the device separately from the bounds. Autograd keeps the bounds for
+            # the backward pass, and in a common buffer it would keep the index with them.
             index = to_device(index, device)
         return cls(
             lengths,
@@ -228,7 +228,7 @@ class PackedSegments:
 
     @cached_property
     def chains(self) -> list[tuple[int, ...]]:
-        """The prefixes of every segment of the pack, from the start of the sequence."""
+        """Each segment's prefixes, as segment numbers, from the start of the sequence."""
         return chains_of(self.prefixes, len(self.all_lengths) - len(self.lengths))
 
     @cached_property
@@ -237,7 +237,7 @@ class PackedSegments:
         return queries_of(self.lengths, len(self.all_lengths) - len(self.lengths), self.share)
 
     def chain(self, part: Queries) -> tuple[int, ...]:
-        """Return the prefixes of the segment that ``part`` belongs to."""
+        """Return the prefixes, as segment numbers, of the segment that ``part`` belongs to."""
         return self.chains[part.segment - len(self.all_lengths) + len(self.lengths)]
 
     @cached_property
@@ -258,7 +258,10 @@ class PackedSegments:
         )
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a pack's keys and values ``[T, groups, c]`` from the ranks that split it."""
+        """Gather all keys and values of a pack, ``[T, groups, c]`` each, from the ranks.
+
+        Without context parallelism, this rank has them all, and they are returned unchanged.
+        """
         if self.share is None:
             return key, value
         return gather_keys(key, value, self.share.gathered)

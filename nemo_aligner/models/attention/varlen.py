@@ -54,7 +54,10 @@ def has_flash_attn(with_window: bool) -> bool:
 
 @cache
 def _varlen_parameters() -> frozenset[str]:
-    """Return the parameter names of torch's public function; empty before torch 2.10."""
+    """Return the parameter names of torch's public function, which tell what it supports.
+
+    The result is empty before torch 2.10, which has no such function.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

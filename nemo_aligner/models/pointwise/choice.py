@@ -1,4 +1,7 @@
-"""Choose between the implementations of the pointwise operations."""
+"""Choose between the implementations of the pointwise operations.
+
+The setting ``model.pointwise_kernels`` names one. The default on a GPU is tried out before its use.
+"""
 
 from __future__ import annotations
 

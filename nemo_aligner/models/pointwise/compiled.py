@@ -89,7 +89,10 @@ def norm_backward(
 
 
 def silu_forward(x: Tensor) -> Tensor:
-    """Compute SwiGLU, ``silu(gate) * linear``, from gate and linear: ``[..., 2 f] -> [..., f]``."""
+    """Compute SwiGLU, ``silu(gate) * linear``: ``[..., 2 f] -> [..., f]``.
+
+    The gate is the first half of the channels of ``x``.
+    """
     gate, linear = x.float().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * linear).to(x.dtype)
 
@@ -113,7 +116,7 @@ def split_forward(
 
 
 def split_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute the gradient of ``mixed`` from the gradients of queries, keys and values."""
+    """Compute the gradient of ``mixed`` from the gradients ``query``, ``key`` and ``value``."""
     groups = key.size(1)
     rotated = torch.cat([query.unflatten(1, (groups, -1)), key.unsqueeze(2)], dim=2)
     heads = torch.cat([_rotate(rotated, cos, -sin), value.unsqueeze(2)], dim=2)
