@@ -152,7 +152,7 @@ class Backend(Generic[Plan]):
         return self.compute(heads, segments, case, plan)
 
     def fits(self, case: Case) -> bool:
-        """Tell if this backend supports the features of ``case`` and runs on this machine."""
+        """Tell if this backend supports the case's features and computes it on this machine."""
         return case.features <= self.features and self.runs(case)
 
 

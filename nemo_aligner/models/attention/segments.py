@@ -258,7 +258,7 @@ class PackedSegments:
         )
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather all keys and values of a pack, ``[T, groups, c]`` each, from the ranks.
+        """Gather a pack's keys and values, ``[T, groups, c]`` each, from the ranks that split it.
 
         Without context parallelism, this rank has them all, and they are returned unchanged.
         """

@@ -314,7 +314,7 @@ def _rotate(
     HEADS: tl.constexpr,
     IS_BACKWARD: tl.constexpr,
 ):
-    """Split one token's ``mixed`` into heads with RoPE; ``IS_BACKWARD``: merge their gradients."""
+    """Split one token's ``mixed`` into heads with RoPE, or merge gradients if ``IS_BACKWARD``."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     group, place = head // (REPEATS + 2), head % (REPEATS + 2)
