@@ -138,7 +138,7 @@ def _adjust_linear_layers(layers: Any) -> None:
 
 
 class _Works(list):
-    """A list of collectives in progress, which ``wait`` waits for."""
+    """Handles of several collectives in progress; ``wait`` waits for all of them."""
 
     def wait(self) -> None:
         for work in self:

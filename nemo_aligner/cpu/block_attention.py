@@ -109,24 +109,24 @@ def _attend_part(
     capped = torch.cat(
         [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
     )
-    # never merged: soft-capped blocks have a single part
+    # no log-sum-exp is needed: a soft-capped block has one part
     return capped, capped.new_zeros(capped.shape[:-1])
 
 
 class _Outputs:
-    """Attention results ``out [rows, c]``, merged over the parts of the keys."""
+    """Attention outputs ``out [rows, c]``, to which the results for further keys are merged."""
 
     def __init__(self, rows: int, channels: int, dtype: torch.dtype) -> None:
         self.out = torch.empty(rows, channels, dtype=dtype)
         self._lse = torch.empty(rows, dtype=dtype)
 
     def put(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Set the output rows ``targets [m]`` to the result of attending to their first keys."""
+        """Set the output rows ``targets [m]`` to ``rows [m, c]``, the result for the first keys."""
         self.out.index_copy_(0, targets, rows)
         self._lse.index_copy_(0, targets, lse)
 
     def add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
-        """Merge the result of attending to the next keys into the output rows ``targets``."""
+        """Merge ``rows [m, c]``, the result for the next keys, into the output rows ``targets``."""
         for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
             self._add(*chunk)
 
@@ -158,9 +158,10 @@ class Part:
 
 @dataclass(frozen=True)
 class _Span:
-    """A span: int64 rows ``keys [SPAN]``, all of which ``blocks`` blocks of queries see.
+    """Keys that many queries see in whole: int64 rows ``keys [SPAN]``, seen by ``blocks`` blocks.
 
-    The queries may belong to several sequences, which have these keys in common.
+    The queries may belong to several sequences, which have these keys in common. ``is_first`` tells
+    if the keys are the first of their sequences.
     """
 
     keys: Tensor
@@ -179,9 +180,9 @@ class _Run:
 
     Attributes:
         keys: ``[n, K]`` int64 rows of the n segments' keys after the spans, padded.
-        blocks: for each block position, how many of the segments reach it (these are the first
-            ones), the slice of ``keys`` that it sees, and whether these are all the keys that it
-            sees.
+        blocks: a tuple for each block position: how many segments reach the position (the first
+            ones in ``keys``), the slice of ``keys`` that a block at the position sees, and whether
+            the block sees no other keys, which would be in spans.
     """
 
     keys: Tensor
@@ -202,12 +203,12 @@ class BlockPlan:
 
     Attributes:
         steps: the calls' keys: the spans in order of position, then the runs.
-        queries: ``[N, groups * repeats * BLOCK]`` int64 rows of ``T * groups * (repeats + 1)``,
-            block by block in the order of the steps.
+        queries: ``[N, groups * repeats * BLOCK]`` int64 row indices of ``joined``, viewed as ``[T *
+            groups * (repeats + 1), c]``, block by block in the order of the steps.
         targets: the output row of each query, same size, but in the kernel's order of outputs, for
             a block ``[repeats * BLOCK, groups]``; ``T * heads`` is a dummy row for padding.
-        complete: the targets of blocks whose keys are a single part, flattened.
-        ends: the targets of blocks whose first keys are in spans, flattened.
+        complete: targets, flattened, of the blocks that see all their keys in one call.
+        ends: targets, flattened, of all other blocks, which see spans in earlier calls.
         mask: ``[repeats * BLOCK, K]``, added to the scores if the keys end with the block itself.
     """
 
@@ -336,8 +337,8 @@ def _list_spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarr
     """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
     rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for segment in segments:
-        # The span with the segment's last block is not listed, because the block may see only a
-        # part.
+        # A segment's last block may see only a part of the span that it is in, so that span is not
+        # listed.
         for number in range((segment.num_blocks - 1) * BLOCK // SPAN):
             end = (number + 1) * SPAN
             rows_of_spans[number, segment.keys[end - SPAN : end].tobytes()].append(
@@ -374,7 +375,11 @@ def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run,
 
 
 def _first_key(block: int, scores: ScoreShape) -> int:
-    """Return the first key, aligned to a block, that a block sees in the call with its own."""
+    """Return the position of the first key, a multiple of BLOCK, in the block's last call.
+
+    The last call has the block's own keys and, without spans, all earlier keys that its window
+    reaches.
+    """
     if scores.takes_spans:
         return block * BLOCK // SPAN * SPAN
     if scores.window is None:

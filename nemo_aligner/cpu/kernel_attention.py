@@ -96,7 +96,7 @@ def attend_by_kernel(
 
 
 class _Source(ctypes.Structure):
-    """Addresses and strides of a layer's keys or values, both in the pool and in the pack."""
+    """The C struct ``Source`` of kernels.c: where a layer's keys or values lie in pool and pack."""
 
     _fields_ = (
         ("pool", ctypes.c_void_p),
@@ -109,7 +109,10 @@ class _Source(ctypes.Structure):
 
     @classmethod
     def of(cls, pool: Tensor | None, local: Tensor) -> _Source:
-        """Describe ``pool [slots, groups, c]`` and the pack's ``local [T, groups, c]``."""
+        """Describe the layer's ``pool [slots, groups, c]`` and the pack's ``local [T, groups, c]``.
+
+        Both are keys, or both are values. ``pool`` is None if the pack reads no cached tokens.
+        """
         address, strides = (None, (0, 0)) if pool is None else (pool.data_ptr(), pool.stride()[:2])
         return cls(address, local.data_ptr(), *strides, *local.stride()[:2])
 

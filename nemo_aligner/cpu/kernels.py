@@ -59,7 +59,7 @@ def take(x: Tensor, multiple: int = _LANES) -> bool:
 
 
 def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES) -> bool:
-    """Tell the same as ``take``, for a tensor ``[..., width]`` of this dtype on a CPU."""
+    """Tell if the compiled kernels can compute a CPU tensor ``[..., width]`` of this dtype."""
     fits = dtype in FLOATS and width % multiple == 0
     return fits and not torch.is_grad_enabled() and _library() is not None
 
@@ -79,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 
 
 def can_add(x: Tensor, added: Tensor) -> bool:
-    """Tell if ``add`` can compute ``x += added``."""
+    """Tell if ``add`` supports these tensors: contiguous, ``x`` in fp32, and without gradients."""
     fits = x.dtype is torch.float32 and added.dtype in FLOATS
     return fits and x.is_contiguous() and added.is_contiguous() and take(x)
 
@@ -104,7 +104,7 @@ def add_and_norm(
 
 
 class _Norm(ctypes.Structure):
-    """The C struct ``Norm`` of kernels.c: what a function needs to norm its result."""
+    """The C struct ``Norm`` of kernels.c: weight, eps and output of the RMSNorm of a sum."""
 
     _fields_ = (
         ("is_bf16", ctypes.c_int),
@@ -143,7 +143,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-# True if the kernels cannot be used on some rank.
+# Set by ``decide_together``: True if kernels.c cannot be used on some rank, so that no rank uses
+# it.
 _is_off = False
 
 
@@ -163,7 +164,7 @@ def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) ->
     library, problem = _load_once()
     problems = gather(problem if library is None else None)
     _is_off = any(reason is not None for reason in problems)
-    # No warning if they are switched off on every rank, because the user asked for that.
+    # Do not warn if the user has switched kernels.c off on every rank: that is no problem.
     described = [
         f"rank {rank}: {reason}" for rank, reason in enumerate(problems) if reason is not None
     ]
@@ -223,7 +224,11 @@ def _compile() -> ctypes.CDLL:
 
 
 def _openmp_of_torch() -> str:
-    """Return the path of the OpenMP library that torch has loaded."""
+    """Return the path of the OpenMP library that torch has loaded, which kernels.c uses, too.
+
+    Raises:
+        FileNotFoundError: torch has loaded none.
+    """
     loaded = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split()[-1] for line in loaded if re.search(r"/lib[gi]omp[^/]*$", line)}
     if not paths:

@@ -39,7 +39,7 @@ _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 def multiply_by_onednn(layers: Any) -> None:
     """Patch megatron-core's linear layers to use oneDNN for large matmuls.
 
-    In training they use it only where MKL is slow.
+    In training, the layers use oneDNN only where MKL is slow.
 
     Args:
         layers: megatron-core's module ``tensor_parallel.layers``.
@@ -53,7 +53,8 @@ def multiply_by_onednn(layers: Any) -> None:
 def _by_onednn_where_large(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
         learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        # Under sequence parallelism the original has to gather the input first.
+        # With sequence parallelism, use ``plain``, megatron-core's own function, because it gathers
+        # the input from the other ranks before the matmul.
         if (
             not _is_large(input, weight)
             or (learns and not is_slow_with_mkl())
@@ -147,7 +148,10 @@ _FEW, _PROBED = 64, range(48, MOST_ROWS, 64)
 
 
 def _chunk_size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
-    """Return the smallest bit-identical chunk size for ``size`` rows, else the reference size."""
+    """Return the smallest chunk size of at least ``size`` that gives bit-identical results.
+
+    The result is the reference size (``_reference_size``) if no smaller size does.
+    """
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)
     if name not in _TRIED:
@@ -165,7 +169,7 @@ def _chunk_size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> in
 def _is_same(
     size: int, weight: Tensor, bias: Tensor | None, reference: int, kind: tuple[Any, ...]
 ) -> bool:
-    """Tell if a matmul of ``size`` rows is bit-identical to one of ``reference`` rows."""
+    """Tell if a matmul of ``size`` rows is bit-identical to one of ``reference`` rows, by trial."""
     name = ("is the same", size, reference, *kind)
     if name not in _TRIED:
         _TRIED[name] = size == reference or _has_same_bits(size, weight, bias, reference)
@@ -360,7 +364,7 @@ def _weight_gradient(
     return torch.empty_like(weight)
 
 
-# What the CPU supports.
+# Features of the CPU that decide which library multiplies faster.
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -381,7 +385,7 @@ def is_slow_with_mkl() -> bool:
         return False
 
 
-# glibc's malloc and freed memory.
+# Settings of glibc's malloc, which decide what happens to freed memory.
 
 
 def keep_freed_memory() -> None:
@@ -419,7 +423,7 @@ class FreedMemory:
         self._needed = 0
 
     def end_step(self) -> bool:
-        """Check resident memory, which takes about 20 us; True if free pages were returned."""
+        """Check resident memory after a step, in about 20 us; True if free pages were returned."""
         resident = resident_bytes()
         if self._seen < self._steps:
             self._seen += 1
@@ -432,7 +436,7 @@ class FreedMemory:
 
 
 def give_back_gaps() -> bool:
-    """Return all free pages to the system; True if there were any."""
+    """Give all of malloc's free pages back to the system; True if there were any."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
 

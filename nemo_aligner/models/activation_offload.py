@@ -38,21 +38,30 @@ logger = logging.getLogger(__name__)
 
 # Smaller storages, like statistics of a norm, are not worth a copy, which takes 5 us to start.
 _SMALLEST_BYTES = 2**16
-# Number of sizes of host buffers for each power of two. There are few, so that packs can share
-# buffers.
+# Host buffers have at most this many sizes between two powers of two. There are few sizes, so that
+# packs can share buffers.
 _SIZE_STEPS = 8
 
 
 @dataclass(eq=False)
 class _Storage:
-    """A storage for the backward pass: ``flat`` on the GPU, ``host`` in host memory, or both."""
+    """A storage that a backward pass needs; its contents are on the GPU, in host memory or in both.
+
+    Attributes:
+        flat: all elements of the storage as one tensor on the GPU; None while they are not there.
+        host: the copy in page-locked host memory; None if there is no copy.
+    """
 
     flat: Tensor | None
     host: Tensor | None = None
 
 
 class _View(NamedTuple):
-    """What autograd saves in place of an offloaded tensor: its storage, and its layout therein."""
+    """Stand-in that autograd saves for an offloaded tensor.
+
+    The backward pass builds the tensor again from ``storage``, which it shares with other views,
+    and from the tensor's own dtype, size, strides and offset.
+    """
 
     layer: _LayerActivations
     storage: _Storage
@@ -89,7 +98,8 @@ class _LayerActivations:
         self._buffers = buffers
 
     def __del__(self) -> None:
-        # After a failed backward pass a copy back to the GPU may still be running.
+        # After a failed backward pass, a copy back to the GPU may still be running. Wait for it,
+        # because the GPU memory that it writes is about to be freed.
         if self.arrived is not None:
             torch.cuda.current_stream().wait_event(self.arrived)
         self.return_buffer()
@@ -105,10 +115,12 @@ class _LayerActivations:
 
 
 class _HostBuffers:
-    """Page-locked buffers that layers borrow, because locking memory takes longer than copying.
+    """A pool of page-locked host buffers, which layers borrow and give back.
+
+    Buffers are reused, because locking memory takes longer than copying into it.
 
     Args:
-        wait: makes the host wait for all copies that have begun.
+        wait: function that blocks the host until all copies that have begun are done.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -117,7 +129,7 @@ class _HostBuffers:
         self.num_bytes = 0
 
     def borrow(self, num_bytes: int) -> Tensor:
-        """Return a buffer ``[at least num_bytes]`` uint8 until ``give_back``.
+        """Lend a uint8 buffer of at least ``num_bytes`` elements until the caller gives it back.
 
         Raises:
             RuntimeError: the system cannot lock that much memory.
@@ -128,7 +140,8 @@ class _HostBuffers:
             self._free = [free for free in self._free if free is not smallest]
             return smallest
         if self._free:
-            # Packs have grown, so the smaller buffers would never be used again.
+            # No free buffer is large enough, because packs have grown. Drop the free ones, which
+            # are too small for all later packs.
             self._wait()
             self.num_bytes -= sum(map(Tensor.numel, self._free))
             self._free = []
@@ -175,13 +188,13 @@ class ActivationOffload:
         # The layer that is being copied, whose GPU memory is not freed yet.
         self._leaving: _LayerActivations | None = None
         for layer in self._layers:
-            # Hooked before each layer, not after: recomputation saves a layer's input after its
-            # forward.
+            # Register hooks before each layer rather than after it, because with recomputation
+            # autograd saves a layer's input only after the layer's forward.
             layer.register_forward_pre_hook(self._begin_layer)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all host buffers."""
+        """Bytes of page-locked memory of all host buffers, whether layers borrow them or not."""
         return self._buffers.num_bytes
 
     @contextmanager
@@ -203,7 +216,7 @@ class ActivationOffload:
         finally:
             self._layer = self._shared = None
 
-    # Forward: hooks of autograd and of the layers.
+    # Forward pass: methods that autograd and the layers call as hooks.
 
     def _new_layer(self, below: _LayerActivations | None) -> _LayerActivations:
         return _LayerActivations(below, max(self._number, 0) >= self._offloaded, self._buffers)
@@ -218,7 +231,7 @@ class ActivationOffload:
             self._layer = self._new_layer(below)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        """Replace a tensor that autograd saves by a ``_View``, unless it stays on the GPU."""
+        """Return what to save for ``tensor``: a ``_View``, or ``tensor`` if it stays on the GPU."""
         layer = self._layer
         if layer is None or tensor.layout is not torch.strided:
             return tensor
@@ -237,7 +250,11 @@ class ActivationOffload:
         return _View(layer, storage, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _end_layer(self, layer: _LayerActivations) -> None:
-        """Start to copy this layer to the host, after freeing the GPU memory of the layer below."""
+        """Start to copy the activations of ``layer``, which has just run, to the host.
+
+        The copy of the layer below was started one layer earlier, so that layer's GPU memory is
+        freed first.
+        """
         self._release_leaving()
         if layer.stays:
             return
@@ -261,7 +278,10 @@ class ActivationOffload:
             layer.copied = _record_event(self._side)
 
     def _release_leaving(self) -> None:
-        """Free the GPU memory of the layer that is being copied to the host, once it is copied."""
+        """Free the GPU memory of ``_leaving``, the layer whose copy to the host was started last.
+
+        The compute stream waits for that copy; the host goes on.
+        """
         layer, self._leaving = self._leaving, None
         if layer is None:
             return
@@ -272,7 +292,7 @@ class ActivationOffload:
             storage.flat = None
         layer.is_on_device = False
 
-    # Backward pass: a hook of autograd, and what it calls.
+    # Backward pass: the hook that autograd calls for each saved tensor, and its helpers.
 
     def _unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
@@ -284,7 +304,11 @@ class ActivationOffload:
         return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def _begin_backward(self, layer: _LayerActivations) -> None:
-        """Make sure that a layer is on the GPU, and start to copy the layer below back."""
+        """Bring the activations of ``layer`` to the GPU, as its backward pass begins now.
+
+        The copies of the layer below are started, too, so that they arrive during this backward
+        pass.
+        """
         if self._leaving is layer:
             # The GPU memory is not freed yet, so nothing has to be copied back. But the copy to the
             # host has to finish first.
@@ -303,7 +327,7 @@ class ActivationOffload:
             self._bring_back(layer.below)
 
     def _bring_back(self, layer: _LayerActivations) -> None:
-        """Start to copy a layer back to the GPU, unless it is there or on its way."""
+        """Start to copy a layer's activations to the GPU, unless they are there or on their way."""
         if layer.is_on_device or self._leaving is layer:
             return
         storages = list(layer.storages.values())
@@ -323,7 +347,10 @@ class ActivationOffload:
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
-        """Run copies on the side stream, after all work queued so far on the compute stream."""
+        """Queue the context's copies on the side stream.
+
+        They run after all work that is queued on the compute stream so far.
+        """
         if self._side is None:
             yield
             return
@@ -359,8 +386,8 @@ def offload_activations(model: Any) -> ActivationOffload:
 
     def forward_with_offload(*arguments: Any, **options: Any) -> Any:
         learns = decoder.training and torch.is_grad_enabled()
-        # These stay on the GPU anyway: the pipeline schedule holds a stage's input until its
-        # backward.
+        # Do not offload tensors that stay on the GPU anyway: those of the pack's context, and the
+        # stage's input, which the pipeline schedule holds until the backward pass.
         shared = [options.get("packed_seq_params"), decoder.input_tensor]
         with offload.forward_pass(shared) if learns else nullcontext():
             return forward(*arguments, **options)

@@ -29,7 +29,11 @@ class _Activation(MegatronModule):
 
 
 class SwiGLU(_Activation):
-    """SwiGLU, computed by ``pointwise``, but in inference on a CPU by ``kernels.c`` if possible."""
+    """SwiGLU, ``silu(gate) * linear``: ``[..., 2 f] -> [..., f]``.
+
+    In training and on a GPU, the kernels in ``pointwise`` compute it. In inference on a CPU,
+    ``kernels.c`` computes it if it supports the input; otherwise torch does.
+    """
 
     function = staticmethod(gated_silu)
     pointwise: PointwiseKernels = EAGER

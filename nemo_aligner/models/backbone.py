@@ -248,7 +248,9 @@ class _Parts:
     Attributes:
         norm: norm before a linear layer.
         other_norm: norm anywhere else.
-        key_map: for each norm the prefix of its module and the prefix of its key in checkpoints.
+        norm_linear: column-parallel linear layer behind a norm.
+        row_linear: row-parallel linear layer.
+        key_map: maps the name prefix of each norm's module to the prefix that checkpoints use.
     """
 
     norm: Any
@@ -258,9 +260,10 @@ class _Parts:
     key_map: dict[str, str]
 
     def mlp_norm(self, shape: ModelShape) -> tuple[Any, dict[str, str]]:
-        """Return the norm before the MLP, and how checkpoints name a layer's norms.
+        """Return the class of the norm before the MLP, and the ``key_map`` of the whole layer.
 
-        A mixture-of-experts layer has no linear layer right behind that norm, so nothing is fused.
+        A mixture-of-experts layer has no linear layer right behind that norm, so nothing is fused,
+        and the norm keeps its own name in checkpoints.
         """
         if shape.experts is None:
             return self.norm, self.key_map
@@ -335,10 +338,11 @@ def layer_spec(
 
 
 def _residual_add(multiplier: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Replace megatron-core's bias-dropout-add by an addition, as there is no bias or dropout.
+    """Make the function by which megatron-core adds a module's output to the residual stream.
 
-    megatron-core's own function would, before 0.19, round an fp32 residual stream to the dtype of
-    ``output``.
+    It adds ``multiplier * output``. megatron-core's own function also adds a bias and applies
+    dropout, which these models lack. Before 0.19 it would round an fp32 residual stream to the
+    dtype of ``output``.
     """
 
     def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:

@@ -92,7 +92,10 @@ def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
 
 
 def _list_matmuls(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the weight ``[o, i]`` and the bias of every matmul; of experts only the first's."""
+    """Yield weight ``[o, i]`` and bias of every matmul.
+
+    The experts of a layer have equal shapes, so only those of its first expert are yielded.
+    """
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
             yield module.weight, module.bias

@@ -48,7 +48,11 @@ class DecoderInputs:
     context: PackContext
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of a pack that a decoder reads, in a fixed order."""
+        """Return all tensors of a pack that a decoder reads.
+
+        The order is the same for all packs, so that ``fill`` can copy one pack's tensors to
+        another's.
+        """
         segments, use = self.context.segments, self.context.segments.cached
         bounds = [segments.cu_seqlens, segments.kv_cu_seqlens]
         tensors = [self.tokens, self.positions, *bounds, self.context.read_rows]
@@ -57,13 +61,17 @@ class DecoderInputs:
         return tensors if use is None else [*tensors, *use.tensors()]
 
     def key(self) -> Hashable:
-        """Return all that selects kernels besides the tensors' values: equal keys, same kernels."""
+        """Return a key for the graph of this pack: packs with equal keys can run by the same graph.
+
+        It contains everything, besides the values in the tensors, by which kernels are chosen:
+        shapes, fixed sizes, and which pool of cached keys is read.
+        """
         segments = self.context.segments
         shapes = tuple(tensor.shape for tensor in self.tensors())
         return shapes, segments.sizes, segments.kv_index is None, id(segments.pool)
 
     def as_buffers(self) -> DecoderInputs:
-        """Copy all tensors to buffers for a graph.
+        """Return inputs with copies of all tensors, which a graph will read in every replay.
 
         ``lengths`` and ``prefixes`` are dropped, because they hold only for this pack.
         """
@@ -81,7 +89,14 @@ class DecoderInputs:
         return DecoderInputs(self.tokens.clone(), self.positions.clone(), context)
 
     def fill(self, inputs: DecoderInputs) -> None:
-        """Copy the tensors of ``inputs``, which has the same key, into these buffers."""
+        """Overwrite this object's tensors by those of another pack, before a graph is replayed.
+
+        The graph reads the memory of this object's tensors, and never that of ``inputs``.
+
+        Args:
+            inputs: the other pack, with the same ``key`` as this object, so that all shapes are
+                equal.
+        """
         for buffer, tensor in zip(self.tensors(), inputs.tensors(), strict=True):
             buffer.copy_(tensor)
 
@@ -91,25 +106,25 @@ Decode = Callable[[DecoderInputs], Tensor]
 
 
 class Capture(Protocol):
-    """How work on the device is recorded and replayed.
+    """Interface to record work on the device, such as kernels, and to replay it.
 
-    ``CudaCapture`` captures CUDA graphs. Tests use one that just calls the work again.
+    ``CudaCapture`` records CUDA graphs. Tests use an implementation that runs the work again.
     """
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """Run ``work`` once before its capture: libraries allocate and compile at first use."""
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Record ``work``; return its result, and a function that recomputes it in place."""
+        """Record ``work``; return its result, and a function that computes it again in place."""
 
     def backward(self, work: Callable[[], None]) -> Replay:
         """Record ``work`` without running it; return a function that runs it."""
 
     def reset(self) -> None:
-        """Free the memory that graphs share, after all graphs were dropped."""
+        """Free the memory that graphs share; call it after all graphs have been dropped."""
 
     def used_bytes(self) -> int:
-        """Return the bytes of device memory that tensors and the graphs themselves use."""
+        """Return how many bytes of device memory tensors and CUDA graphs use now."""
 
 
 class CudaCapture:
@@ -222,7 +237,10 @@ class _Leaves:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Let hooks add gradients to ``main_grad`` within the context; otherwise they drop them."""
+        """Let the stand-ins' hooks add gradients to ``main_grad`` within the context.
+
+        Outside of it the hooks drop the gradients, as for a trial run before a capture.
+        """
         self._sums.are_taken = True
         try:
             yield
@@ -231,14 +249,14 @@ class _Leaves:
 
 
 class _Graph:
-    """A decoder's captured forward pass for packs of one key, and in training its backward pass."""
+    """The captured forward pass (and backward pass in training) of packs with the same ``key``."""
 
     def __init__(
         self, capture: Capture, decode: Decode, inputs: DecoderInputs, leaves: _Leaves | None
     ) -> None:
         self._decode, self._leaves = decode, leaves
         self._inputs = inputs.as_buffers()
-        self._hidden: Tensor | None = None  # holds autograd's graph until its backward pass
+        self._hidden: Tensor | None = None  # holds autograd's graph for _learn_back
         if leaves is None:
             capture.warm_up(self._infer)
             self.output, self._forward = capture.forward(self._infer)
@@ -380,7 +398,11 @@ class DecoderGraphs:
         return reason is None
 
     def run(self, inputs: DecoderInputs, is_training: bool) -> Tensor:
-        """Decode a pack padded to fixed sizes, by a graph if its key has occurred before."""
+        """Compute the hidden states of a pack that is padded to fixed sizes.
+
+        The pack runs by the graph of its key. A key gets a graph when it occurs for the second
+        time; until then, or without a graph, the decoder runs as usual.
+        """
         graph = None if self._failed else self._graph(inputs, is_training)
         if graph is None:
             self.eager += 1
@@ -428,7 +450,10 @@ class DecoderGraphs:
             )
 
     def _drop_if_moved(self, learns: bool) -> None:
-        """Drop all graphs if the address of a weight or of a gradient buffer has changed."""
+        """Drop all graphs if the address of a weight or of a gradient buffer has changed.
+
+        Their kernels would still use the old addresses, for example after an offload and reload.
+        """
         if not self._parameters:
             for module in self._modules:
                 self._parameters += module.parameters()

@@ -138,7 +138,7 @@ class PackedLayer(TransformerLayer):
         attention = self.self_attention
         query, _, key, value = self._split_groups(mixed)
         query = query.reshape(*query.shape[:2], -1, attention.hidden_size_per_attention_head)
-        if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
+        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
             query, key = attention.q_layernorm(query), attention.k_layernorm(key)
         return query, key, value
 
@@ -183,7 +183,11 @@ class PackedLayer(TransformerLayer):
         return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
     def _balance(self, context: PackContext) -> Balance:
-        """Return which tokens the router of this layer counts; the last layer has fewer."""
+        """Return which rows of the MLP the router of this layer counts as tokens.
+
+        The last layer overrides this method, because its MLP computes only the rows that the head
+        reads.
+        """
         return context.balance
 
     def _infer(self, hidden: Tensor, context: PackContext) -> Tensor:
@@ -220,7 +224,7 @@ class PackedLayer(TransformerLayer):
         return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
     def _add_to_stream(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """Add ``added``, times the residual multiplier, to the stream, in place if possible."""
+        """Return ``hidden + multiplier * added``, the residual stream; may overwrite ``added``."""
         if self._multiplier == 1 and kernels.can_add(hidden, added):
             kernels.add(hidden, added)
             return hidden
@@ -249,7 +253,7 @@ class PackedLayer(TransformerLayer):
             repeats = joined.size(2) // 2
             gate = joined[:, :, repeats:-1]
             joined = torch.cat([joined[:, :, :repeats], joined[:, :, -1:]], dim=2)
-        if self.config.qk_layernorm:  # otherwise megatron-core has None or an IdentityOp there
+        if self.config.qk_layernorm:  # else both norms are None or IdentityOp
             query, key = joined[:, :, :-1], joined[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             joined = torch.cat(normed, dim=2)

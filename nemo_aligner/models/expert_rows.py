@@ -35,7 +35,7 @@ class RowCounts:
         return self.on_host_counts
 
     def group_ends(self, rows: Tensor, matrices: Tensor) -> Tensor | None:
-        """Return where each expert's rows end, for ``grouped_mm``; None where that is not used.
+        """Return where each expert's rows end, for ``grouped_mm``; None if a loop is used instead.
 
         torch has ``grouped_mm``, one kernel for all experts, from 2.10 on. It takes bf16, and rows
         and columns have to begin at multiples of 16 bytes. On a CPU it is slower than a loop over
@@ -92,13 +92,13 @@ class Exchange:
         return _Permute.apply(arrived, self.order, self.inverse)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """Send the experts' outputs back to the ranks that sent the rows, in the order of these."""
+        """Send the experts' outputs back to the ranks that sent the rows, in the original order."""
         sorted_back = _Permute.apply(rows, self.inverse, self.order)
         return _AllToAll.apply(sorted_back, self.received, self.sent, self.group)
 
 
 class _Permute(Function):
-    """Permute rows by ``order``; the backward pass permutes by ``inverse``."""
+    """Autograd function that permutes rows by ``order``, and their gradients by ``inverse``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -111,7 +111,11 @@ class _Permute(Function):
 
 
 class _AllToAll(Function):
-    """Send ``rows [N, c]``, the next ``sent[r]`` to each rank r, and receive ``received[r]``."""
+    """Autograd function that exchanges rows: rank r gets the next ``sent[r]`` of ``rows [N, c]``.
+
+    The result has the received rows in rank order, ``received[r]`` of them from rank r. The
+    backward pass sends the gradients back.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

@@ -47,7 +47,8 @@ class MixtureOfExperts(MegatronModule):
         shape: the layer's experts; set on the class, because megatron-core's constructor call does
             not pass it.
         activation: class of the activation between an expert's two matmuls; also set on the class.
-        invariant_rows: as in ``ColumnLinear``.
+        invariant_rows: fixed number of rows of a matmul in evaluation mode; None is no fixed
+            number.
     """
 
     shape: ExpertShape
@@ -66,15 +67,27 @@ class MixtureOfExperts(MegatronModule):
     def forward(
         self, hidden: Tensor, balance: Balance | None = None, **unused: Any
     ) -> tuple[Tensor, None]:
-        """Compute the MLP; training needs ``balance``, which says what the router counts."""
+        """Compute ``[T, 1, hidden] -> [T, 1, hidden]``; the second output, a bias, is always None.
+
+        Args:
+            balance: which tokens the router counts for its load and its loss; needed in training.
+        """
         return self._compute(hidden.squeeze(1), rows_now(self), balance).unsqueeze(1), None
 
     def infer(self, hidden: Tensor) -> Tensor:
-        """Compute the layer's MLP without gradients, like ``ColumnLinear.infer``."""
+        """Compute ``[T, 1, hidden] -> [T, 1, hidden]`` without gradients.
+
+        Matmuls run in chunks of ``invariant_rows`` rows, if that is set.
+        """
         return self._compute(hidden.squeeze(1), self.invariant_rows, None).unsqueeze(1)
 
     def _compute(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
-        """Compute ``[T, hidden] -> [T, hidden]``, in matmuls of ``rows`` rows if not None."""
+        """Choose experts for the tokens and run them: ``[T, hidden] -> [T, hidden]``.
+
+        Args:
+            rows: fixed number of rows of a matmul; None is no fixed number.
+            balance: which tokens the router counts; needed in training.
+        """
         chosen, weights = self.router(tokens, rows, balance)
         is_split, group = self.config.sequence_parallel, self._group
         if is_split:
@@ -82,8 +95,8 @@ class MixtureOfExperts(MegatronModule):
             weights = gather_from_sequence_parallel_region(weights, group=group)
             chosen = gather_from_sequence_parallel_region(chosen, group=group)
         elif group.size() > 1:
-            # Identity in the forward pass. The backward pass sums over the ranks, each of which has
-            # a part of every expert.
+            # These two calls change nothing in the forward pass. Their backward pass sums gradients
+            # over the TP ranks, each of which has a part of every expert.
             tokens = copy_to_tensor_model_parallel_region(tokens, group=group)
             weights = copy_to_tensor_model_parallel_region(weights, group=group)
         total = self._run_experts(tokens, chosen, weights[:, : self.shape.top_k], rows)
@@ -97,7 +110,11 @@ class MixtureOfExperts(MegatronModule):
     def _run_experts(
         self, tokens: Tensor, chosen: Tensor, weights: Tensor, rows: int | None
     ) -> Tensor:
-        """Compute the weighted sums of the outputs of the ``chosen [T, k]`` experts, in fp32."""
+        """Compute the weighted sum of each token's expert outputs, ``[T, hidden]``, in fp32.
+
+        ``chosen [T, k]`` has the numbers of a token's experts, and ``weights [T, k]`` their
+        weights.
+        """
         by_expert = chosen.flatten().sort(stable=True).indices
         places = torch.empty_like(by_expert)
         places[by_expert] = torch.arange(len(places), device=places.device)
@@ -170,7 +187,7 @@ class Router(torch.nn.Module):
         # Use a stable sort: topk does not define which of two equal values comes first.
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self._shape.top_k].contiguous()
-        if self.training and torch.is_grad_enabled():  # counts once even if the layer is recomputed
+        if self.training and torch.is_grad_enabled():  # so that recomputed layers count once
             assert balance is not None
             shares = self._add_balance_gradient(shares, chosen, balance)
         weights = shares.gather(-1, chosen)
@@ -187,7 +204,10 @@ class Router(torch.nn.Module):
         return chosen, torch.cat([weights, logits.softmax(-1)[:, :1]], dim=1)
 
     def _add_balance_gradient(self, shares: Tensor, chosen: Tensor, balance: Balance) -> Tensor:
-        """Count the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
+        """Return ``shares [T, E]``, whose gradient will include that of the load-balancing loss.
+
+        Also add to ``load`` how often each expert is in ``chosen [T, k]``, for real tokens only.
+        """
         counted = min(max(0, balance.tokens - self._part * len(chosen)), len(chosen))
         counts = _count_choices(chosen[:counted], self._shape.count)
         self.load += counts
@@ -212,9 +232,10 @@ def _count_choices(chosen: Tensor, count: int) -> Tensor:
 
 
 class _WithSlope(Function):
-    """Return ``shares [T, E]``, but add ``slope [E]`` to the gradient of ``counted`` first rows.
+    """Return ``shares [T, E]`` unchanged; the backward pass adds ``slope [E]`` to their gradient.
 
-    This adds the gradient of the load-balancing loss without computing the loss.
+    It adds to the first ``counted`` rows, which are real tokens rather than filler. This is the
+    gradient of the load-balancing loss, computed without the loss.
     """
 
     @staticmethod
@@ -319,7 +340,7 @@ class ExpertLinear(torch.nn.Module):
 
     Args:
         size: unsharded size of one expert's matrix.
-        count: as in ``ExpertMLP``.
+        count: experts of the layer, which expert parallelism splits; None is the shared expert.
         axis: the axis of ``weight`` that TP splits, by default the axis of the ffn channels.
 
     Attributes:
@@ -364,7 +385,7 @@ class ExpertLinear(torch.nn.Module):
         return self.axis < len(self.size)
 
     def take_part(self, full: Tensor) -> Tensor:
-        """Return the part of ``full [count, *size]`` with this rank's experts and TP shard."""
+        """Cut this rank's experts, and its TP shard of each, out of ``full [count, *size]``."""
         local = full[self.first : self.first + len(self.weight)]
         return local.chunk(self.group.size(), self.axis)[self.group.rank()]
 
@@ -411,7 +432,7 @@ class ExpertLinear(torch.nn.Module):
 
 
 class _Products(Function):
-    """Multiply each row of ``inputs [N, in]`` by its expert's matrix.
+    """Autograd function that multiplies each row of ``inputs [N, in]`` by its expert's matrix.
 
     The backward pass adds the weight's gradient to its ``main_grad``, if Megatron's wrapper made
     one.
@@ -458,7 +479,10 @@ def _multiply_by_expert(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Te
 
 
 def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) -> None:
-    """Add each expert's weight gradient, from its rows of both tensors, to ``to [E, o, i]``."""
+    """Add the weight gradients of all experts to ``to [E, o, i]``.
+
+    An expert's gradient is the product of its rows in ``grad [N, o]`` and in ``inputs [N, i]``.
+    """
     ends = counts.group_ends(inputs, to)
     if ends is not None:
         products = F.grouped_mm(grad.mT, inputs, offs=ends)
@@ -502,7 +526,10 @@ class _Spread(Function):
 
 
 class _Combine(Function):
-    """Sum each token's rows, which are at ``places [T, k]``, times ``weights [T, k]``, in fp32."""
+    """Sum the outputs of each token's k experts in fp32: ``[T * k, c] -> [T, c]``.
+
+    The rows ``places [T, k]`` are a token's outputs; they are multiplied by ``weights [T, k]``.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:

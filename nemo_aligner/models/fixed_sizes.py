@@ -29,7 +29,7 @@ def round_up_tokens(count: int) -> int:
 
 
 def round_up_rows(count: int) -> int:
-    """Round up the number of rows a head reads: to 16, 64 or 256; larger ones as tokens are."""
+    """Round up the number of rows that a head reads: to 16, 64, 256, or by ``round_up_tokens``."""
     rows = _FEWEST_ROWS
     while rows < min(count, 2 * _TOKEN_STEP):
         rows *= _ROW_FACTOR
@@ -64,7 +64,7 @@ def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
 
 
 def _round_up_segments(count: int) -> int:
-    """Round up to a power of two, or to three quarters of a power of two."""
+    """Round up a number of segments to a power of two, or to three quarters of one."""
     octave = _round_up_to_power_of_two(count, _FEWEST_SEGMENTS)
     return octave * 3 // 4 if octave > _FEWEST_SEGMENTS and count <= octave * 3 // 4 else octave
 
@@ -82,7 +82,10 @@ def _key_counts(batch: PackedBatch) -> tuple[int, int]:
 
 
 def _pad_cache_use(batch: PackedBatch, use: CacheUse) -> PackedBatch:
-    """Pad the cached tokens by one more segment, and the stored tokens by repeated stores."""
+    """Pad to fixed sizes how many cached tokens a pack reads, and how many tokens it stores.
+
+    One more cached segment pads the tokens to read. Repeating the last store pads those to store.
+    """
     taken, missing = use.taken, 0
     if use.lengths:
         missing = _round_up_to_power_of_two(len(taken), _TOKEN_STEP) - len(taken)

@@ -18,8 +18,8 @@ from nemo_aligner.cpu.products import accumulate_weight_gradients
 from nemo_aligner.distributed.gpu_products import add_weight_gradient, adds_to_fp32
 from nemo_aligner.models.layer_shape import RopeScaling
 
-# Operators below torch.nn.attention.varlen, which torch has from 2.10 on, and complete only from
-# 2.12 on.
+# The private operators that torch's public module torch.nn.attention.varlen calls. That module
+# exists only from torch 2.10 on, and is complete only from 2.12 on.
 gpu_flash_attention = torch.ops.aten._flash_attention_forward
 gpu_flash_attention_backward = torch.ops.aten._flash_attention_backward
 
@@ -30,7 +30,7 @@ def has_weight_gradient_kernel() -> bool:
 
 
 def has_apex_weight_gradients() -> bool:
-    """Tell if megatron-core's fused weight gradient kernel is Apex's."""
+    """Tell if megatron-core's fused weight gradient kernel is Apex's, and not this package's."""
     return isinstance(getattr(layers, "fused_weight_gradient_mlp_cuda", None), ModuleType)
 
 

@@ -27,7 +27,14 @@ Frequency = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of RoPE, whose factor depends on the frequency."""
+    """Llama 3.1's scaling of RoPE: slow frequencies divided by ``factor``, fast ones unchanged.
+
+    Attributes:
+        low_freq_factor, high_freq_factor: a frequency is slow if it makes fewer than
+            ``low_freq_factor`` full turns in the old context, and fast if it makes more than
+            ``high_freq_factor``. Between them the two results are interpolated.
+        old_context_len: context length before the scaling, in tokens.
+    """
 
     factor: float
     low_freq_factor: float
@@ -138,6 +145,9 @@ class QueryScaling:
     """Llama 4's scaling of queries by their position.
 
     It multiplies queries at position p by ``1 + beta ln(1 + floor(p / old_context_len))``.
+
+    Attributes:
+        old_context_len: number of tokens, from the first, whose queries are not scaled.
     """
 
     beta: float

@@ -117,7 +117,12 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Linear layer whose inputs tensor parallelism splits; attributes as in ``ColumnLinear``."""
+    """Linear layer whose inputs tensor parallelism splits.
+
+    Attributes:
+        invariant_rows, adapter: as in ``ColumnLinear``: the fixed number of rows of a matmul in
+            evaluation mode, and LoRA's adapter; None without either.
+    """
 
     invariant_rows: int | None = None
 
@@ -267,7 +272,10 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         return self.pointwise.rms_norm(x, self.weight, eps, offset, dtype)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
-        """Add to ``x`` in place, and norm the sum; call it only where ``kernels.can_add``."""
+        """Add ``added`` to ``x`` in place by ``kernels.c``, and return the norm of the sum.
+
+        Call it only where ``kernels.can_add`` says that the C file supports both tensors.
+        """
         return kernels.add_and_norm(x, added, self._factors(), self._eps, self._dtype)
 
     @property

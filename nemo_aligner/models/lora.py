@@ -99,8 +99,8 @@ class LoraAdapter(torch.nn.Module):
         elif self._is_split:
             low = gather_from_sequence_parallel_region(low, group=self._group)
         else:
-            # Identity in the forward pass. The backward pass sums over the ranks, each of which has
-            # a part of the outputs.
+            # This call changes nothing in the forward pass. Its backward pass sums gradients over
+            # the TP ranks, each of which has a part of the outputs.
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _multiply(low, self.linear_out, rows)
 
@@ -159,8 +159,8 @@ class ExpertAdapter(MegatronModule):
         low = self.linear_in(inputs, counts, rows) * self.scale
         group = self.linear_in.group
         if group.size() > 1 and self.linear_in.splits_outputs:
-            # The backward pass sums over the ranks, each of which has a part of the outputs, and
-            # then takes this rank's part of the sum.
+            # The backward pass of these two calls sums gradients over the TP ranks, each of which
+            # has a part of the outputs, and then takes this rank's part of the sum.
             low = gather_from_tensor_model_parallel_region(low, group=group)
             low = copy_to_tensor_model_parallel_region(low, group=group)
         elif group.size() > 1:
@@ -258,7 +258,10 @@ def train_adapters_alone(model: Any) -> None:
 
 @torch.no_grad()
 def fold_adapters(model: torch.nn.Module) -> None:
-    """Merge the adapters into the weights, and remove them. The sums are rounded only once."""
+    """Add each adapter's ``scale * B A`` to its layer's weight, and remove the adapter.
+
+    The sum is computed in fp32, and rounded only once, to the weight's dtype.
+    """
     for _, linear in _list_adapted(model):
         adapter = linear.adapter
         if isinstance(adapter, ExpertAdapter):

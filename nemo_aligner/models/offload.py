@@ -19,9 +19,9 @@ from nemo_aligner.utils.host_transfer import host_zeros
 class OffloadPolicy(Enum):
     """What happens to the contents of tensors while they are not on the device."""
 
-    constant = "constant"  # never changes: copied to the host once
-    state = "state"  # copied again after ``note_change``
-    scratch = "scratch"  # not copied: comes back as zeros
+    constant = "constant"  # contents never change: one copy to the host is enough
+    state = "state"  # contents change: copied to the host again after ``note_change``
+    scratch = "scratch"  # contents are not needed: never copied, and zeros after a reload
 
 
 class OffloadGroup:
@@ -37,7 +37,12 @@ class OffloadGroup:
         holds: OffloadPolicy,
         apart_from: Sequence[OffloadGroup] = (),
     ) -> None:
-        """Manage the storages of ``tensors``, except those that ``apart_from`` already manages."""
+        """Manage the storages of ``tensors``.
+
+        Args:
+            apart_from: groups that already manage some of these storages, which this group leaves
+                out.
+        """
         excluded = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
         # Collect storages rather than tensors, because tied weights, and views of one flat buffer,
         # share a storage. Weights in oneDNN's layout, which exists only on a CPU, have no storage.
@@ -80,14 +85,14 @@ class OffloadGroup:
         if self._holds is not OffloadPolicy.scratch and self._is_stale:
             self._copy_to_host()
             self._is_stale = False
-        # This gives the memory back to the allocator. Tensors, views and the optimizer keep the
-        # storage.
+        # Resizing to 0 gives the memory back to the allocator. Tensors, views and the optimizer
+        # keep the storage object.
         for storage in self._storages:
             storage.resize_(0)
         self.is_on_device = False
 
     def reload(self) -> None:
-        """Allocate the device memory again and restore its contents."""
+        """Allocate the device memory again, and fill it from the host copy, or with zeros."""
         if self.is_on_device:
             return
         for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
@@ -104,7 +109,7 @@ class OffloadGroup:
             self._host = host_zeros([self._bytes_of(storage) for storage in self._storages])
         for storage, copy in zip(self._storages, self._host, strict=True):
             copy.copy_(self._bytes_of(storage), non_blocking=True)
-        wait_for_device()  # before another stream reuses the memory that is freed
+        wait_for_device()  # the copies must end before the memory is freed and reused
 
     def _bytes_of(self, storage: UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -143,5 +148,5 @@ class OffloadManager:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all host copies."""
+        """Bytes of the host copies of all groups, which stay allocated after their first use."""
         return sum(part.host_bytes for of_name in self._parts.values() for part in of_name)

@@ -50,7 +50,8 @@ class RewardHead(HeadLayer):
     Attributes:
         learned: scalars that the objective learns, see ``add_learned_scalars``; None if it learns
             none.
-        invariant_rows: as in ``ColumnLinear``.
+        invariant_rows: fixed number of rows of a matmul in evaluation mode; None is no fixed
+            number.
     """
 
     invariant_rows: int | None = None

@@ -249,7 +249,7 @@ class GPTRewardModel(GPTModel):
         return PackContext(segments, read_rows, balance, balance_of_rows, keys, chunks=chunks)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
-        """Return which of this rank's rows the head reads, and how many rows all ranks read."""
+        """Return which of this rank's rows the head reads, and how many it reads on all ranks."""
         rows = batch.scored_tokens
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
@@ -312,7 +312,7 @@ class GPTRewardModel(GPTModel):
         )
 
     def _rope_of_tokens(self, batch: PackedBatch) -> ByLength | None:
-        """Return which RoPE every token has; None if all sequences have that of short sequences."""
+        """Return which RoPE every token has; None if all have the RoPE of short sequences."""
         numbers = [] if self._has_one_rotation else rotations_of(batch, self.length_dependent_rope)
         distinct = sorted(set(numbers))
         if distinct in ([], [0]):
@@ -322,13 +322,17 @@ class GPTRewardModel(GPTModel):
         return distinct, batch.of_own(to_device(of_tokens, batch.position_ids.device))
 
     def _query_scale(self, position_ids: Tensor) -> Tensor | None:
-        """Compute factors of queries at ``position_ids [T]``; None without such scaling."""
+        """Compute factors ``[T, 1, 1]`` of queries at ``position_ids [T]``; None for no scaling."""
         if self._query_scaling is None:
             return None
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor, batch: PackedBatch) -> Tensor:
-        """Pad ``rows`` with 0, to a multiple of ``row_multiple`` above 0 or to a fixed size."""
+        """Pad the indices ``rows`` of the rows that the head reads, with 0, as packs are padded.
+
+        That is to a multiple of ``row_multiple``, or to a fixed size for CUDA graphs. The head runs
+        even if it reads none of this rank's rows, so at least one row is returned.
+        """
         count = max(rows.numel(), 1)
         padded = count + -count % self.row_multiple(count)
         if batch.sizes is not None:
@@ -360,10 +364,11 @@ def build_reward_model(
 
     Args:
         num_attributes: number of outputs of the head.
-        recompute_layers: see ``transformer_config``.
+        recompute_layers: how many layers of each pipeline stage ``Recompute.full`` recomputes, from
+            its first layer on; None is all.
         seed: seed of the head's weights.
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
-        pointwise_kernels: see ``choose_kernels``.
+        pointwise_kernels: implementation of norms, SwiGLU and RoPE; None chooses the default.
 
     Raises:
         ConfigError: the layout does not divide the model, or the kernels cannot run here.

@@ -146,7 +146,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, yarn: Yar
     """Scale frequencies as YaRN does: section 3.2 of Peng et al. 2023, "NTK-by-parts"."""
 
     def channel(turns: float) -> float:
-        """Return half the channel whose frequency makes ``turns`` full turns in the old context."""
+        """Return half the index of the channel that turns ``turns`` times in the old context."""
         wavelength = yarn.old_context_len / (turns * 2 * math.pi)
         return channels * math.log(wavelength) / (2 * math.log(base))
 

@@ -44,7 +44,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
-# Fields that were added later. Checkpoints written before that lack them, and have these values.
+# Fields that older checkpoints lack, with the values that their models have.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
     "pre_layernorms": True,
@@ -233,7 +233,7 @@ class ModelShape:
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
     def length_dependent_rope(self, tokens: int) -> int:
-        """Number the RoPE of a sequence of ``tokens``; only equal ones may share keys.
+        """Number the RoPE of a sequence; only sequences with the same number may share keys.
 
         The number is 0 up to ``one_rotation_until``. For longer sequences it is 1 with LongRoPE,
         and their length with dynamic NTK-aware scaling.
@@ -342,7 +342,7 @@ class ModelShape:
         )
 
     def norm_parameters(self, width: int) -> int:
-        """Count the parameters of a norm over ``width`` channels."""
+        """Count the parameters of a norm over ``width`` channels; a LayerNorm also has biases."""
         return width * (2 if self.normalization == "layernorm1p" else 1)
 
     def query_key_cost(self) -> float:
@@ -431,7 +431,7 @@ def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
 
 
 def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
-    """Copy a model config, with the section of ``head``; None removes the section."""
+    """Return a copy of a model config that describes ``head``; None removes the section."""
     remaining = {key: value for key, value in config.items() if key != _KEY}
     return remaining if head is None else {**remaining, _KEY: asdict(head)}
 
@@ -439,7 +439,7 @@ def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[s
 def head_to_train(
     stored: HeadShape | None, settings: HeadConfig, *, is_new: bool
 ) -> HeadShape | None:
-    """Return the settings' head; or the stored one, if they have none and the head is not new."""
+    """Return the settings' head; ``stored`` if the settings name none and the head is not new."""
     requested = HeadShape.from_settings(settings)
     return stored if requested is None and not is_new else requested
 
@@ -499,7 +499,7 @@ class LoraShape:
 
     @property
     def scale(self) -> float:
-        """The factor ``alpha / rank`` of ``B A x``."""
+        """The factor ``alpha / rank`` of ``B A x``, which LoRA adds to a layer's output."""
         return self.alpha / self.rank
 
     @property
@@ -559,7 +559,7 @@ def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
 
 
 def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
-    """Copy a NeMo model config, with the section of ``lora``; None removes the section."""
+    """Return a copy of a NeMo model config that describes ``lora``; None removes the section."""
     remaining = {key: value for key, value in config.items() if key != LORA_KEY}
     return remaining if lora is None else {**remaining, LORA_KEY: lora.to_config()}
 

@@ -66,7 +66,7 @@ def forward_backward(
 def forward(
     model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
 ) -> Tensor | None:
-    """Compute the same rewards as ``forward_backward`` on ``batches``, without gradients."""
+    """Compute the rewards ``[S, A]`` that ``forward_backward`` returns, without gradients."""
     return _run(model, batches, layout, None)
 
 
@@ -173,7 +173,10 @@ def gather_rewards_later(
     shape: tuple[int, int],
     layout: ParallelLayout,
 ) -> Arriving[Tensor]:
-    """Do the same as ``gather_rewards``, but return before the rewards are on the host."""
+    """Start ``gather_rewards``, and return at once; the result's ``wait`` returns the rewards.
+
+    So the host can prepare the next step while the GPU still computes.
+    """
     return to_host_later(_gather_on_device(rewards, batches, shape, layout))
 
 
@@ -356,6 +359,6 @@ def _forward_step(
 
 
 def _loss_of_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
-    """Return a loss whose gradient by ``rewards [S, A]`` is ``gradient``, and its count."""
+    """Return a loss whose gradient by ``rewards [S, A]`` is ``gradient``, and the record count."""
     total = (rewards * to_device(gradient, rewards.device)).sum()
     return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

@@ -61,7 +61,8 @@ def wrap_for_training(
     parameters; None lets Megatron choose the size. A bucket's gradients are reduced while those of
     earlier layers are computed, and its updated weights are gathered while earlier layers run.
     """
-    # Context parallel ranks count, too: a gradient is also a sum over them.
+    # Context parallel ranks count here like data parallel ranks, because gradients are summed over
+    # both.
     overlaps = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,

@@ -10,7 +10,7 @@ All estimates are formulas of the model's shape, the size of a batch and the par
 - ``planner.py`` enumerates parallel layouts, keeps the layouts that fit into memory, and ranks them
   by the time of a step. ``nemo-aligner plan`` prints its tables.
 
-Training uses the first three files to report MFU and for ``dry_run``. Nothing here imports torch,
+Training uses the first three modules to report MFU and for ``dry_run``. Nothing here imports torch,
 so a plan takes a second on a laptop. ``tests/planning/test_cost.py`` compares the formulas with
 real training steps.
 """

@@ -166,7 +166,7 @@ def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
 
 
 def widths(shape: ModelShape) -> tuple[int, int, int, int]:
-    """Return the widths h, f, q and kv that the module's docstring defines."""
+    """Return the widths of a hidden state (h), the MLP (f), all queries (q) and all keys (kv)."""
     return (
         shape.hidden_size,
         shape.ffn_hidden_size,
@@ -433,7 +433,8 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
 def stage_attention_flops(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Count the FLOPs of attention (without its linear layers) that ``pack_flops`` includes.
 
-    Attention reaches another share of the GPU's peak than other matmuls do.
+    ``step_time.py`` needs them separately, because attention reaches a lower share of the GPU's
+    peak speed than other matmuls do.
     """
     total = 0.0
     for layer in stage_layers(shape, plan, stage):

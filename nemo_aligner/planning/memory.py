@@ -104,11 +104,13 @@ def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
 def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Count the bytes that a rank keeps of one pack on the GPU between forward and backward pass.
 
+    These tensors are kept:
+
     - the activations of all layers that are not offloaded
     - the cosines and sines of RoPE for the tokens' positions
     - the output that the stage has sent to the next stage, until its gradient arrives
-    - the input that the stage has received; Megatron keeps it on the GPU even if the activations
-      of the stage's first layer are offloaded
+    - the input that the stage has received; Megatron keeps it on the GPU even if the activations of
+      the stage's first layer are offloaded
     """
     trained = _trained_layers(shape, plan, stage)
     kept_per_token = sum(
@@ -274,6 +276,8 @@ def _reads_norm(shape: ModelShape) -> bool:
 
 def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Count the bytes per token that a mixture-of-experts layer keeps besides its matmuls' outputs.
+
+    These tensors are kept:
 
     - a copy of the token for each of its k experts, and the output of each expert
     - in fp32, the router's probabilities of all experts and the weights of the k experts
@@ -510,6 +514,6 @@ def _keys_in_attention(shape: ModelShape, plan: Plan) -> float:
 
 
 def _state(shape: ModelShape, plan: Plan) -> float:
-    """Count the bytes of one token's hidden state on one rank."""
+    """Count the bytes of one token's hidden state on a rank; sequence parallelism splits it."""
     split = plan.tp if plan.sequence_parallel else 1
     return shape.hidden_size * ELEMENT_BYTES[plan.precision] / split

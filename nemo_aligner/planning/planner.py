@@ -27,7 +27,13 @@ _LEAST_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with recomputation, the memory of the rank that needs most, and a step's time."""
+    """A parallel layout that the planner has evaluated.
+
+    Attributes:
+        plan: the layout, with its recomputation.
+        memory: memory of the rank that needs the most.
+        time: estimated time of a step.
+    """
 
     plan: Plan
     memory: Memory
@@ -88,7 +94,7 @@ class Planner:
         return smallest
 
     def tokens_per_second(self, candidate: Candidate) -> float:
-        """Return the throughput of training with this layout, in tokens of all ranks."""
+        """Return the throughput of training with this layout, in tokens/s over all ranks."""
         return self.batch * 2 * self.length / candidate.time.total
 
     def _candidate(self, plan: Plan) -> Candidate:
@@ -271,7 +277,7 @@ class PlanRequest:
         )
 
     def machine(self) -> Machine:
-        """Build the machine with the assumed speeds."""
+        """Build the machine from the speeds of this request, in FLOP/s and bytes/s."""
         return Machine(
             flops=self.tflops * 1e12,
             efficiency=self.mfu,

@@ -83,7 +83,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what takes them. Transfers during computation do not count.
+    """Seconds that each part of a step adds to it.
+
+    Transfers that overlap with computation add nothing.
 
     Attributes:
         compute: forward and backward passes.

@@ -44,15 +44,16 @@ class Feature(Enum):
 class Case:
     """All that the choice of a backend depends on.
 
-    In scoring nothing in it but ``uses_ring`` depends on the pack, so that a sequence gets the same
-    backend in every batch. In training ``scores`` has no window where it would cover all keys of
-    the pack.
+    In scoring, only ``uses_ring`` depends on the pack, so that a sequence gets the same backend in
+    every batch. In training, a window that covers all keys of the pack is removed from ``scores``,
+    because more backends support scores without a window.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         dtype: dtype of queries, keys and values.
         query_heads, key_heads: number of query heads and of key heads on this rank.
         channels: number of channels of one head.
+        scores: how the layer computes its scores: scale, window and soft cap.
         learns: the pass computes gradients, for training; else it only scores the pack.
         uses_ring: keys and values travel around the ranks of a context parallel group.
     """
@@ -117,7 +118,7 @@ class Heads:
 
 
 def _plan_nothing(segments: PackedSegments, case: Case) -> None:
-    """Plan nothing: the ``plan`` of backends that prepare nothing for a pack."""
+    """Return None: the ``plan`` of backends that have nothing to prepare for a pack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,19 +142,22 @@ class Backend(Generic[Plan]):
     takes_packs: bool = True
 
     def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-        """Compute the output ``[n, heads, c]`` of a layer's heads, by the pack's plan."""
+        """Compute the output ``[n, heads, c]`` of a layer's heads.
+
+        The pack's plan is made at its first layer, and reused by all layers of the same ``case``.
+        """
         # A backend without a plan skips the lookup, which would take microseconds in every layer.
         has_plan = self.plan is not _plan_nothing
         plan = segments.plan(self, case) if has_plan else cast(Plan, None)
         return self.compute(heads, segments, case, plan)
 
     def fits(self, case: Case) -> bool:
-        """Tell if this backend computes ``case``."""
+        """Tell if this backend supports the case's features and computes it on this machine."""
         return case.features <= self.features and self.runs(case)
 
 
 def choose_backend(case: Case) -> Backend[Any]:
-    """Choose the fastest backend that fits.
+    """Return the first backend of ``BACKENDS`` that fits ``case``, which is the fastest one.
 
     Raises:
         ValueError: no backend fits.
@@ -164,7 +168,7 @@ def choose_backend(case: Case) -> Backend[Any]:
     raise ValueError(f"no attention backend supports {case}. Add one to BACKENDS in {__name__}.")
 
 
-# Adapters, which pass a layer's heads to the functions of the other modules.
+# Wrappers that give the attention functions of other modules the signature of ``Backend.compute``.
 
 
 def _in_ring(heads: Heads, segments: PackedSegments, case: Case, plan: ring.RingPlan) -> Tensor:
@@ -282,7 +286,7 @@ def _by_varlen(
     return _to_all_keys(attend_without_plan, reads_index=True)
 
 
-# Conditions under which backends run.
+# Conditions under which a backend computes a case: the functions ``Backend.runs``.
 
 
 def _is_scored_by_c_file(case: Case) -> bool:
@@ -361,11 +365,14 @@ BACKENDS: tuple[Backend[Any], ...] = (
 
 
 def rotates_by_c_file(case: Case) -> bool:
-    """Tell if ``kernels.c`` applies RoPE to the heads in place; it does where it can score them."""
+    """Tell if ``kernels.c`` applies RoPE to a layer's heads instead of torch.
+
+    It does wherever it also computes the layer's attention.
+    """
     return C_FILE.fits(case)
 
 
-# Which backends a model's layers will use on this GPU, to know before the model is built.
+# Predictions of which backends a model will use on this GPU, made before the model is built.
 
 
 def scores_of(shape: ModelShape, layer_number: int) -> Scores:
@@ -375,7 +382,7 @@ def scores_of(shape: ModelShape, layer_number: int) -> Scores:
 
 
 def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield the ``Case`` of every layer for scoring on a GPU."""
+    """Yield the ``Case`` that every layer's attention has when the model scores on a GPU."""
     heads = shape.num_attention_heads, shape.num_query_groups
     for layer_number in range(1, shape.num_layers + 1):
         scores = scores_of(shape, layer_number)

@@ -193,8 +193,8 @@ def _causal_bias(queries: int, keys: int) -> CausalBias:
     kernel does not run, torch makes a mask from the bias.
     """
     bias = causal_lower_right(1, 1)
-    # Set after construction, because torch's constructor allocates 8 bytes of host memory for each
-    # query and key.
+    # Set the lengths after construction, because torch's constructor allocates 8 bytes of host
+    # memory for each query and key.
     bias.seq_len_q, bias.seq_len_kv = queries, keys
     return bias
 
@@ -227,7 +227,7 @@ def _visibility_mask(queries: int, keys: int, window: int | None, device: torch.
 # (check_batch_size_and_num_heads_dense<false>). cuDNN's kernel takes only 16 bits. All other cases
 # go to the math kernel, which saves heads * n * m scores for the backward pass.
 def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
-    """Tell if this GPU runs SDPA's memory-efficient kernel, given as many key as query heads."""
+    """Tell if SDPA's memory-efficient kernel runs on this GPU with a key head per query head."""
     major = torch.cuda.get_device_capability()[0]
     is_half = dtype in (torch.bfloat16, torch.float16)
     if dtype is torch.bfloat16 and major < _AMPERE:

@@ -77,7 +77,10 @@ class PackedAttention(MegatronModule):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: PackContext) -> Tensor:
-        """Attend like ``forward``, for queries ``[T, heads, c]`` and keys with RoPE applied."""
+        """Attend ``query [T, heads, c]`` to ``key`` and ``value [T, groups, c]``, like ``forward``.
+
+        RoPE has been applied to queries and keys already. The result is ``[T, 1, heads * c]``.
+        """
         if context.query_scale is not None:
             query = query * context.query_scale
         case = self._case(query, query.size(1), key.size(1), context.segments)
@@ -103,7 +106,11 @@ class PackedAttention(MegatronModule):
         return self._attend(Heads(self.layer_number, joined, value), context, case)
 
     def infer_on_gpu(self, joined: Tensor, value: Tensor, context: PackContext) -> Tensor:
-        """Do what ``infer_on_cpu`` does, on a GPU, whose kernels read strided keys."""
+        """Attend without gradients on a GPU; arguments and result are those of ``infer_on_cpu``.
+
+        Queries are copied, but keys stay views of ``joined``, because GPU kernels read strided
+        keys.
+        """
         if self.rotation is not None:
             joined = rotate(joined, *context.tables[self.rotation])
         query, key = joined[:, :, :-1].flatten(1, 2), joined[:, :, -1]
@@ -117,7 +124,8 @@ class PackedAttention(MegatronModule):
         # depend on the pack.
         if is_learning and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
-        # No ring with a prefix cache: there every rank stores whole sequences of keys and values.
+        # With a prefix cache no ring is used, because every rank stores the keys and values of
+        # whole sequences in the cache.
         uses_ring = self.is_ring and segments.share is not None and segments.cached is None
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
         return Case(*kind, scores, is_learning, uses_ring)
@@ -128,12 +136,19 @@ class PackedAttention(MegatronModule):
         )
 
     def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:
-        """Reshape ``[T, heads, c]`` to ``[T, 1, heads * c]``; a subclass selects rows."""
+        """Reshape ``[T, heads, c]`` to ``[T, 1, heads * c]``.
+
+        ``LastTokenAttention`` overrides this method to return only the rows that the head reads.
+        """
         return attended.flatten(1).unsqueeze(1)
 
 
 class LastTokenAttention(PackedAttention):
-    """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``context.read_rows``."""
+    """PackedAttention that returns only the rows ``[R, 1, heads * c]`` that the reward head reads.
+
+    ``context.read_rows`` has their indices. Only the last decoder layer uses this class, because
+    every other layer's output is read in full by the next layer.
+    """
 
     def _select_rows(self, attended: Tensor, context: PackContext) -> Tensor:
         return super()._select_rows(attended[context.read_rows], context)

@@ -160,7 +160,7 @@ class _Piece:
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """Position in the sequence right after the piece's last token."""
         return self.position + self.length
 
 
@@ -311,7 +311,7 @@ def _add_gradients_on_cpu(
 
 
 def _view_by_groups(lse: Tensor, groups: int) -> Tensor:
-    """View ``[n, heads]`` as ``[repeats, groups, n]``."""
+    """View a log-sum-exp ``[n, heads]`` as ``[repeats, groups, n]``, the layout of ``as_heads``."""
     return lse.unflatten(1, (groups, -1)).permute(2, 1, 0)
 
 
@@ -357,7 +357,7 @@ def _lay_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | sl
     """Return the rows of all slices, each slice's bounds among them, and the longest length."""
     sizes = [span.stop - span.start for span in slices]
     bounds = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
-    longest = max(2, *sizes)  # for a single query the kernel would split the keys
+    longest = max(2, *sizes)  # a single query would change the kernel and its order of sums
     if len(slices) == 1:
         return slices[0], bounds, longest
     index = torch.cat([torch.arange(span.start, span.stop) for span in slices])
@@ -412,7 +412,7 @@ def _add_on_gpu(
         merged = out[call.queries].mul_(torch.exp(previous_lse - total).unsqueeze(-1))
         merged.addcmul_(added, torch.exp(added_lse - total).unsqueeze(-1))
         lse[call.queries] = total
-        if not isinstance(call.queries, slice):  # an indexed copy, not a view
+        if not isinstance(call.queries, slice):  # indexing has made a copy
             out[call.queries] = merged
 
 

@@ -82,7 +82,7 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
     shared = set(prefixes)
     for number, chain in enumerate(chains_of(prefixes, len(cached)), len(cached)):
         if number in shared:
-            continue  # shared by several sequences, so it is not the end of one
+            continue  # several sequences share this segment, so none ends with it
         sequence = (*chain, number)
         rotation = by_length(sum(lengths[part] for part in sequence))
         if any(rotations.setdefault(part, rotation) != rotation for part in sequence):
@@ -152,8 +152,8 @@ class PackedSegments:
             queries = keys = to_device(queries, device)
         else:
             queries, keys = all_to_device([queries, keys], device)
-            # Copied separately from the bounds: autograd keeps the bounds for the backward pass,
-            # and would keep the index with them in one buffer.
+            # Copy the index to the device separately from the bounds. Autograd keeps the bounds for
+            # the backward pass, and in a common buffer it would keep the index with them.
             index = to_device(index, device)
         return cls(
             lengths,
@@ -217,7 +217,7 @@ class PackedSegments:
 
     @cached_property
     def _stored_places(self) -> tuple[Tensor | slice, Tensor | slice]:
-        """Return the rows of the tokens to store, and their slots, as slices where possible."""
+        """Return the pack's rows to store, and their pool slots; as slices where possible."""
         assert self.cached is not None
         return _as_slice(self.cached.stored), _as_slice(self.cached.slots)
 
@@ -228,7 +228,7 @@ class PackedSegments:
 
     @cached_property
     def chains(self) -> list[tuple[int, ...]]:
-        """The prefixes of every segment of the pack, from the start of the sequence."""
+        """Each segment's prefixes, as segment numbers, from the start of the sequence."""
         return chains_of(self.prefixes, len(self.all_lengths) - len(self.lengths))
 
     @cached_property
@@ -237,7 +237,7 @@ class PackedSegments:
         return queries_of(self.lengths, len(self.all_lengths) - len(self.lengths), self.share)
 
     def chain(self, part: Queries) -> tuple[int, ...]:
-        """Return the prefixes of the segment that ``part`` belongs to."""
+        """Return the prefixes, as segment numbers, of the segment that ``part`` belongs to."""
         return self.chains[part.segment - len(self.all_lengths) + len(self.lengths)]
 
     @cached_property
@@ -258,7 +258,10 @@ class PackedSegments:
         )
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a pack's keys and values ``[T, groups, c]`` from the ranks that split it."""
+        """Gather a pack's keys and values, ``[T, groups, c]`` each, from the ranks that split it.
+
+        Without context parallelism, this rank has them all, and they are returned unchanged.
+        """
         if self.share is None:
             return key, value
         return gather_keys(key, value, self.share.gathered)
@@ -403,9 +406,10 @@ class KeyValuePool:
         return self._layers[number]
 
     def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
-        """Store a layer's keys and values by one kernel, and read them by another.
+        """Store a pack's keys and values in the pool, and return them behind the cached ones.
 
-        Used on GPUs, where small packs take as long as their kernels take to launch.
+        This takes one kernel that stores and one that reads. GPUs use it, because a small pack
+        takes as long as its kernels take to launch.
 
         Args:
             number: number of the layer.
@@ -474,7 +478,11 @@ def _gather(local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Gather(Function):
-    """Gather ``local [n, 2, groups, c]`` of all ranks at ``index [K]``: two ``[K, groups, c]``."""
+    """Autograd function behind ``gather_keys``.
+
+    It gathers ``local [n, 2, groups, c]``, the keys and values of one rank, from all ranks, and
+    returns the keys and the values at ``index [K]``, ``[K, groups, c]`` each.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -502,7 +510,9 @@ class _Gather(Function):
 
 
 def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Put each rank's ``local [r, A]`` at its ``rows [r]`` of one ``[count, A]``.
+    """Combine outputs that are split over context parallel ranks into ``[count, A]``; collective.
+
+    A rank has the outputs ``local [r, A]``, which belong at the indices ``rows [r]`` of the result.
 
     All ranks get the result, and compute the same loss from it. So the gradient of ``local`` is the
     result's gradient at this rank's rows, without a sum over the ranks.

@@ -43,7 +43,7 @@ def has_public_function(with_window: bool) -> bool:
 
 
 def has_operator(with_window: bool) -> bool:
-    """Tell if torch's private operator can be used, and with windows if ``with_window``."""
+    """Tell if torch's private operator can be used, and supports windows if ``with_window``."""
     return not with_window or "window_size" in _varlen_parameters()
 
 
@@ -54,7 +54,10 @@ def has_flash_attn(with_window: bool) -> bool:
 
 @cache
 def _varlen_parameters() -> frozenset[str]:
-    """Return the parameter names of torch's public function; empty before torch 2.10."""
+    """Return the parameter names of torch's public function, which tell what it supports.
+
+    The result is empty before torch 2.10, which has no such function.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -65,7 +68,11 @@ def _varlen_parameters() -> frozenset[str]:
 def by_public_function(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend by torch's public function, in torch 2.12 and newer."""
+    """Attend by torch's public function, which supports grouped heads from torch 2.12 on.
+
+    ``query [n, heads, c]`` attends to ``key`` and ``value``, ``[C + T, groups, c]`` each, with the
+    C cached tokens first. The result is ``[n, heads, c]``.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(  # type: ignore[return-value]
@@ -79,7 +86,10 @@ def by_public_function(
 def by_operator(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend by torch's private operator, which torch 2.8 to 2.11 need for grouped heads."""
+    """Attend by torch's private operator, which torch 2.8 to 2.11 need for grouped heads.
+
+    Arguments and result are those of ``by_public_function``.
+    """
     windows: dict[str, Any] = {}
     if scores.window is not None:
         keys_before, keys_after = _window(scores)
@@ -97,7 +107,10 @@ def by_operator(
 def by_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend by the package flash-attn, which supports windows and soft caps."""
+    """Attend by the package flash-attn, which supports windows and soft caps.
+
+    Arguments and result are those of ``by_public_function``.
+    """
     attend = _flash_attn()
     assert attend is not None
     return attend(

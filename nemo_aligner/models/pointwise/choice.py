@@ -1,4 +1,7 @@
-"""Choose between the implementations of the pointwise operations."""
+"""Choose between the implementations of the pointwise operations.
+
+The setting ``model.pointwise_kernels`` names one. The default on a GPU is tried out before its use.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
 
 
 def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
-    """Return the default for ``device``; if one rank has to use ``eager``, all ranks do.
+    """Return the default implementation; if one rank has to use ``eager``, all ranks do.
 
     Otherwise a reward would depend on which data parallel rank computes it.
     """
@@ -101,7 +104,7 @@ def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
 
 @cache
 def _default(kind: str) -> PointwiseKernels:
-    """Return the default of this rank for a device type, ``cpu`` or ``cuda``."""
+    """Return this rank's default implementation for a device type, ``cpu`` or ``cuda``."""
     choice = PointwiseChoice.triton
     if kind != "cuda" or why_unavailable(choice, torch.device(kind)) is not None:
         return EAGER

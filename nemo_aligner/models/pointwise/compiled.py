@@ -42,7 +42,7 @@ class CompiledKernels:
 
 
 def compiled_kernels(backend: str = "inductor") -> PointwiseKernels:
-    """Build this implementation; torch compiles each operation when it is first called."""
+    """Build the implementation whose operations ``torch.compile`` compiles at their first call."""
     return fused_kernels(PointwiseChoice.compile.value, CompiledKernels(backend))
 
 
@@ -55,7 +55,7 @@ def norm_forward(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``fused.Kernels.norm_forward``, whose docstring describes it."""
+    """Compute the sum ``x + alpha * added``, its norm, and rows' factors; see ``fused.Kernels``."""
     total = x if added is None else torch.add(x, added, alpha=alpha)
     wide = total.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -71,7 +71,13 @@ def norm_backward(
     offset: float,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``fused.Kernels.norm_backward``, whose docstring describes it."""
+    """Compute the gradients of a norm's input, and of its weight if ``needs_weight`` is set.
+
+    Args:
+        grad: gradient of the norm's output.
+        grad_sum: gradient of the sum from its other uses; None is 0.
+        total, scale: the sum and the rows' factors from ``norm_forward``.
+    """
     wide = grad.float()
     normed = total.float() * scale
     weighted = wide * (weight.float() + offset)
@@ -83,13 +89,16 @@ def norm_backward(
 
 
 def silu_forward(x: Tensor) -> Tensor:
-    """Compute ``fused.Kernels.silu_forward``, whose docstring describes it."""
+    """Compute SwiGLU, ``silu(gate) * linear``: ``[..., 2 f] -> [..., f]``.
+
+    The gate is the first half of the channels of ``x``.
+    """
     gate, linear = x.float().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * linear).to(x.dtype)
 
 
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Compute ``fused.Kernels.silu_backward``, whose docstring describes it."""
+    """Compute the gradient of ``x [..., 2 f]`` from ``grad [..., f]``, that of SwiGLU's output."""
     gate, linear = x.float().chunk(2, dim=-1)
     wide, sigmoid = grad.float(), torch.sigmoid(gate)
     to_gate = wide * linear * sigmoid * (1 + gate * (1 - sigmoid))
@@ -99,7 +108,7 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 def split_forward(
     mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``fused.Kernels.split_forward``, whose docstring describes it."""
+    """Split ``mixed`` into queries, keys and values, and apply RoPE; see ``SplitOperation``."""
     heads = mixed.view(mixed.size(0), groups, -1, channels)
     rotated = _rotate(heads[:, :, :-1], cos, sin)
     query, key = rotated[:, :, :-1].flatten(1, 2), rotated[:, :, -1]
@@ -107,7 +116,7 @@ def split_forward(
 
 
 def split_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``fused.Kernels.split_backward``, whose docstring describes it."""
+    """Compute the gradient of ``mixed`` from the gradients ``query``, ``key`` and ``value``."""
     groups = key.size(1)
     rotated = torch.cat([query.unflatten(1, (groups, -1)), key.unsqueeze(2)], dim=2)
     heads = torch.cat([_rotate(rotated, cos, -sin), value.unsqueeze(2)], dim=2)

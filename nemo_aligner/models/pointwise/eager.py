@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-# The most elements that one thread computes: at::internal::GRAIN_SIZE, and GELU's own limit
-# (Activation.cpp).
+# The most elements that torch gives to one thread while others are free: at::internal::GRAIN_SIZE,
+# and GELU's own limit (Activation.cpp).
 _GRAIN, _GELU_GRAIN = 2**15, 2**14
 
 
@@ -32,7 +32,7 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def gated_gelu(x: Tensor) -> Tensor:
-    """Compute GEGLU (Shazeer 2020) with tanh GELU, as in Gemma; see ``gated_silu``."""
+    """Compute GEGLU with tanh GELU (Shazeer 2020), as in Gemma: ``[..., 2 f] -> [..., f]``."""
     return _Gated.apply(x, _gelu, _gelu_backward)
 
 
@@ -53,7 +53,11 @@ def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _splits_by_rows(rows: int, width: int) -> bool:
-    """Check that each thread gets whole rows, by torch's grain size and that of its GELU."""
+    """Tell if torch splits ``rows`` rows of ``width`` elements so that each thread gets whole rows.
+
+    torch uses one thread for each ``_GRAIN`` elements, up to all threads. Its GELU uses all threads
+    for more than ``_GELU_GRAIN`` elements.
+    """
     numbers, threads = rows * width, torch.get_num_threads()
     by_grains = min(threads, -(-numbers // _GRAIN))
     return rows % by_grains == 0 and (numbers <= _GELU_GRAIN or rows % threads == 0)
@@ -145,7 +149,7 @@ def add_rms_norm(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the sum ``x + alpha * added`` and its ``offset_rms_norm``."""
+    """Return the sum ``x + alpha * added``, and its ``offset_rms_norm`` in ``dtype``."""
     total = torch.add(x, added, alpha=alpha)
     return total, offset_rms_norm(total, weight, eps, offset, dtype)
 

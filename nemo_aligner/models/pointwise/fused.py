@@ -58,20 +58,23 @@ class Kernels(Protocol):
         """
 
     def silu_forward(self, x: Tensor) -> Tensor:
-        """Compute SwiGLU, like ``eager.gated_silu``."""
+        """Compute SwiGLU, ``silu(gate) * linear``: ``[..., 2 f] -> [..., f]``.
+
+        The gate is the first half of the channels of ``x``.
+        """
 
     def silu_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Compute the gradient of ``x`` from the gradient of SwiGLU's output."""
+        """Compute the gradient of ``x [..., 2 f]`` from ``grad [..., f]``, that of the output."""
 
     def split_forward(
         self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``operations.SplitOperation``, which describes shapes and layout."""
+        """Split ``mixed`` into queries, keys and values, and apply RoPE; see ``SplitOperation``."""
 
     def split_backward(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """Compute the gradient of ``mixed`` from the gradients of queries, keys and values."""
+        """Compute the gradient of ``mixed`` from the gradients ``query``, ``key`` and ``value``."""
 
 
 class _RMSNorm(Function):
@@ -170,7 +173,10 @@ class _SplitAndRotate(Function):
 
 
 def fused_kernels(name: str, kernels: Kernels) -> PointwiseKernels:
-    """Make an implementation from ``kernels``; it calls the eager functions for other dtypes."""
+    """Make an implementation from ``kernels``.
+
+    For dtypes that the kernels do not support, it calls the eager functions.
+    """
 
     def rms_norm(
         x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype

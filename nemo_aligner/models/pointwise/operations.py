@@ -64,7 +64,7 @@ class PointwiseKernels:
     For shapes and dtypes that it does not support, an implementation calls the eager functions.
 
     Attributes:
-        gated_silu: ``[..., 2 f] -> [..., f]``, see ``eager.gated_silu``.
+        gated_silu: SwiGLU, ``silu(gate) * linear``, ``[..., 2 f] -> [..., f]``.
         split_and_rotate: None if attention splits heads and applies RoPE by separate operations.
     """
 

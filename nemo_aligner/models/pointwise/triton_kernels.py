@@ -26,7 +26,7 @@ _MOST_HEADS = 16
 
 
 def _warps(elements: int) -> int:
-    """Return how many warps a program uses that reduces a tile of ``elements`` elements."""
+    """Return how many warps a Triton program needs to reduce a tile of ``elements`` elements."""
     for max_elements, warps in ((1024, 4), (4096, 8), (16384, 16)):
         if elements <= max_elements:
             return warps
@@ -314,7 +314,7 @@ def _rotate(
     HEADS: tl.constexpr,
     IS_BACKWARD: tl.constexpr,
 ):
-    """Split ``mixed`` into one token's heads and apply RoPE; backward do the reverse."""
+    """Split one token's ``mixed`` into heads with RoPE, or merge gradients if ``IS_BACKWARD``."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     group, place = head // (REPEATS + 2), head % (REPEATS + 2)
@@ -359,7 +359,10 @@ def _rotate(
 
 @triton.jit
 def _load(heads, columns, parts, fits, IS_BACKWARD: tl.constexpr):
-    """Load columns of each head as fp32, from ``mixed``, or backward from query, key and value."""
+    """Load ``columns`` of each head as fp32 from ``mixed``.
+
+    If ``IS_BACKWARD``, load them from the gradients of queries, keys and values.
+    """
     mixed, query, key, value = heads
     is_query, is_key, is_value = parts
     if not IS_BACKWARD:
@@ -373,7 +376,10 @@ def _load(heads, columns, parts, fits, IS_BACKWARD: tl.constexpr):
 
 @triton.jit
 def _store(heads, columns, x, parts, fits, IS_BACKWARD: tl.constexpr):
-    """Store columns of each head to query, key and value, or in the backward pass to ``mixed``."""
+    """Store ``columns`` of each head to queries, keys and values.
+
+    If ``IS_BACKWARD``, store them to the gradient of ``mixed``.
+    """
     mixed, query, key, value = heads
     is_query, is_key, is_value = parts
     x = x.to(mixed.dtype.element_ty)
