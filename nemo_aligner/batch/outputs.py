@@ -32,7 +32,7 @@ class HeadOutputs:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """Columns of a head's outputs, as an objective needs them.
+    """The numbers of columns of each kind in a head's outputs, as an objective needs them.
 
     Attributes:
         num_attributes: number of attributes, A.

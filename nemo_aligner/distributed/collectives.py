@@ -49,7 +49,10 @@ def gather_objects(value: T) -> list[T]:
 
 
 def agree(flag: bool, device: torch.device | str) -> bool:
-    """Return True on every rank if ``flag`` is True on at least one rank."""
+    """Return True on every rank if ``flag`` is True on at least one rank, else False.
+
+    The flags are exchanged as a tensor on ``device``, which the group's backend must support.
+    """
     return agree_on([flag], device)[0]
 
 
@@ -64,7 +67,11 @@ def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
 
 
 def max_over_model_ranks(count: int) -> int:
-    """Return the largest ``count`` among the tensor and pipeline parallel ranks of this replica."""
+    """Return the largest ``count`` of the ranks that compute the same copy of the model.
+
+    These are the tensor and pipeline parallel ranks of one replica. All of them must call this
+    function.
+    """
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return count
@@ -189,11 +196,11 @@ class PipelineMessages(P2PCommunicator):
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def groups(self) -> ProcessGroupCollection:
-        """Return the process groups that Megatron's schedules need besides a communicator."""
+        """Return the process groups that Megatron's schedules need next to a communicator."""
         return ProcessGroupCollection.use_mpu_process_groups()
 
     def finish(self) -> None:
-        """Wait until all tensors have been sent."""
+        """Wait until all tensors have been sent, so that their memory may be freed."""
         self._wait_for_sends(0)
 
     def _communicate_shapes(

@@ -41,7 +41,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process takes part in a launch: its rank, world size, device and backend."""
+    """Rank and device of this process, the number of ranks, and the backend of their group."""
 
     rank: int
     world_size: int
@@ -103,7 +103,9 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Create a process group of one rank for a conversion, unless there is a group already.
+    """Create a process group of one rank, for code that converts checkpoints in a single process.
+
+    The group is destroyed at the end of the block. An existing group of one rank is used as it is.
 
     Unlike ``launch``, it returns freed memory to the system, because a conversion reads a large
     checkpoint part by part and should never hold much of it.
@@ -168,7 +170,10 @@ def _split_cores(local_world_size: int) -> None:
 
 
 def _tear_down(hook: Callable[..., Any]) -> None:
-    """Destroy layout and process group, and restore the excepthook that torch has replaced."""
+    """Destroy the layout and the process group, and restore ``hook`` as ``sys.excepthook``.
+
+    torch replaces the excepthook when it initialises a process group.
+    """
     destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -203,12 +208,12 @@ def _init_process_group(
     )
 
 
-# Reporting only the first failure if several ranks fail.
+# Error reports: if several ranks fail, only the first one reports its error.
 
 _STORE_WAIT = timedelta(seconds=5)
 _SAME_WAIT_S = 1.0
 _COUNT = "failed"
-# Messages with which gloo or NCCL fails on this rank after another rank has died.
+# Messages of errors that gloo or NCCL raises on this rank after another rank has died.
 _LOST = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|remote process exited).*")
 
 
