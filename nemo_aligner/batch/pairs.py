@@ -77,7 +77,7 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
     sizes = bounds.diff()
     if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
         # Every record is a pair with the better sample first, as in most data. Use slices, which
-    # select views instead of copies.
+        # select views instead of copies.
         every = slice(None)
         return PairRows(slice(0, None, 2), slice(1, None, 2), every, None, None, len(sizes))
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)

@@ -19,7 +19,7 @@ def fetch(
     subset: str | None = None,
     revision: str | None = None,
 ) -> int:
-    """Write all rows of one split to ``output``; return their number.
+    """Download all rows of one split to the file ``output``; return the number of rows.
 
     The rows are streamed, without another copy on the disk. ``output`` exists once it is complete.
 

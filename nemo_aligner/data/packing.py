@@ -521,7 +521,8 @@ def _fill_groups(
 class TokenPacking:
     """Splits a critic's sequences over ranks, and packs them; every token has a reward, its value.
 
-    A pack has at most ``micro_batch_tokens`` tokens. ``query_key_cost`` is the work of attention between one query and one key
+    A pack has at most ``micro_batch_tokens`` tokens. ``query_key_cost`` is the work of attention
+    between one query and one key, in units of one token's linear layers
     (``ModelShape.query_key_cost``).
     """
 

@@ -97,7 +97,11 @@ class ReaderConfig:
         return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
 
     def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """Return the label columns of a data set; if it may have both kinds, those of ratings."""
+        """Return the label columns that all records of a data set share.
+
+        These are the columns of ``kind``. If ``self.kind`` is None, a data set may have both kinds
+        of records, and has the columns of ratings.
+        """
         return self.columns_of(kind if self.kind is not None else RecordKind.rating)
 
 
@@ -139,7 +143,13 @@ def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
 class FileRules:
     """Rules that make records of the lines of one file, once its format is known.
 
+    Worker processes get them by pickle.
+
     Attributes:
+        path: the file, for errors.
+        format: name of its format.
+        kind: kind of its records.
+        reading: the rules that the caller passed.
         contradicted: keys of the pairs of samples that the file has with opposite verdicts
             (``verdict_keys``, lowest bit 0); records with such a pair are dropped.
     """
@@ -207,7 +217,8 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
     chosen = choose_format(
         reading.format, reading.kind, file.objects(), str(path), reading.pair_keys, labels
     )
-    # Checked first: an error in the middle of the file could come after hours of tokenizing.
+    # Check all lines first, because an error in the middle of the file could otherwise come after
+    # hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, reading)
     if reading.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
@@ -216,7 +227,11 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
 
 
 def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> frozenset[int]:
-    """Read the file to find the pairs of samples that it has with opposite verdicts."""
+    """Read the file to find pairs of samples for which it has opposite verdicts.
+
+    Returns:
+        The keys of these pairs (``verdict_keys``), with the lowest bit 0.
+    """
     keys = array("Q")
     for block in file.blocks(chosen.lines_per_record):
         for record in rules.records(block.lines(rules.path), Counter(), []):
@@ -370,5 +385,5 @@ def _render_raw(conversation: Messages, template: str) -> str:
 
 
 def _fill(template: str, prompt: str) -> str:
-    # Not str.format: a template may have other braces.
+    # ``str.format`` would fail, because a template may have other braces.
     return template.replace(PLACE, prompt)

@@ -47,7 +47,7 @@ _PROMPT_WORDS = re.compile(
 
 def looks_like_prompt(name: str) -> bool:
     """True if a column of this name usually holds a prompt, or a part of one."""
-    # Split camel case: userPrompt becomes user_prompt.
+    # Split camel case into words: ``userPrompt`` becomes ``user_prompt``.
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     return _PROMPT_WORDS.fullmatch(words) is not None
 

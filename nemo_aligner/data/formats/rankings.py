@@ -246,7 +246,7 @@ def _parse_qa_feedback(
 
 
 def _read_passages(passages: object) -> list[str]:
-    """Read passages, each of which is a list of a title and sentences."""
+    """Read passages, each a list of a title and sentences; return one text for each passage."""
     if not isinstance(passages, list) or not all(
         isinstance(passage, list) and passage and all(isinstance(part, str) for part in passage)
         for passage in passages
