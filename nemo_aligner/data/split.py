@@ -28,7 +28,7 @@ from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_len
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-# Tolerated difference of the held-out part from its requested size, as a fraction of that size.
+# The held-out part may differ from its requested size by this fraction of the size.
 _TOLERANCE = 0.1
 _SHINGLE_WORDS = 3
 
@@ -109,7 +109,10 @@ def _describe_too_few(source: Path, keys: Sequence[str], settings: Split) -> str
 
 
 def _note_difference(keys: Sequence[str], count: int, requested: float) -> list[str]:
-    """Write a note if the held-out ``count`` of records differs much from the requested part."""
+    """Return a note if the number of held-out records differs much from the requested fraction.
+
+    ``count`` is the number of held-out records, and ``keys`` has the prompt key of every record.
+    """
     expected = requested * len(keys)
     if abs(count - expected) <= max(1.0, _TOLERANCE * expected):
         return []
@@ -182,7 +185,10 @@ def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
 
 
 def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
-    """Merge prompts of raw texts: a prompt that begins with another one counts as the same."""
+    """Return a key for each prompt of raw text: the shortest other prompt that it begins with.
+
+    A prompt that begins with another prompt thus has the same key as that prompt.
+    """
     merged: dict[str, str] = {}
     last = None
     # In sorted order, a text comes after its prefixes.
@@ -194,7 +200,10 @@ def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
 
 
 def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Give the two keys of each of ``pairs``, and all keys of a chain of pairs, the same key."""
+    """Return ``keys``, where keys that ``pairs`` connect are replaced by one of them.
+
+    Keys are connected by a pair, or by a chain of pairs.
+    """
     same_as = {key: key for key in keys}
 
     def find_root(key: str) -> str:
@@ -245,7 +254,7 @@ def _draw_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
     A key is skipped if its records would exceed this fraction by more than the tolerance.
     """
     sizes = Counter(keys)
-    # Sorted, so that the draw does not depend on the order of the file.
+    # Sort the keys, so that the draw does not depend on the order of the file.
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
     expected = heldout * len(keys)
@@ -293,7 +302,10 @@ def _render_length_baseline(
 
 
 def _length_correlation(records: Sequence[Record], lengths: Sequence[int], index: int) -> float:
-    """Compute Pearson's r of the replies' ``lengths`` and a label; 0 if either is constant."""
+    """Compute Pearson's r of the replies' ``lengths`` and the label number ``index``.
+
+    The result is 0 if all lengths or all labels are equal.
+    """
     points = [
         (length, record.labels[index])
         for record, length in zip(records, lengths, strict=True)
