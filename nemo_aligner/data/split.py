@@ -191,7 +191,8 @@ def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
     """
     merged: dict[str, str] = {}
     last = None
-    # In sorted order, a text comes after its prefixes.
+    # In sorted order, a prompt comes after its prefixes, and all prompts with one prefix are
+    # neighbours.
     for prompt in sorted(set(prompts)):
         if last is None or not prompt.startswith(last):
             last = prompt
@@ -217,10 +218,10 @@ def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[s
 
 
 def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of keys with a Jaccard similarity of at least ``similar``.
+    """Yield the pairs of prompts whose Jaccard similarity is at least ``similar``.
 
-    MinHash with locality-sensitive hashing (Broder 1997) proposes pairs, whose similarity is then
-    computed exactly.
+    The similarity is that of their sets of three consecutive words. MinHash with locality-sensitive
+    hashing (Broder 1997) proposes pairs, whose similarity is then computed exactly.
     """
     try:
         from datasketch import MinHash, MinHashLSH
@@ -249,9 +250,10 @@ def _make_shingles(key: str) -> set[str]:
 
 
 def _draw_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
-    """Draw keys until their records are the fraction ``heldout`` of all records.
+    """Draw the prompts to hold out, until they have the fraction ``heldout`` of all records.
 
-    A key is skipped if its records would exceed this fraction by more than the tolerance.
+    ``keys`` has the prompt key of every record. A key is skipped if its records would exceed the
+    fraction by more than ``_TOLERANCE``. Returns the drawn keys.
     """
     sizes = Counter(keys)
     # Sort the keys, so that the draw does not depend on the order of the file.

@@ -29,15 +29,15 @@ from nemo_aligner.metrics.table import (
     measure_steps,
 )
 
-# The interface, and the bases of objectives on pairs and on ratings.
+# The interface of objectives, and the base classes of objectives on pairs and on ratings.
 
-# A step with this label or reward, or a higher one, counts as right, if values are from 0 to 1.
+# A step counts as right if its label or reward is at least this, where both are from 0 to 1.
 RIGHT_FROM = 0.5
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """Base of all training objectives. Every member but the abstract ones has a default.
+    """Base class of all training objectives. Every member has a default, except abstract ones.
 
     A loss inherits from ``PairObjective`` or ``RatingObjective``. It overrides a member by a
     property, a class attribute or a field with a default. Its fields are settings.
@@ -78,7 +78,7 @@ class Objective(ABC):
         ``reply_lengths`` are ``[S]`` integers, in tokens.
         """
 
-    # The records and labels that the objective reads.
+    # Members that say which records and labels the objective reads.
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -107,7 +107,10 @@ class Objective(ABC):
 
     @property
     def centres_labels(self) -> bool:
-        """True if it trains on labels minus their means; the means are added back to rewards."""
+        """True if the objective trains on labels minus their means.
+
+        The scoring contract adds the means back to rewards.
+        """
         return False
 
     def fit_to_labels(self, labels: LabelColumns, base_readout: Readout | None) -> Objective:
@@ -124,7 +127,7 @@ class Objective(ABC):
         """
         return self
 
-    # How the outputs of the head become rewards.
+    # Members that say how the outputs of the head become rewards.
 
     @property
     def readout(self) -> Readout | None:
@@ -144,7 +147,7 @@ class Objective(ABC):
         """Lowest reward with which a step counts as right, if steps have rewards."""
         return RIGHT_FROM
 
-    # How the loss is computed.
+    # Members that say how the loss is computed.
 
     @property
     def is_batch_level(self) -> bool:
@@ -172,7 +175,7 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class PairObjective(Objective):
-    """Base of objectives on comparisons, with one attribute and all metrics of pairs."""
+    """Base class of objectives on comparisons: one attribute, and metrics of pairs."""
 
     attributes: tuple[str, ...] = ("reward",)
     record_kind: ClassVar[RecordKind] = RecordKind.comparison
@@ -195,7 +198,7 @@ class PairObjective(Objective):
 
 @dataclass(frozen=True)
 class RatingObjective(Objective):
-    """Base of objectives on ratings, with a label column for each attribute."""
+    """Base class of objectives on ratings: a label column for each attribute, which is centred."""
 
     record_kind: ClassVar[RecordKind] = RecordKind.rating
     main_metric: ClassVar[str] = "pearson_mean"
@@ -219,7 +222,7 @@ class RatingObjective(Objective):
         """
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
-        # ``where`` needs labels without NaN: the gradient of the unused branch would be 0 * NaN.
+        # Replace NaN before ``where``: the gradient of the unused branch would be 0 * NaN = NaN.
         outputs = records.as_single(self.output_columns.split(rewards).attributes)
         errors = torch.where(present, outputs - labels.nan_to_num(), 0.0)
         return errors, present
@@ -244,8 +247,8 @@ class RatingObjective(Objective):
         """Judge each step as right or wrong by its reward; None if steps have no rewards."""
         if not self.has_steps:
             return None
-        # Round the means to fp32 first, as centred labels are, so that a label of 0 becomes exactly
-        # 0 again.
+        # Add the label means back. Round them to fp32 first, as was done when they were subtracted,
+        # so that a label of 0 becomes exactly 0 again.
         offsets = torch.tensor(records.labels.offsets(self.attributes)).double()
         rewards, labels = rated.rewards + offsets, rated.labels + offsets
         counts = records.reward_bounds.diff().tolist()
@@ -254,7 +257,10 @@ class RatingObjective(Objective):
     def _join_ratings(
         self, rewards: Tensor, records: Records, reply_lengths: Tensor
     ) -> RatedRewards:
-        """Join rewards, labels, lengths and uncertainties for the metrics of ratings."""
+        """Build the table for metrics of ratings: rewards, labels, lengths and uncertainties.
+
+        ``rewards`` are the head's outputs, and ``reply_lengths [S]`` are in tokens.
+        """
         outputs = records.as_single(self.output_columns.split(rewards).attributes)
         labels = records.labels.targets(self.attributes)
         lengths = records.as_single(reply_lengths)
@@ -282,9 +288,10 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
 
 
 def losses_per_record(objective: Objective, records: Records) -> float:
-    """Count the losses of a batch of ``records``, relative to the number of records.
+    """Return the number of losses in a batch, divided by its number of ``records``.
 
-    The result is 1 for most losses on comparisons, and for ratings the number of labels per record.
+    The loss counts labels for ratings, so the result is their mean number of labels; it is 1 for
+    most losses on comparisons.
     """
     if objective.is_batch_level:
         return 1.0
@@ -294,18 +301,22 @@ def losses_per_record(objective: Objective, records: Records) -> float:
 
 
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:
-    """Convert a head's ``outputs`` to rewards ``[S, A]``, without adding label means back."""
+    """Convert a head's ``outputs [S, A * K]`` to rewards ``[S, A]``; label means are not added."""
     return outputs if readout is None else torch.from_numpy(readout.rewards(_on_host(outputs)))
 
 
 def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
-    """Convert a head's ``outputs`` to the rewards' uncertainty ``[S, A]``; None without readout."""
+    """Convert a head's ``outputs [S, A * K]`` to the uncertainties ``[S, A]`` of its rewards.
+
+    None if there is no readout: outputs are then rewards, without an uncertainty.
+    """
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
 
 
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
     """Return the smallest and largest label allowed in each column: ``[len(names), 2]`` float32."""
-    # A label beyond the outer bins would silently train the outer bin.
+    # The outer bins limit the labels, because a label beyond them would silently train the outer
+    # bin.
     lowest, highest, readout = objective.lowest_label, objective.highest_label, objective.readout
     ends = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
     limits = dict.fromkeys(names, ends)
@@ -316,11 +327,12 @@ def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
 
 
 def _on_host(outputs: Tensor) -> np.ndarray:
-    """Copy a tensor to a numpy array."""
+    """Copy a tensor of any device to a numpy array, without its gradient."""
     return outputs.detach().cpu().numpy()
 
 
-# Checks of an objective's settings. They raise a ValueError with the value and what is allowed.
+# Checks of an objective's setting ``name``. They raise a ValueError with its value and the values
+# that are allowed.
 
 
 def check_number(objective: Objective, name: str, low: float, below: float = math.inf) -> None:
@@ -371,7 +383,7 @@ def _require(objective: Objective, name: str, is_allowed: bool, allowed: str) ->
         raise ValueError(f"{name}: got {_setting(objective, name)!r}, wanted {allowed}")
 
 
-# Metrics of complete sets of rewards.
+# Loss and metrics of the rewards of a whole batch or data set.
 
 
 def mean_loss(objective: Objective, rewards: Tensor, records: Records) -> float:

@@ -28,7 +28,7 @@ class Shown(Flag):
     nowhere = 0
     step = auto()  # the line of a training step
     validation = auto()  # the lines of a validation
-    source = auto()  # the figures by source of the records
+    source = auto()  # the table of metrics for each source of the records
 
 
 class Better(Enum):
@@ -50,7 +50,8 @@ class Metric:
             ``RatedRewards`` or ``StepVerdicts``; None if the metric needs more than rewards.
         better: direction in which it improves.
         shown: places on the console that show it.
-        in_step: True if it is meaningful for a single batch.
+        in_step: True if the metric is meaningful for a single batch, and is computed at every
+            training step.
     """
 
     name: str
@@ -266,9 +267,11 @@ RUN: list[Metric] = [
 
 
 def by_position(metric: Callable[[str], float | None]) -> list[tuple[int, list[float]]]:
-    """Collect the figures by position as (number of the step, values of ``POSITION_FIGURES``).
+    """Collect the metrics of steps by their position in the sample, for a table or a plot.
 
-    Positions without labels are left out, and a missing value is NaN.
+    The result has a pair for each position: its number, from 1, and the values of the
+    ``POSITION_FIGURES`` in their order, NaN for a missing value. Positions without labels are left
+    out.
 
     Args:
         metric: returns the value of a metric by its name, or None if there is none.
@@ -331,13 +334,13 @@ def find_metric(name: str) -> Metric | None:
     prefix, by_source_mark, suffix = name.partition(BY_SOURCE)
     path = f"/{prefix}{suffix.partition('/')[2]}/" if by_source_mark else f"/{name}/"
     positions = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
-    # An attribute may also have the name of a metric; the metric comes first in the path.
+    # Take the first match: an attribute may have the name of a metric, but comes after the metric.
     matches = [(index, row) for index, row in positions if index >= 0]
     return min(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def better_values(name: str) -> Better:
-    """Look up the direction in which a logged metric improves; neither if it is unknown."""
+    """Look up in which direction the logged metric ``name`` improves; neither for unknown names."""
     row = find_metric(name)
     return Better.neither if row is None else row.better
 
@@ -350,7 +353,7 @@ def is_shown(name: str, place: Shown) -> bool:
     )
 
 
-# Metrics by source of the records.
+# Computing metrics for each source of the records.
 
 MAX_SOURCES = 50
 BY_SOURCE = "by_source/"
