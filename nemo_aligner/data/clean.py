@@ -107,7 +107,7 @@ class MalformedRule:
             )
 
     def allows(self, file: ReadFile) -> bool:
-        """True if the rule allows the number of malformed records in a file."""
+        """True if a file has no more malformed records than the rule allows."""
         if self.action is Malformed.error:
             return not file.malformed
         return malformed_fraction(file) <= self.max_fraction
@@ -132,7 +132,10 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
 
 
 def list_first(items: Sequence[object], limit: int) -> list[str]:
-    """Write a line for each of the first ``limit`` items, and one with the number of the others."""
+    """Write lines for an error: one for each of the first ``limit`` items.
+
+    If there are more items, a last line has their number.
+    """
     lines = [f"  {item}" for item in items[:limit]]
     left = len(items) - limit
     return [*lines, f"  and {left} more"] if left > 0 else lines

@@ -91,7 +91,7 @@ class TokenizedDataset:
         return self.sequences.lengths(*self._find_samples(index)).tolist()
 
     def num_tokens(self, index: int) -> int:
-        """Count the tokens of one record, over all its samples."""
+        """Count the tokens of all samples of the record ``index``, without sharing prefixes."""
         return sum(self.lengths(index))
 
     @property
@@ -108,18 +108,21 @@ class TokenizedDataset:
         return self.records.reward_bounds.numpy()[first : end + 1].tolist()
 
     def num_rewards(self, index: int) -> int:
-        """Count the rewards of one record, over all its samples."""
+        """Count the rewards of all samples of the record ``index``."""
         bounds = self._find_reward_bounds(index)
         return bounds[-1] - bounds[0]
 
     def reads(self, index: int) -> list[list[int]]:
-        """List, for each sample of one record, the positions of the tokens that the head reads."""
+        """List the tokens that the head reads in each sample of the record ``index``.
+
+        A token is given by its position in the sample.
+        """
         bounds = self._find_reward_bounds(index)
         return [self.places[start:end].tolist() for start, end in pairwise(bounds)]
 
     @property
     def label_origins(self) -> Sequence[Origin]:
-        """File and line of each row of labels."""
+        """File and line of the record that each row of ``records.labels`` belongs to."""
         counts = self.records.label_bounds.diff().tolist()
         return [self.origins[record] for record, count in enumerate(counts) for _ in range(count)]
 
@@ -153,7 +156,7 @@ class TokenizedDataset:
         return self.records.reply_lengths
 
     def first(self, count: int) -> TokenizedDataset:
-        """Select the first ``count`` records, and drop the reports of files."""
+        """Select the first ``count`` records, or all if there are fewer; ``reports`` are empty."""
         return replace(self.select(range(min(count, len(self)))), reports=[])
 
     def draw(self, count: int, seed: int) -> TokenizedDataset:
@@ -183,7 +186,7 @@ class TokenizedDataset:
         )
 
     def centred_on(self, means: Mapping[str, float]) -> TokenizedDataset:
-        """Return the same data, with each label column named in ``means`` centred on its mean."""
+        """Return the same data, whose label columns are centred on ``means``, by name of column."""
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
 
@@ -305,7 +308,10 @@ def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
 
 
 def _join(arrays: Sequence[np.ndarray]) -> Tensor:
-    """Concatenate arrays; a single array is not copied, as it may be memory-mapped."""
+    """Concatenate the arrays of several files to one tensor.
+
+    A single array is not copied, because it may be memory-mapped.
+    """
     return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
@@ -371,12 +377,15 @@ class EpochOrder:
         return sum(self.sizes)
 
     def record(self, position: int) -> int:
-        """Return the index of the record at ``position``, counted from 0 over all epochs."""
+        """Return the index, in the data set, of the record at ``position`` of the training run.
+
+        Positions count from 0 over all epochs.
+        """
         epoch, place = divmod(position, self.size)
         return int(_order_epoch(self, epoch)[place])
 
     def shares(self) -> list[int]:
-        """Count the records that an epoch takes from each file."""
+        """Return the number of records that an epoch takes from each file, in file order."""
         if not self.weights:
             return list(self.sizes)
         exact = np.array(self.weights) * (self.size / sum(self.weights))

@@ -136,7 +136,7 @@ class DemoPair:
 
 
 def _read_tables() -> dict[str, list[list[str]]]:
-    """Read the tables of ``demo_tables.txt`` by name, as rows of cells."""
+    """Read ``demo_tables.txt``; return the rows of each table, as lists of cells, by its name."""
     text = files("nemo_aligner.data").joinpath("demo_tables.txt").read_text(encoding="utf-8")
     tables = {}
     for block in text.split("\n\n"):

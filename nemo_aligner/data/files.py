@@ -125,7 +125,11 @@ def holds_rows(cells: Sequence[object]) -> bool:
 
 
 def _split_cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
-    """List the rows that are not empty: line number, and cells or the reason they are malformed."""
+    """Split a CSV or TSV text into rows; return the rows that are not empty.
+
+    Returns:
+        For each row: the line on which it begins; and its cells, or the reason it is malformed.
+    """
     # The csv module rejects cells of more than 131,072 characters. Its limit holds for the whole
     # process, so it is reset afterwards.
     limit = csv.field_size_limit(max(len(text), 1))
@@ -257,7 +261,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
 
 
 def are_json_lines(lines: Iterable[AnyLine]) -> bool:
-    """True if the first line is an object, or at least half of all lines are."""
+    """True if the first line is a JSON object, or at least half of all lines are."""
     objects = count = 0
     for count, line in enumerate(lines, start=1):
         objects += isinstance(line, Line)
@@ -333,7 +337,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class _RepeatedKeyError(ValueError):
-    """An object has the same key twice, and JSON does not define which value counts."""
+    """A JSON object has the same key twice, and JSON does not define which value counts."""
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -372,7 +376,7 @@ def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
 
 
 def _describe_error(raw: str, error: Exception) -> str:
-    """Describe a decoder's error without its line number, which is 1 for every line."""
+    """Describe a decoder's ``error`` about the line ``raw``, without its line number, always 1."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if "\r" in raw.strip():
@@ -422,7 +426,7 @@ def _decode_item(text: str, position: int) -> tuple[Any, int]:
 
 
 def _number_items(items: list[_Value]) -> list[_Value]:
-    """Number items by their position in the list if several begin on one line."""
+    """Replace line numbers by positions in the list, from 1, if several items share a line."""
     if len({number for number, _, _ in items}) == len(items):
         return items
     return [(number, raw, value) for number, (_, raw, value) in enumerate(items, start=1)]

@@ -185,7 +185,10 @@ class SequenceReads(NamedTuple):
 
     @classmethod
     def number(cls, places: Sequence[Sequence[int]]) -> list[SequenceReads]:
-        """Number the rewards from 0 over all sequences, given each sequence's ``places``."""
+        """Build the reads of sequences from their ``places``.
+
+        The rewards are numbered from 0, over all sequences in order: these are the ``rows``.
+        """
         rows = iter(range(sum(map(len, places))))
         return [
             cls(torch.tensor(positions, dtype=torch.int64), [next(rows) for _ in positions])
@@ -286,7 +289,10 @@ class PrefixGroup:
 
     @property
     def in_pack(self) -> Group:
-        """The group as an argument of ``PackedBatch.pack``, whose prefix includes cached tokens."""
+        """The group in the form that ``PackedBatch.pack`` takes.
+
+        The prefix of a ``Group`` begins with the cached tokens; ``prefix`` does not count them.
+        """
         return Group(len(self.members), _count_cached(self.cached) + self.prefix, self.cached)
 
 
@@ -416,7 +422,10 @@ class _Ordered:
             yield members, prefix, size
 
     def fits(self, budget: int, end: int) -> bool:
-        """True if the sequences with an index below ``end`` fit into one pack."""
+        """True if the sequences with an index below ``end`` fit into a pack of ``budget`` tokens.
+
+        Shared prefixes are counted once.
+        """
         total = 0
         for _, _, size in self.runs(budget, end):
             total += size

@@ -460,7 +460,7 @@ def without_other_kinds(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _convert(value: Any) -> Any:
-    """Convert a value of a type that JSON does not have; raise TypeError if that is impossible."""
+    """Convert a value that ``json`` cannot write, such as a date; TypeError if it is unknown."""
     if isinstance(value, Conversation):
         return conversation_as_json(value)
     if type(value).__name__ in _MISSING:

@@ -35,14 +35,14 @@ def barrier() -> None:
 
 
 def broadcast_object(value: T) -> T:
-    """Return rank 0's ``value`` on every rank."""
+    """Send rank 0's ``value`` to all ranks, as a pickle; return it on every rank."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the list of all ranks' values, in rank order, on every rank."""
+    """Return the values of all ranks, in rank order, on every rank; they are sent as pickles."""
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box

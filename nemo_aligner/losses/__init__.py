@@ -274,7 +274,7 @@ def _undecorated_fields(kind: type[Any]) -> list[str]:
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the settings of an objective's class with their defaults."""
+    """Return the default of each setting of the objective class ``kind``, by name."""
     return {field.name: field.default for field in fields(kind) if field.name not in _NO_SETTINGS}
 
 

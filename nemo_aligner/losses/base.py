@@ -82,7 +82,7 @@ class Objective(ABC):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Label columns that the data must have."""
+        """Names of the label columns that the data must have; empty if the loss needs no labels."""
         return ()
 
     @property
@@ -144,7 +144,10 @@ class Objective(ABC):
 
     @property
     def right_from(self) -> float:
-        """Lowest reward with which a step counts as right, if steps have rewards."""
+        """Lowest reward with which the model judges a step right, if steps have rewards.
+
+        It is 0.5 for probabilities and 0 for log-odds.
+        """
         return RIGHT_FROM
 
     # Members that say how the loss is computed.
@@ -159,12 +162,18 @@ class Objective(ABC):
 
     @property
     def initial_scalars(self) -> tuple[float, ...]:
-        """Initial values of the scalars that the objective learns in addition to the weights."""
+        """Initial values of scalars that a loss learns, such as a length bias; empty without any.
+
+        The head has an output for each.
+        """
         return ()
 
     @property
     def output_columns(self) -> OutputColumns:
-        """Columns of the head's outputs, which the objective's methods get as ``rewards``."""
+        """The numbers of columns of each kind in the head's outputs.
+
+        The methods of the objective get these outputs as ``rewards``.
+        """
         width = 1 if self.readout is None else self.readout.width
         return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
@@ -366,7 +375,7 @@ def check_choice(objective: Objective, name: str, choices: Sequence[str]) -> Non
 
 
 def _setting(objective: Objective, name: str) -> Any:
-    """Return the value of a setting."""
+    """Return the value of the objective's field ``name``, which is a setting."""
     return asdict(objective)[name]
 
 
@@ -378,7 +387,10 @@ def _as_number(objective: Objective, name: str) -> float:
 
 
 def _require(objective: Objective, name: str, is_allowed: bool, allowed: str) -> None:
-    """Raise a ValueError about a setting unless its value is allowed."""
+    """Raise a ValueError about the setting ``name``, unless ``is_allowed``.
+
+    ``allowed`` says which values are allowed, for the message.
+    """
     if not is_allowed:
         raise ValueError(f"{name}: got {_setting(objective, name)!r}, wanted {allowed}")
 

@@ -41,7 +41,10 @@ def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) 
 
 
 def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Multiply ``losses [P]`` by ``weight`` where the longer reply was chosen."""
+    """Multiply the losses of pairs in which the longer reply is the better one by ``weight``.
+
+    ``losses`` are ``[P]``, and ``lengths [Q]`` has the length of each sample's reply.
+    """
     better, worse = pairs.of(lengths)
     return torch.where(better > worse, weight * losses, losses)
 

@@ -32,7 +32,7 @@ class Shown(Flag):
 
 
 class Better(Enum):
-    """Direction in which a metric improves."""
+    """Whether lower or higher values of a metric are better; neither if it only describes."""
 
     lower = auto()
     higher = auto()
@@ -346,7 +346,10 @@ def better_values(name: str) -> Better:
 
 
 def is_shown(name: str, place: Shown) -> bool:
-    """Check whether ``place`` shows the metric ``name``, given without data set and source."""
+    """Check whether the console shows a metric at ``place``.
+
+    ``name`` is without data set and source; it may end with an attribute (``pearson/helpfulness``).
+    """
     return any(
         place in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
         for row in all_metrics()

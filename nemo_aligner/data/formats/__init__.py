@@ -324,7 +324,10 @@ def _parse_records(
 
 
 def _add_tools(record: Record, value: Fields) -> Record:
-    """Add the tools and documents of a record's fields to its conversations."""
+    """Add the ``tools`` and ``documents`` of the fields ``value`` to a record's conversations.
+
+    Raises DataError if the record has ``chat_template_kwargs``, which are not supported.
+    """
     if isinstance(record.texts[0], str):
         return record
     if value.get("chat_template_kwargs"):

@@ -144,7 +144,7 @@ _TURN = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
 
 
 def read_string(value: dict[str, Any], key: str) -> str:
-    """Read a field that is a string."""
+    """Return the field ``key`` of a record; raise DataError if it is not a string."""
     if key not in value:
         raise DataError(f"missing key {key!r}, got {', '.join(map(repr, value)) or 'none'}")
     text = value[key]
@@ -164,7 +164,10 @@ def check_text(text: Any, key: str) -> Any:
 
 
 def read_turns(turns: list[Any], key: str) -> Messages:
-    """Read the messages of the field ``key``, which may end with any role."""
+    """Check and translate the messages ``turns`` of the field ``key``; they may end with any role.
+
+    ShareGPT's form is translated. Errors name the field.
+    """
     turns = _standard_turns(turns, key)
     try:
         return read_messages(turns)
@@ -194,7 +197,10 @@ def is_assistant(turn: dict[str, Any]) -> bool:
 
 
 def _standard_turns(turns: Any, key: str) -> Any:
-    """Translate a list of messages from ShareGPT's form; return anything else unchanged."""
+    """Translate a list of ShareGPT's messages to messages with ``role`` and ``content``.
+
+    Anything else is returned unchanged. ``key`` names the field, for errors.
+    """
     if not isinstance(turns, list):
         return turns
     if all(isinstance(turn, dict) and turn.get("role") in _STANDARD_ROLES for turn in turns):
@@ -372,7 +378,7 @@ def read_labels(
 
 
 def read_pair_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
-    """Read the labels of a pair from the label columns that the objective needs."""
+    """Read the labels of a pair, one for each label column that the objective needs."""
     return read_labels(value, columns, "a label column that model.objective reads")
 
 

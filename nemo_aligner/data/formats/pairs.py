@@ -49,7 +49,10 @@ def _parse_hh(values: list[dict[str, Any]], origin: Origin, columns: WantedLabel
 
 
 def _prepend_prompt(prompt: str, text: str, key: str) -> str:
-    """Put the prompt in front of ``text``, unless ``text`` already begins with it."""
+    """Return prompt and ``text`` together; ``text`` may already begin with the prompt.
+
+    Raises DataError if ``text``, the field ``key``, is a conversation with another prompt.
+    """
     if text.startswith(prompt):
         return text
     if text.startswith("\n\nHuman:"):
@@ -136,7 +139,10 @@ _INSTRUCTION, _INPUT = "instruction", "input"
 
 
 def _read_prompt(value: dict[str, Any], key: str) -> Any:
-    """Read the prompt of a pair; Alpaca's ``input`` is appended to its ``instruction``."""
+    """Return the prompt of a pair from the field ``key``; None if there is no such field.
+
+    Alpaca's ``input`` is appended to its ``instruction``.
+    """
     prompt = value.get(key)
     if key != _INSTRUCTION or not isinstance(prompt, str) or not value.get(_INPUT):
         return prompt

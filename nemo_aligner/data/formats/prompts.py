@@ -63,7 +63,7 @@ def prompt_like(value: dict[str, Any]) -> list[str]:
 
 
 def advise_prompt_key(name: str) -> str:
-    """Advise what to do if the column ``name`` is the prompt."""
+    """Write the advice in errors and reports about a column ``name`` that may be the prompt."""
     flag = f"--prompt-key {name} (model.data.prompt_key={name} in training)"
     return f"If {name!r} is the prompt, set {flag}"
 

@@ -42,7 +42,7 @@ def _build_pair(
     origin: Origin,
     columns: WantedLabels,
 ) -> Comparison:
-    """Build a pair from two samples; ``better`` is the index of the preferred one."""
+    """Build a pair from two samples; ``better`` is the index of the better one, 0 or 1."""
     labels = read_pair_labels(value, columns)
     return Comparison.of_pair(texts[better], texts[1 - better], origin, labels=labels)
 
