@@ -18,7 +18,7 @@ from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-# Use of a server's pool of keys and values that earlier packs computed.
+# How a pack uses the keys and values that earlier packs stored in a server's pool.
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class LabelColumns:
         missing = [name for name in names if name not in self.names]
         if missing:
             raise KeyError(f"no label column {missing[0]!r}; the label columns are {self.names}")
-        # Column by column: an index tensor or a row of means would have to be copied to the device.
+        # Centre column by column: an index tensor or a row of means would be copied to the device.
         columns = [self.names.index(name) for name in names]
         return torch.stack([self._centre(column) for column in columns], dim=1)
 
@@ -215,7 +215,7 @@ class Records:
     @cached_property
     def label_bounds(self) -> Tensor:
         """Bounds of the rows of labels of each record, ``[R + 1]`` int64."""
-        # Cached, because each step selects a few records, and there may be millions to count.
+        # Cache the bounds: each step selects a few records, but all, maybe millions, are counted.
         return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:

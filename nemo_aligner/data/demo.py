@@ -148,8 +148,8 @@ def _read_tables() -> dict[str, list[list[str]]]:
 
 _TABLES = _read_tables()
 _QUESTIONS, _PHRASES = _TABLES["questions"], _TABLES["phrases"]
-# Each item: question about a fact, beginning of its answer, right answer, and the group of facts
-# whose answers serve as wrong ones.
+# For each fact: the question about it, the beginning of the answer, the right answer, and the name
+# of the group of facts from which wrong answers are drawn.
 _FACTS = [
     (f"What is the {kind} of {word}?", f"the {kind} of {word} is", answer, kind)
     for kind, rows in (("capital", _TABLES["capitals"]), ("opposite", _TABLES["opposites"]))

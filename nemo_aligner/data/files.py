@@ -36,7 +36,7 @@ from nemo_aligner.utils.errors import DataError
 # An unpaired quote in a CSV file makes its row malformed; reading continues at the next line. In a
 # TSV file a quote is an ordinary character.
 
-# The number of a line or row, and its cells by column; or, if it is malformed, the reason.
+# A row of a table: its number, and its cells by column or, if it is malformed, the reason.
 Row: TypeAlias = tuple[int, dict[str, Any] | str]
 
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
@@ -46,7 +46,7 @@ _TEXTS = re.compile(
     "(prompt|chosen|rejected|response|completion|text|instruction|question|input|output|context"
     "|answer|prediction|source|subset|kind|domain|id)[ _]?([0-9]+|[A-Za-z])?"
 )
-# Doubled quotes inside quotes, as written by programs that quote the cells of a TSV file.
+# Matches a quoted cell that contains doubled quotes, as some programs write in TSV files.
 _QUOTED = re.compile(r'"(?=.*"".*")(?:[^"]|"")*"', re.DOTALL)
 _NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
 
@@ -146,7 +146,7 @@ def _number_rows(lines: list[str], separator: str) -> Iterator[tuple[int, list[s
             map(lines.__getitem__, range(start, len(lines))),
             delimiter=separator,
             quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
-            # Otherwise an unpaired quote would silently swallow all rows up to the next quote.
+            # If not strict, an unpaired quote would silently swallow all rows up to the next one.
             strict=True,
         )
         first = start
@@ -366,7 +366,7 @@ def _check_object(item: _Value) -> AnyLine:
 
 def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
     """Parse the lines of ``text`` that are not empty; ``first`` is the number of its first line."""
-    # Not splitlines(): JSON strings may contain U+2028 and similar line ends.
+    # splitlines() would also split at U+2028 and similar line ends, which JSON strings may contain.
     for number, raw in enumerate(text.split("\n"), start=first):
         if raw.strip():
             try:
@@ -380,7 +380,7 @@ def _describe_error(raw: str, error: Exception) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if "\r" in raw.strip():
-        # The carriage return is not inside a string, where JSON requires it to be escaped.
+        # JSON escapes a carriage return inside a string, so this one is a line end.
         return (
             "its lines end with a carriage return without a line feed. Convert them by "
             "`tr '\\r' '\\n'`"

@@ -57,7 +57,8 @@ def fetch(
                 lines.write(as_json(row) + "\n")
                 count += 1
         os.replace(part, output)
-    except Exception as error:  # readers and the hub's client raise many types
+    # Catch all exceptions, because readers and the hub's client raise many types.
+    except Exception as error:
         raise DataError(f"{described}: {type(error).__name__}: {short(error)}") from error
     finally:
         part.unlink(missing_ok=True)

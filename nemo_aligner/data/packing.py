@@ -369,7 +369,7 @@ class _Ordered:
             position: np.asarray(sequences[position])[_count_cached(prefix) :]
             for position, prefix in cached.items()
         }
-        # Big-endian, so that bytes sort in the order of the tokens.
+        # Sort by the bytes of the tokens, big-endian, so that bytes have the order of the tokens.
         keys = {position: tokens.astype(">i4").tobytes() for position, tokens in uncached.items()}
         positions = sorted(cached, key=keys.__getitem__)
         kinds = {
@@ -381,7 +381,8 @@ class _Ordered:
             # The sort is stable: sequences with the same cached prefix and RoPE stay in the order
             # of their tokens.
             positions.sort(key=lambda position: numbers[kinds[position]])
-        # The first sequence has no left neighbour; without sequences there is no first one.
+        # The first sequence shares nothing, because it has no left neighbour. The list stays empty
+        # if there are no sequences.
         common = [0][: len(positions)]
         for left, right in pairwise(positions):
             is_same = kinds[left] == kinds[right]
@@ -483,9 +484,10 @@ def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[li
 
 def _pack_best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # (free tokens, index of the pack), sorted
+    # (free tokens, index of the pack) of every pack, in ascending order.
+    space: list[tuple[int, int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        # The fullest pack with enough space; -1 sorts before all pack numbers.
+        # Find the fullest pack with enough space. -1 sorts before all pack numbers.
         fitting = bisect_left(space, (sizes[index], -1))
         if fitting == len(space):
             packs.append([])

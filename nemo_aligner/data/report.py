@@ -243,7 +243,7 @@ def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[
     ordered = (present - median).abs().sort().values
     excluded = min(max(_MIN_OUTLIERS, int(_OUTLIER_FRACTION * len(ordered))), len(ordered) // 4)
     reach = max(float(ordered[len(ordered) - 1 - excluded]), abs(median)) or 1.0
-    # A missing label is NaN, for which the comparison is False.
+    # A missing label is NaN, and NaN > x is False, so it is no outlier.
     for index in torch.nonzero((column - median).abs() > _MIN_RATIO * reach).flatten().tolist():
         value = float(column[index])
         yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
@@ -392,7 +392,7 @@ def _parse_lengths(values: Mapping[str, Any]) -> LengthSummary:
     return LengthSummary(values["total"], tuple(values["quantiles"]))
 
 
-# The table of one data file.
+# FileReport: the table that is printed for one data file.
 
 _DROPPED = (
     "malformed",

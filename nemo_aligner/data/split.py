@@ -148,7 +148,7 @@ def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     count = format_named(file.format, None).lines_per_record
     return {
         first.number: [
-            # An item of a JSON list may have several lines.
+            # Write an item of a JSON list that spans several lines on one line.
             line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
             for line in lines[start : start + count]
         ]

@@ -404,7 +404,7 @@ Arrays: TypeAlias = ArraysInMemory | ArraysInFolder
 
 
 def _reshape(array: np.ndarray, width: int | None) -> np.ndarray:
-    # Slicing a memmap is much slower than slicing a plain array.
+    # View a memmap as a plain array, because slicing a memmap is much slower.
     plain = array.view(np.ndarray)
     if width is None:
         return plain

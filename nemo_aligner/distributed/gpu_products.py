@@ -146,7 +146,7 @@ def row_multiple(count: int, smallest: int) -> int:
     return smallest * max(1, share // smallest)
 
 
-# Gradients of weights.
+# Gradients of the weights of linear layers.
 
 
 @cache

@@ -135,7 +135,7 @@ def _select_device(process: Process, use_cuda: bool) -> torch.device:
     if not use_cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # With Slurm's --gpus-per-task, each process sees only its own GPU.
+    # With Slurm's --gpus-per-task, each process sees only its own GPU, which has the index 0.
     index = 0 if count == 1 and "RANK" not in os.environ else process.local_rank
     if index >= count:
         raise ConfigError(
@@ -291,7 +291,8 @@ def run_ranks(
         for rank in range(processes):
             variables = _rank_environment(environment or os.environ, rank, processes, store.port)
             ranks.append(_start_rank(arguments, variables))
-        if signals:  # a signal arrived before all ranks were started
+        # A signal that arrived before all ranks were started was not forwarded to all of them.
+        if signals:
             _send_signal(ranks, signals[0])
         failed = _first_failure(ranks, signals)
     if failed is None:

@@ -60,7 +60,7 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
 
     allreduce = allreduce_coalesced = reduce = broadcast = barrier = _do_nothing
 
-    # Collectives from one tensor to another.
+    # Collectives from an input to an output tensor, which with one rank are a copy.
 
     def _copy(self, output: Tensor, input: Tensor, *unused: Any, **more: Any) -> dist.Work:
         return _copy_tensors([output], [input])

@@ -290,7 +290,8 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
     setup").
     """
     leaf = rewards.double().requires_grad_()
-    # Every rank has all rewards and computes this in float64 on its host, without communication.
+    # Every rank has all rewards, and computes the gradient in float64 on the host, without
+    # communication.
     total, count = objective.loss(leaf, records)
     (gradient,) = torch.autograd.grad(total, leaf)
     return (gradient * (len(records) / count.clamp(min=1))).float()

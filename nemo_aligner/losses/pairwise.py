@@ -37,7 +37,7 @@ from nemo_aligner.losses.length import (
 )
 from nemo_aligner.utils.host_transfer import to_device
 
-# Bradley-Terry and its variants.
+# Bradley-Terry, and its variants as settings.
 
 LABEL_MARGIN = "label_margin"
 # Two values of the setting ``label_margin``, each with the label that leaves a pair's loss
@@ -223,7 +223,7 @@ class BradleyTerry(PairObjective):
         """
         if labels is not None and self.label_margin == "subtract":
             negative_margins = negative_margins + labels
-        # -log sigmoid(m) = softplus(-m), without the overflow of exp at large margins.
+        # The loss is -log sigmoid(m) = softplus(-m); exp would overflow at large margins.
         losses = F.softplus(negative_margins)
         if self.focal_gamma:
             losses = losses * _focal_factor(negative_margins, self.focal_gamma)
@@ -269,8 +269,8 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
         return rewards
     if how == "last":
         return rewards[to_device(bounds[1:] - 1, rewards.device)]
-    # Sample by sample: with a segmented sum, the rounding of a sample's result would depend on the
-    # other samples in the batch.
+    # Merge sample by sample: in a segmented sum, the rounding of a sample's result would depend on
+    # the other samples in the batch.
     parts = rewards.split(bounds.diff().tolist())
     if how == "min":
         merged = [part.amin(dim=0, keepdim=True) for part in parts]
@@ -281,7 +281,7 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
     return torch.cat([rewards[:0], *merged])
 
 
-# Models of ties.
+# Losses with a tie as a third outcome: Davidson, and Rao and Kupper.
 
 Number: TypeAlias = float | Tensor
 
@@ -421,7 +421,7 @@ class RaoKupper(TieModel, PairObjective):
         return self.win_losses(margins, x) + self.win_losses(-margins, x) - log_factor
 
 
-# Rankings.
+# The loss on rankings of more than two completions: Plackett-Luce.
 
 
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ class PlackettLuce(PairObjective):
         candidates = rewards[to_device(rows, rewards.device)]
         candidates = candidates.masked_fill(~to_device(is_candidate, rewards.device), -torch.inf)
         losses = candidates.logsumexp(dim=1) - rewards
-        # The count is built on the device, because copying it there would synchronize.
+        # Create the count on the device, because copying it from the host would synchronise.
         count = torch.full((), num_ordered, dtype=torch.int64, device=rewards.device)
         return losses.sum(), count
 

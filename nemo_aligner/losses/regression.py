@@ -305,7 +305,7 @@ def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
     return torch.minimum(rising, falling).clamp(0, 1)
 
 
-# Ratings and pairs in one loss.
+# A loss on ratings and pairs together.
 
 
 @dataclass(frozen=True)

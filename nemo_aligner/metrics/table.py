@@ -208,7 +208,7 @@ RATINGS: list[Metric] = [
     *SPREADS,
 ]
 
-# Prefix of the figures by position: ``step_position/<n>/<figure>`` is over the n-th steps.
+# Prefix of the names of metrics by position: ``step_position/<n>/<figure>`` is over all n-th steps.
 POSITION = "step_position/"
 POSITION_FIGURES = ("labels", "label", "probability", "accuracy")
 

@@ -139,7 +139,7 @@ LABEL_MARGIN = "label_margin"
 # The largest float32, which is the type of labels.
 _LARGEST = (2 - 2**-23) * 2.0**127
 _MIN_COMPLETIONS = 2
-# Beginning of a turn inside a prompt of HelpSteer and HelpSteer2.
+# Matches the line before each later turn in a prompt of HelpSteer and HelpSteer2.
 _TURN = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
 
 
@@ -399,7 +399,7 @@ def read_label(value: object, name: str, columns: WantedLabels) -> float | None:
     return float(value)
 
 
-# Comparisons from ranks, scores or the strength of a preference.
+# Building comparisons from ranks, scores or the strength of a preference.
 
 
 def rank_samples(

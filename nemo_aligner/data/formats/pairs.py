@@ -257,7 +257,8 @@ def _parse_swift(values: list[dict[str, Any]], origin: Origin, columns: WantedLa
         roles = [turn["role"] for turn in chosen]
         if "user" not in roles:
             raise DataError(f"messages: got turns of {', '.join(roles)}, wanted a user turn")
-        # All messages after the last question are replaced, with tool calls and their results.
+        # ``rejected_response`` replaces all messages after the last one of the user, including tool
+        # calls and their results.
         end = len(roles) - roles[::-1].index("user")
         # In tables and data sets of the hub, a column that a row does not have is null.
         reply = value.get(_REJECTED_RESPONSE)
@@ -337,7 +338,7 @@ def _parse_comparison_text(
     return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], columns))
 
 
-# Keys of other formats, whose records may also have a ``text`` field.
+# Keys of other formats. A line with one of them is not raw text, even if it has a ``text`` field.
 _FOREIGN_KEYS = {"label", "prompt", "chosen", "rejected", "response", "completions", "messages"}
 # ``auto`` chooses this format only if a line has no other keys than these. Other keys may be those
 # of a corpus or of another kind of data, where two adjacent lines are not a pair.

@@ -24,7 +24,7 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
-# For each of these columns, the key in ``counts`` that counts the lines that have it.
+# For each of these columns, the key in ``counts`` with the number of lines that have the column.
 COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
 
 
@@ -145,7 +145,7 @@ def _read_system(fields: Fields, name: str, labels: Container[str]) -> Messages:
     prompt = dict.get(fields, name)
     if not _is_available(fields, name, labels) or not isinstance(prompt, str):
         return []
-    fields[name]  # marks it as read, even if it is empty
+    fields[name]  # reading the field marks the column as read, even if it is empty
     return [] if is_blank(prompt) else read_turns([{"role": "system", "content": prompt}], name)
 
 

@@ -181,7 +181,7 @@ def _parse_ultrafeedback(
         for n, item in enumerate(completions)
     ]
     scores = _read_scores(completions)
-    # Only a pair has a single margin.
+    # Derive ``label_margin`` only for pairs: more than two completions have several margins.
     margin = {LABEL_MARGIN: abs(scores[0] - scores[1])} if len(scores) == 2 else {}
     labels = read_pair_labels({**margin, **value}, columns)
     return rank_samples(texts, [-score for score in scores], origin, labels)
