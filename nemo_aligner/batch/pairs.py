@@ -42,7 +42,7 @@ class PairRows:
         return values[_move_rows(self.better, values)], values[_move_rows(self.worse, values)]
 
     def of_records(self, values: Tensor) -> Tensor:
-        """Select for each pair the value of its record: ``[P, ...]`` of ``values [R, ...]``."""
+        """Return for each pair the row of its record in ``values [R, ...]``, as ``[P, ...]``."""
         return values[_move_rows(self.records, values)]
 
     def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,9 +107,14 @@ class ReaderConfig:
 
 @dataclass(frozen=True)
 class RecordFile:
-    """The records of one file.
+    """The usable records of one file, and counts of the others.
 
     Attributes:
+        path: the file.
+        kind: kind of the records.
+        format: name of the file's format.
+        records: the records that were kept, in the order of the file.
+        malformed: the malformed records, in the order of the file.
         columns: names of the label columns (see ``ReaderConfig.set_columns_of``).
         counts: ``read``, ``kept``, and the count of each reason in ``clean.py`` that occurred.
         unread: for each column that was not read, the number of lines that have it.
@@ -126,7 +131,7 @@ class RecordFile:
 
 
 def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
-    """Read a file of comparisons or ratings.
+    """Read all usable records of a file of comparisons or ratings; check that there are some.
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.

@@ -288,7 +288,7 @@ class LengthSummary:
 
 @dataclass(frozen=True)
 class LabelSummary:
-    """For each label column, the number of missing labels, and mean, minimum and maximum.
+    """Summary of each label column: number of missing labels, mean, minimum and maximum.
 
     Mean, minimum and maximum are NaN if all labels of the column are missing.
     """

@@ -50,7 +50,13 @@ ShowProgress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class IndexRules:
-    """The rules that turn a file into an index: reading rules, scoring contract and tokenizer."""
+    """The rules that turn a file into an index.
+
+    Attributes:
+        reading: rules by which the records of the file are read.
+        contract: scoring contract, which determines how a sample becomes token ids.
+        tokenizer: the tokenizer.
+    """
 
     reading: ReaderConfig
     contract: ScoringContract

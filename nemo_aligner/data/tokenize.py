@@ -93,6 +93,7 @@ class _TokenizedRecord(NamedTuple):
     """A record that the rules keep, with the tokens of its samples.
 
     Attributes:
+        record: the record.
         sequences: token ids of each sample, int32.
         reply_tokens: number of tokens of each sample's reply.
         reply_lengths: for each reward, the tokens of its reply, turn or step

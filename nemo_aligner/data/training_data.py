@@ -37,7 +37,13 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 class TrainingData:
     """The data sets of a run, its scoring contract, and its objective.
 
-    The contract has the means of the training labels, and the readout that the objective needs.
+    Attributes:
+        train: training data of all files.
+        validation: one data set for each validation file.
+        contract: scoring contract with the means of the training labels, and with the readout that
+            the objective needs.
+        objective: the loss, with all settings that follow from the training labels.
+        test: one data set for each test file.
     """
 
     train: TokenizedDataset
@@ -242,7 +248,10 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
 
 
 def _name_sets(part: str, paths: Sequence[str]) -> list[str]:
-    """Name data sets ``<part>-<file name without endings>``; number equal names."""
+    """Name the data sets of files: ``<part>-<file name without endings>``.
+
+    Files with equal names get numbers: ``<part>-<name>_<n>``, where n counts the files from 1.
+    """
     stems = [Path(path).name.split(".")[0] for path in paths]
     return [
         f"{part}-{stem}" if stems.count(stem) == 1 else f"{part}-{stem}_{number}"

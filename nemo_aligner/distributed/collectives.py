@@ -57,7 +57,10 @@ def agree(flag: bool, device: torch.device | str) -> bool:
 
 
 def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
-    """Return, on every rank and for each of ``flags``, whether it is True on at least one rank."""
+    """Return for each of ``flags`` whether it is True on at least one rank.
+
+    All ranks pass equally many flags and get the same result.
+    """
     if dist.get_world_size() == 1:
         return list(flags)
     box = to_device(torch.tensor([int(flag) for flag in flags]), device)
@@ -81,7 +84,10 @@ def max_over_model_ranks(count: int) -> int:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Run ``function`` on rank 0, and return its result, or raise its error, on every rank."""
+    """Run ``function`` on rank 0 only; return its result, or raise its error, on every rank.
+
+    All ranks must call this function, and wait for rank 0.
+    """
     outcome: tuple[T | None, Exception | None] = (None, None)
     if is_main():
         outcome = _attempt(function)
@@ -135,7 +141,7 @@ def _unwrap(outcome: tuple[T | None, Exception | None]) -> T:
     return value  # type: ignore[return-value]
 
 
-# The device of this rank.
+# The device on which this rank computes.
 
 
 def current_device() -> torch.device:

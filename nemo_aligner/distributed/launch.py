@@ -181,7 +181,10 @@ def _tear_down(hook: Callable[..., Any]) -> None:
 
 
 def _create_store(process: Process, timeout: timedelta) -> dist.Store:
-    """Join the rendezvous of the ranks, and return the key-value store that all ranks share."""
+    """Join the rendezvous of the ranks, and return the key-value store that all ranks share.
+
+    The process group is built with this store, and ``fail_once`` exchanges errors by it.
+    """
     if process.master is None:
         return dist.HashStore()
     host, port = process.master
@@ -251,9 +254,10 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
 
 
 def _all_report(text: str, store: dist.Store, world_size: int) -> bool:
-    """Tell whether all ranks fail with the same message within a second.
+    """Return True if all ranks fail with the message ``text`` within a second.
 
-    They do if, for example, they have checked the same settings.
+    This happens, for example, if all ranks have checked the same settings. The message then needs
+    no rank.
     """
     end = time.monotonic() + _SAME_WAIT_S
     while store.add(_COUNT, 0) < world_size:

@@ -69,11 +69,11 @@ class Objective(ABC):
 
     @abstractmethod
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        """Return metrics of one batch, by name, in addition to the loss."""
+        """Compute the metrics that are logged at each training step, by name, without the loss."""
 
     @abstractmethod
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        """Return metrics of a whole data set, by name, in addition to the loss.
+        """Compute the metrics of a whole data set, by name, without the loss.
 
         ``reply_lengths`` are ``[S]`` integers, in tokens.
         """

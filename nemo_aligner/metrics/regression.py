@@ -97,7 +97,7 @@ def length_only_pearson_mean(rated: RatedRewards) -> float:
 
 
 def spread(rated: RatedRewards) -> dict[str, float]:
-    """Mean uncertainty that the model reports, by attribute; empty if it reports none."""
+    """Mean of the uncertainties that the model reports, by attribute; empty if it reports none."""
     if rated.spreads is None:
         return {}
     return dict(zip(rated.attributes, rated.spreads.mean(dim=0).tolist(), strict=True))

@@ -243,8 +243,8 @@ STEPS: list[Metric] = [
     ),
 ]
 
-# Computed by attribute over all samples of a data set. The scoring contract stores the values of
-# the first validation set.
+# Statistics of rewards, by attribute, over all samples of a data set. The scoring contract stores
+# their values on the first validation set.
 REWARDS = [
     Metric("reward_mean", "mean reward of all samples"),
     Metric("reward_std", "standard deviation of the rewards of all samples"),
