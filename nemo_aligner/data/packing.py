@@ -199,7 +199,7 @@ class SequenceReads(NamedTuple):
 def uniform_rope(tokens: int) -> int:
     """Return 0 for every length: the default if a model has the same RoPE for all lengths.
 
-    It replaces ``ModelShape.length_dependent_rope``.
+    It stands in for ``ModelShape.length_dependent_rope``, which numbers the RoPEs of other models.
     """
     return 0
 

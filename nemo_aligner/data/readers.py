@@ -148,7 +148,7 @@ def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
 class FileRules:
     """Rules that make records of the lines of one file, once its format is known.
 
-    Worker processes get them by pickle.
+    The rules are pickled and sent to the processes that tokenize blocks of the file.
 
     Attributes:
         path: the file, for errors.

@@ -185,7 +185,7 @@ def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
 
 
 def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
-    """Return a key for each prompt of raw text: the shortest other prompt that it begins with.
+    """Return a key for each prompt of raw text: the shortest of ``prompts`` with which it begins.
 
     A prompt that begins with another prompt thus has the same key as that prompt.
     """

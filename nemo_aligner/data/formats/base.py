@@ -88,7 +88,7 @@ class PairKeys:
     def of(cls, prompt: str | None, chosen: str | None, rejected: str | None) -> PairKeys | None:
         """Build the keys from settings, where None stands for the usual name of a field.
 
-        Returns None if all three names are None: the format then need not be that of pairs.
+        Returns None if all three names are None, which means that no field has another name.
         """
         if all(key is None for key in (prompt, chosen, rejected)):
             return None
