@@ -472,7 +472,7 @@ def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[li
     fit are returned.
 
     Args:
-        sizes: size of each item in tokens, at most ``budget``.
+        sizes: size of each item in tokens. An item larger than ``budget`` is alone in its group.
         costs: work of each item, in any unit.
 
     Returns:
