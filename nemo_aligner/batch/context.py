@@ -83,7 +83,7 @@ class ContextShare:
         return _select_local(self.gathered[index], self.rank, self.rows.numel())
 
     def to(self, device: torch.device | str) -> ContextShare:
-        """Move the tensors that the model computes with; the chunks stay on the host."""
+        """Copy the share with its tensors on ``device``; the chunks stay on the host."""
         rows, gathered, reads, read_rows = (
             to_device(index, device)
             for index in (self.rows, self.gathered, self.reads, self.read_rows)
@@ -92,25 +92,29 @@ class ContextShare:
 
 
 def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tensor, Tensor]:
-    """Find which of the positions ``gathered [M]`` are in the part of ``rank``.
+    """Find which of the positions ``gathered [M]`` belong to ``rank``.
+
+    Positions count the rows of all ranks in rank order, ``size_per_rank`` for each rank.
 
     Returns:
-        The indices of these positions in ``gathered``, and their places within the rank's part.
+        For the m positions of the rank: their indices in ``gathered``, and their positions among
+        the rank's own rows, both ``[m]`` int64.
     """
     local = (gathered // size_per_rank == rank).nonzero().flatten()
     return local, gathered[local] - rank * size_per_rank
 
 
 def _cut_chunks(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut each segment between ``bounds`` into ``2 * ranks`` chunks, and return those of ``rank``.
+    """Cut each segment between ``bounds`` into ``2 * ranks`` chunks; return the chunks of ``rank``.
 
-    A chunk is its first row and the row after its last. Empty chunks are left out.
+    A chunk is a pair: its first row in the pack, and the row after its last. Empty chunks are left
+    out.
     """
     chunks = []
     for start, end in pairwise(bounds):
         cuts = [start + (end - start) * number // (2 * ranks) for number in range(2 * ranks + 1)]
         first, last = cuts[rank : rank + 2], cuts[-rank - 2 :][:2]
-        # The two chunks of the last rank are adjacent.
+        # The two chunks of the last rank are adjacent, so join them.
         pairs = [(first[0], last[1])] if rank == ranks - 1 else [first, last]
         chunks += [(begin, stop) for begin, stop in pairs if begin < stop]
     return chunks

@@ -32,7 +32,7 @@ class HeadOutputs:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """Columns of a head's outputs, as an objective needs them.
+    """The numbers of columns of each kind in a head's outputs, as an objective needs them.
 
     Attributes:
         num_attributes: number of attributes, A.
@@ -58,6 +58,6 @@ class OutputColumns:
         return HeadOutputs(outputs[:, : self._num_read], outputs[:, self._num_read :])
 
     def by_attribute(self, outputs: Tensor) -> Tensor:
-        """Select the outputs of each attribute, ``[S, A, K]``, from ``outputs [S, A * K + L]``."""
+        """Drop the L learned scalars from ``outputs [S, A * K + L]``; return ``[S, A, K]``."""
         shape = (self.num_attributes, self.outputs_per_attribute)
         return self.split(outputs).attributes.unflatten(1, shape)

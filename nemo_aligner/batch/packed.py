@@ -18,7 +18,7 @@ from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-# Use of a server's pool of keys and values that earlier packs computed.
+# How a pack uses the keys and values that earlier packs stored in a server's pool.
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class LabelColumns:
 
     @classmethod
     def of(cls, names: Sequence[str], values: Tensor) -> LabelColumns:
-        """Build columns that are not centred."""
+        """Build columns from ``values [L, C]``, not centred."""
         return cls(tuple(names), values, (None,) * len(names))
 
     @classmethod
@@ -95,7 +95,10 @@ class LabelColumns:
         return cls.of((), torch.zeros(rows, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
-        """Return the same labels, with each column named in ``means`` centred on its mean there."""
+        """Return the same labels, for which ``targets`` subtracts the mean of each named column.
+
+        ``means`` maps the name of a column to its mean; other columns are not centred.
+        """
         return replace(self, means=tuple(means.get(name) for name in self.names))
 
     def select(self, rows: Tensor) -> LabelColumns:
@@ -107,7 +110,7 @@ class LabelColumns:
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
-        """List what ``targets`` subtracts from each column of ``names``; 0 if it is not centred."""
+        """List the number that ``targets`` subtracts from each column in ``names``; 0 for none."""
         means = dict(zip(self.names, self.means, strict=True))
         return [means.get(name) or 0.0 for name in names]
 
@@ -120,7 +123,7 @@ class LabelColumns:
         missing = [name for name in names if name not in self.names]
         if missing:
             raise KeyError(f"no label column {missing[0]!r}; the label columns are {self.names}")
-        # Column by column: an index tensor or a row of means would have to be copied to the device.
+        # Centre column by column: an index tensor or a row of means would be copied to the device.
         columns = [self.names.index(name) for name in names]
         return torch.stack([self._centre(column) for column in columns], dim=1)
 
@@ -212,15 +215,15 @@ class Records:
     @cached_property
     def label_bounds(self) -> Tensor:
         """Bounds of the rows of labels of each record, ``[R + 1]`` int64."""
-        # Cached, because each step selects a few records, and there may be millions to count.
+        # Cache the bounds: each step selects a few records, but all, maybe millions, are counted.
         return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return the indices ``[q]`` int64 of the samples of some records, record by record."""
+        """Return the rows ``[q]`` int64 of all samples of the records ``indices``, in order."""
         return _find_items(self.sample_bounds, torch.as_tensor(indices, dtype=torch.int64))[1]
 
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return the indices ``[s]`` int64 of the rewards of some records, record by record."""
+        """Return the rows ``[s]`` int64 of all rewards of the records ``indices``, in order."""
         return _find_items(self.reward_bounds, self.sample_rows(indices))[1]
 
     def select(self, indices: Sequence[int] | Tensor) -> Records:
@@ -238,7 +241,7 @@ class Records:
         )
 
     def pairs(self, with_ties: bool = False) -> PairRows:
-        """Pair the samples of each record that have different ranks, and ``with_ties`` all."""
+        """List the pairs of samples of each record; ``with_ties`` includes tied samples."""
         return pair_rows(self.sample_bounds, self.ranks, with_ties)
 
     def as_single(self, rewards: Tensor) -> Tensor:
@@ -274,7 +277,7 @@ def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Group:
-    """A number ``size`` of adjacent sequences of a pack that begin with the same ``prefix`` tokens.
+    """``size`` adjacent sequences of a pack, which share their first ``prefix`` tokens.
 
     If ``cached`` is given, its tokens are the first ones of the prefix, and the pack does not
     compute them again.
@@ -286,7 +289,7 @@ class Group:
 
 
 class _Segments:
-    """Collects the segments of a pack; cached prefixes are the segments with the first numbers."""
+    """Collects the segments of a pack, group by group, and numbers them: cached prefixes first."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.cached = list(dict.fromkeys(g.cached for g in groups if g.cached is not None))
@@ -365,8 +368,9 @@ class ReplyRows:
     """The tokens that are read by a head that averages the hidden states of each reply.
 
     Attributes:
-        index: ``[M]`` int64 into a pack's tokens, reply after reply; replies may share a token.
-        lengths: number of these tokens in each of the S replies.
+        index: ``[M]`` int64 indices of the replies' tokens in a pack, reply after reply. Replies
+            with a shared prefix may share a token.
+        lengths: number of tokens in ``index`` of each of the S replies; they add up to M.
         group_lengths: number of tokens in each reply over all ranks of a context parallel group, if
             this rank has only parts of the replies; else None.
         places: ``[M]`` int64 positions of this rank's tokens among those of all ranks; None without
@@ -383,7 +387,7 @@ class ReplyRows:
         return replace(self, index=to_device(self.index, device), places=places)
 
     def shared(self, share: ContextShare) -> ReplyRows:
-        """Keep the tokens that a rank computes; the new ``index`` refers to its tokens only."""
+        """Keep the tokens in ``share``; the new ``index`` counts only the tokens of its rank."""
         local, rows = share.own(self.index)
         replies = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
         lengths = replies[local].bincount(minlength=len(self.lengths)).tolist()
@@ -527,7 +531,7 @@ class PackedBatch:
         return sum(end - start for start, end in chunks if start >= first)
 
     def of_own(self, values: Tensor) -> Tensor:
-        """Select the ``values [T, ...]`` of the tokens that this rank computes."""
+        """Select from ``values [T, ...]`` the rows of the tokens that this rank computes."""
         return values if self.share is None else values[self.share.rows]
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
@@ -554,7 +558,7 @@ class PackedBatch:
         return replace(filled, share=share, replies=replies)
 
     def _append_filler(self, fill: int, longest: int | None = None) -> PackedBatch:
-        """Append ``fill`` tokens in segments of at most ``longest`` tokens."""
+        """Append ``fill`` tokens of id 0 in segments of at most ``longest`` (default: one)."""
         if fill == 0:
             return self
         longest = longest or fill
@@ -571,7 +575,7 @@ class PackedBatch:
         )
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Move the tensors that the model and the loss compute with.
+        """Copy the pack, with the tensors that the model and the loss compute with on ``device``.
 
         Tensors that plan the work stay on the host: bounds and prefixes of the segments, ``rows``,
         and the bounds of the records.

@@ -42,7 +42,7 @@ class PairRows:
         return values[_move_rows(self.better, values)], values[_move_rows(self.worse, values)]
 
     def of_records(self, values: Tensor) -> Tensor:
-        """Select for each pair the value of its record: ``[P, ...]`` of ``values [R, ...]``."""
+        """Return for each pair the row of its record in ``values [R, ...]``, as ``[P, ...]``."""
         return values[_move_rows(self.records, values)]
 
     def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ class PairRows:
         """
         if self.shares is not None:
             losses = losses * to_device(self.shares, losses.device)
-        # Created on the device: copying a host scalar would synchronise.
+        # Create the count on the device, because copying it from the host would synchronise.
         count = torch.full((), self.num_records, dtype=torch.int64, device=losses.device)
         return losses.sum(), count
 
@@ -76,13 +76,14 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
     """
     sizes = bounds.diff()
     if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
-        # Pairs with the better sample first, as in most data: slices are views, without a copy.
+        # Every record is a pair with the better sample first, as in most data. Use slices, which
+        # select views instead of copies.
         every = slice(None)
         return PairRows(slice(0, None, 2), slice(1, None, 2), every, None, None, len(sizes))
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     pairs = [_pair_all(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
     first, second = torch.cat(pairs).sort(dim=1).values.unbind(dim=1)
-    # Put the pairs in the order of the records. So far they are grouped by the records' sizes.
+    # Put the pairs in the order of their records. Until now they are grouped by record size.
     order = (first * len(ranks) + second).argsort()
     first, second = first[order], second[order]
     are_ties = ranks[first] == ranks[second]

@@ -24,7 +24,7 @@ SOURCE = "non-contextual"
 
 @dataclass(frozen=True)
 class Augment:
-    """Settings of an augmentation.
+    """Settings of ``augment_file``, which makes pairs from the pairs of a file.
 
     Attributes:
         share: number of new pairs per pair of the file, for example 0.3.
@@ -79,7 +79,8 @@ def _draw_pairs(
 ) -> list[dict[str, Any]]:
     pairs: list[dict[str, Any]] = []
     while len(pairs) < count:
-        # Each record is used equally often, give or take one.
+        # Use every record equally often, or once more than others: draw without replacement until
+        # all records are used, then again.
         for index in rng.sample(range(len(records)), min(len(records), count - len(pairs))):
             other = rng.randrange(len(records))
             while keys[other] == keys[index]:

@@ -63,17 +63,17 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 
 Item = TypeVar("Item")
 
-# Malformed records, and whether a run continues in spite of them.
+# Malformed records, and the rule that lets a run continue in spite of them.
 
 MOST_LISTED = 10
 _LINES_NAMED = 5
 
 
 class ReadFile(Protocol):
-    """Protocol of a file that was read, whose malformed records are checked.
+    """What ``check_malformed`` needs to know about a file that was read.
 
-    ``counts`` has at least the key ``read``. ``malformed`` may have only the first malformed
-    records; ``counts["malformed"]`` then has their number.
+    ``counts`` maps reasons to numbers of records, and has at least the key ``read``. ``malformed``
+    may have only the first malformed records; ``counts["malformed"]`` then has the number of all.
     """
 
     @property
@@ -88,10 +88,10 @@ class ReadFile(Protocol):
 
 @dataclass(frozen=True)
 class MalformedRule:
-    """Whether malformed records are dropped or an error.
+    """Rule that decides whether malformed records are dropped or are an error.
 
     Attributes:
-        action: drop malformed records, or raise an error.
+        action: whether to drop malformed records or to raise an error.
         max_fraction: largest fraction of a file's records that may be dropped as malformed.
         section: prefix of the names of these two settings in errors: ``model.data.`` in training.
     """
@@ -107,7 +107,7 @@ class MalformedRule:
             )
 
     def allows(self, file: ReadFile) -> bool:
-        """True if the rule allows the number of malformed records in a file."""
+        """True if a file has no more malformed records than the rule allows."""
         if self.action is Malformed.error:
             return not file.malformed
         return malformed_fraction(file) <= self.max_fraction
@@ -120,7 +120,7 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
         DataError: a file has too many malformed records. One error covers all such files, with the
             number of their malformed records and a list of the first ones.
     """
-    # The same file may be both a training and a validation file.
+    # Key by path: a file that is both a training and a validation file is reported once.
     rejected = {file.path: file for file in files if not rule.allows(file)}
     if not rejected:
         return
@@ -132,7 +132,10 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
 
 
 def list_first(items: Sequence[object], limit: int) -> list[str]:
-    """Write a line for each of the first ``limit`` items, and one with the number of the others."""
+    """Write lines for an error: one for each of the first ``limit`` items.
+
+    If there are more items, a last line has their number.
+    """
     lines = [f"  {item}" for item in items[:limit]]
     left = len(items) - limit
     return [*lines, f"  and {left} more"] if left > 0 else lines
@@ -164,12 +167,13 @@ def _list_repeats(repeats: Sequence[MalformedRecord]) -> str:
 
 
 def malformed_fraction(file: ReadFile) -> float:
-    """Compute the fraction of a file's records that are malformed."""
+    """Compute the fraction of a file's records that are malformed, from 0 to 1."""
     return _count_malformed(file) / max(file.counts.get("read", 0), 1)
 
 
 def _count_malformed(file: ReadFile) -> int:
-    # ``file.malformed`` may have only the first malformed records; the count has all.
+    # ``file.malformed`` may have only the first malformed records, and then ``counts`` has the
+    # number of all.
     return max(len(file.malformed), file.counts.get("malformed", 0))
 
 
@@ -194,11 +198,14 @@ def _advise(files: Sequence[ReadFile], rule: MalformedRule) -> str:
 
 
 def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
-    """Return the reason, from the table above, for dropping a record; None keeps it.
+    """Return the reason for dropping a record because of its text, labels or ranks.
+
+    The reasons are the names in the first table of this module, such as ``empty_reply``. None
+    means that the record is kept.
 
     Args:
-        labelled: drop ratings without any label.
-        ties: keep comparisons whose samples are all tied.
+        labelled: True drops ratings without any label.
+        ties: True keeps comparisons whose samples are all tied.
     """
     if any(is_blank(reply_of(text)) for text in record.texts):
         return "empty_reply"
@@ -213,7 +220,7 @@ def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
 
 
 def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
-    """Build the error about a file that has no usable record."""
+    """Build the error about a file that has no usable record; ``counts`` says why, by reason."""
     advice = (
         ". Overlong samples have more tokens than model.data.seq_length: raise it, or set "
         "model.data.overlong=truncate_left"
@@ -233,6 +240,7 @@ class EncodedRecord(NamedTuple):
     """A record with the tokens of its samples.
 
     Attributes:
+        record: the record.
         texts: for each sample, its tokens, or an error if the sample is too long.
         reply_tokens: number of tokens of each sample's reply; empty if not counted.
         step_tokens: for each reply, the number of tokens of each of its steps; empty if not
@@ -248,10 +256,10 @@ class EncodedRecord(NamedTuple):
 def encode_record(
     record: Record, encode: Callable[[Sequence[Text]], list[Item]]
 ) -> list[Item] | MalformedRecord:
-    """Encode the samples of a record.
+    """Encode the samples of a record by ``encode``, which raises DataError to reject a sample.
 
     Returns:
-        The encoded samples; or a ``MalformedRecord`` if the contract rejects one of them.
+        The encoded samples; or a ``MalformedRecord`` that names the sample that was rejected.
 
     Raises:
         DataError: the record has conversations, and there is no chat template to encode them.
@@ -266,7 +274,7 @@ def encode_record(
             try:
                 encode([text])
             except DataError as cause:
-                # Messages are counted from the first one of the prompt, so name prompt and reply.
+                # The error counts messages from the start of the prompt, so name both fields.
                 location = name if isinstance(text, str) else f"prompt and {name}"
                 return MalformedRecord(record.origin, f"{location}: {cause}")
         return MalformedRecord(record.origin, str(error))
@@ -278,13 +286,14 @@ def keep_usable(
     malformed: list[MalformedRecord],
     overlong_error: str | None,
 ) -> Iterator[tuple[EncodedRecord, list[EncodedText]]]:
-    """Yield the records that the rules for tokens keep, with their tokens.
+    """Yield each record that the rules for tokens keep, and the tokens of its samples.
 
-    The other records are counted by reason in ``counts``; malformed ones are added to
-    ``malformed``.
+    The rules are in the second table of this module. The other records are counted by reason in
+    ``counts``, and malformed records are also added to ``malformed``.
 
     Args:
-        overlong_error: end of the error about a sample that is too long; None drops its record.
+        overlong_error: end of the message of the error about a sample that is too long; None drops
+            such a record instead of raising an error.
 
     Raises:
         DataError: a sample is too long, and ``overlong_error`` is not None.
@@ -336,7 +345,7 @@ def _check_steps(record: Record, text: EncodedText) -> str | None:
 
 
 def _count_cut_off(record: Record, text: EncodedText) -> int:
-    """Count the truncated steps of a rating that have a label."""
+    """Count the labelled steps of a rating that truncation removed; 0 for other records."""
     steps = record.steps if isinstance(record, Rating) else None
     return sum(any(label is not None for label in row) for row in (steps or ())[: text.lost])
 

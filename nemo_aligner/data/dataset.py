@@ -51,8 +51,8 @@ class TokenizedDataset:
         reports: one report for each file.
         prefixes: ``[N]`` int32 number of tokens that all samples of a record share at the
             beginning; 0 for a single sample.
-        known_digest: ``digest``, if it follows from the digests of the indexes; None if records
-            were selected, which makes ``digest`` compute it.
+        known_digest: the value of ``digest`` if it follows from the digests of the indexes; None
+            if records were selected, so that ``digest`` has to be computed from the tokens.
     """
 
     kind: RecordKind
@@ -71,7 +71,7 @@ class TokenizedDataset:
 
     @property
     def file_sizes(self) -> tuple[int, ...]:
-        """Number of records of each file that were kept."""
+        """Number of records of each file that were kept, in the order of the files."""
         return tuple(report.counts["kept"] for report in self.reports)
 
     @property
@@ -83,15 +83,15 @@ class TokenizedDataset:
         return dict(total)
 
     def record(self, index: int) -> list[np.ndarray]:
-        """Read the token ids of the samples of one record, ``[L]`` int32 each."""
+        """Read the token ids of each sample of the record ``index``, as arrays ``[L]`` int32."""
         return self.sequences[slice(*self._find_samples(index))]
 
     def lengths(self, index: int) -> list[int]:
-        """Count the tokens of each sample of one record."""
+        """Count the tokens of each sample of the record ``index``, without reading them."""
         return self.sequences.lengths(*self._find_samples(index)).tolist()
 
     def num_tokens(self, index: int) -> int:
-        """Count the tokens of one record, over all its samples."""
+        """Count the tokens of all samples of the record ``index``, without sharing prefixes."""
         return sum(self.lengths(index))
 
     @property
@@ -108,24 +108,30 @@ class TokenizedDataset:
         return self.records.reward_bounds.numpy()[first : end + 1].tolist()
 
     def num_rewards(self, index: int) -> int:
-        """Count the rewards of one record, over all its samples."""
+        """Count the rewards of all samples of the record ``index``."""
         bounds = self._find_reward_bounds(index)
         return bounds[-1] - bounds[0]
 
     def reads(self, index: int) -> list[list[int]]:
-        """List, for each sample of one record, the positions of the tokens that the head reads."""
+        """List the tokens that the head reads in each sample of the record ``index``.
+
+        A token is given by its position in the sample.
+        """
         bounds = self._find_reward_bounds(index)
         return [self.places[start:end].tolist() for start, end in pairwise(bounds)]
 
     @property
     def label_origins(self) -> Sequence[Origin]:
-        """File and line of each row of labels."""
+        """File and line of the record that each row of ``records.labels`` belongs to."""
         counts = self.records.label_bounds.diff().tolist()
         return [self.origins[record] for record, count in enumerate(counts) for _ in range(count)]
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of token ids, labels and ranks; for several files, of the files' digests."""
+        """sha256 (hex) that identifies the data, by which a resumed run detects a change.
+
+        The hash covers token ids, labels and ranks; for several files, it covers their digests.
+        """
         return self.known_digest or self.measure_digest()
 
     def measure_digest(self) -> str:
@@ -139,7 +145,7 @@ class TokenizedDataset:
             records.ranks.numpy(),
             records.sample_bounds.numpy(),
             records.reward_bounds.numpy(),
-            # The count ``steps`` exists only if turns or steps are scored.
+            # Tokenizing counts ``steps`` only if turns or steps are scored.
             self.places.numpy() if "steps" in self.counts else None,
         )
         return digest.hexdigest()
@@ -150,7 +156,7 @@ class TokenizedDataset:
         return self.records.reply_lengths
 
     def first(self, count: int) -> TokenizedDataset:
-        """Select the first ``count`` records, and drop the reports of files."""
+        """Select the first ``count`` records, or all if there are fewer; ``reports`` are empty."""
         return replace(self.select(range(min(count, len(self)))), reports=[])
 
     def draw(self, count: int, seed: int) -> TokenizedDataset:
@@ -180,7 +186,7 @@ class TokenizedDataset:
         )
 
     def centred_on(self, means: Mapping[str, float]) -> TokenizedDataset:
-        """Return the same data, with each label column named in ``means`` centred on its mean."""
+        """Return the same data, whose label columns are centred on ``means``, by name of column."""
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
 
@@ -196,12 +202,13 @@ class TokenizedDataset:
         )
         rotations = np.array([length_dependent_rope(int(length)) for length in lengths])[numbers]
         starts = self.records.sample_bounds[:-1].numpy()
-        # reduceat reduces from each start to the next one, which needs a sample in every record.
+        # reduceat reduces from each start to the next one. It needs at least one sample in every
+        # record, which holds for all kinds of records.
         is_same = np.maximum.reduceat(rotations, starts) == np.minimum.reduceat(rotations, starts)
         return replace(self, prefixes=self.prefixes * torch.from_numpy(is_same))
 
     def table(self) -> str:
-        """Render a table for each file, of records read, kept and dropped."""
+        """Render a table for each file, with the numbers of records read, kept and dropped."""
         return "\n".join(report.table() for report in self.reports)
 
 
@@ -257,7 +264,8 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     ``contradicted``.
     """
     reports: list[FileReport] = []
-    earlier_verdicts: list[np.ndarray] = []  # each is sorted once, and used for all later files
+    # Each array is sorted once, and searched for all later files.
+    earlier_verdicts: list[np.ndarray] = []
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys
         repeated = int(
@@ -292,7 +300,7 @@ def _join_records(indexes: Sequence[FileIndex]) -> Records:
 
 
 def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
-    """Join the bounds ``[n + 1]`` of several files to the bounds of their concatenation."""
+    """Join the bounds of several files, ``[n + 1]`` each, to the bounds of their concatenation."""
     bounds = parts[0]
     for part in parts[1:]:
         bounds = np.concatenate([bounds, bounds[-1] + part[1:]])
@@ -300,17 +308,26 @@ def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
 
 
 def _join(arrays: Sequence[np.ndarray]) -> Tensor:
-    """Concatenate arrays; a single array is not copied, as it may be memory-mapped."""
+    """Concatenate the arrays of several files to one tensor.
+
+    A single array is not copied, because it may be memory-mapped.
+    """
     return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
 def last_places(sequences: TokenSequences) -> Tensor:
-    """Return the position of the last token of each sequence, ``[Q]``, for ``places``."""
+    """Return the position of the last token of each of Q sequences, ``[Q]`` int64.
+
+    These are the ``places`` of a data set in which only the last token of a sample has a reward.
+    """
     return torch.from_numpy(sequences.lengths(0, len(sequences)) - 1)
 
 
 def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
-    """Build ``Records`` with one reward for each sample, and labels that are not centred."""
+    """Build ``Records`` with one reward for each sample, and labels that are not centred.
+
+    ``columns`` names the label columns, in the order of each record's ``labels``.
+    """
     return Records.of(
         range(len(records)),
         [len(record.texts) for record in records],
@@ -320,16 +337,19 @@ def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
 
 
 def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelColumns:
-    """Build label columns from ``records``, not centred, with NaN where a label is missing."""
+    """Build the label columns of ``records``, not centred, with NaN where a label is missing.
+
+    ``columns`` names the columns, in the order of each record's ``labels``.
+    """
     missing = float("nan")
-    # Comparisons in a data set of ratings have no labels.
+    # Comparisons in a data set of ratings have no labels (an empty row), which become NaN.
     rows = [row or (None,) * len(columns) for record in records for row in label_rows(record)]
     numbers = [[missing if label is None else label for label in row] for row in rows]
     values = torch.tensor(numbers, dtype=torch.float32).view(len(rows), len(columns))
     return LabelColumns.of(columns, values)
 
 
-# The order of the records in an epoch: every record once, or files in proportion to their weights.
+# The order of the records in an epoch: each record once, or files in proportion to their weights.
 
 
 @dataclass(frozen=True)
@@ -338,8 +358,8 @@ class EpochOrder:
 
     An epoch has as many records as all files together. Without weights it has each record once.
     With weights it has a number of records of each file that is in proportion to the file's weight.
-    These are taken in shuffled passes through the file, and an epoch continues the pass in which
-    the previous epoch stopped.
+    These records come from shuffled passes through the file. An epoch continues the pass in which
+    the previous epoch stopped, so that no record is left out for long.
 
     Attributes:
         sizes: number of records of each file, in the order of the files in the data set.
@@ -357,17 +377,20 @@ class EpochOrder:
         return sum(self.sizes)
 
     def record(self, position: int) -> int:
-        """Return the index of the record at ``position``, counted from 0 over all epochs."""
+        """Return the index, in the data set, of the record at ``position`` of the training run.
+
+        Positions count from 0 over all epochs.
+        """
         epoch, place = divmod(position, self.size)
         return int(_order_epoch(self, epoch)[place])
 
     def shares(self) -> list[int]:
-        """Count the records that an epoch takes from each file."""
+        """Return the number of records that an epoch takes from each file, in file order."""
         if not self.weights:
             return list(self.sizes)
         exact = np.array(self.weights) * (self.size / sum(self.weights))
         shares = np.floor(exact).astype(int)
-        # The remaining records go to the files that lost most by rounding down.
+        # The records that rounding down left over go to the files that it took most from.
         rounded_most = np.argsort(shares - exact, kind="stable")[: self.size - shares.sum()]
         shares[rounded_most] += 1
         return shares.tolist()
@@ -396,7 +419,7 @@ def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) ->
     return order
 
 
-# Keep two epochs: a batch may contain the end of one and the start of the next.
+# Cache the order of two epochs: a batch may contain the end of one and the start of the next.
 @lru_cache(maxsize=2)
 def _order_epoch(order: EpochOrder, epoch: int) -> np.ndarray:
     if not order.weights:
@@ -412,7 +435,13 @@ def _order_epoch(order: EpochOrder, epoch: int) -> np.ndarray:
 
 
 def _take_from_passes(size: int, share: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the indices, within a file, of the records that an epoch takes from it."""
+    """Return the records that epoch number ``epoch`` takes from a file of ``size`` records.
+
+    The file is shuffled anew in each pass, and every epoch takes the next ``share`` records.
+
+    Returns:
+        ``[share]`` indices of records in the file.
+    """
     begin, end = epoch * share, (epoch + 1) * share
     passes = range(begin // size, -(-end // size))
     records = np.concatenate([_permute(size, seed, number) for number in passes])

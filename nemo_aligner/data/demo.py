@@ -19,7 +19,7 @@ from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.report import longer_wins
 from nemo_aligner.utils.errors import DataError
 
-# The demo set of pairs: balanced, and split by what the prompts ask about.
+# The demo set of pairs: it is balanced, and split by what the prompts ask about.
 #
 # All pairs of an item (a question, a sum, a word) are in the same part, so that held-out prompts
 # ask about nothing that a training prompt asks about. In exactly half of the pairs of each kind the
@@ -27,7 +27,12 @@ from nemo_aligner.utils.errors import DataError
 
 
 def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int = 1) -> str:
-    """Write ``train.jsonl`` and ``heldout.jsonl``; return a table of the kinds of pairs.
+    """Write the demo pairs to ``train.jsonl`` and ``heldout.jsonl`` in ``folder``.
+
+    ``build_demo_pairs`` describes the other arguments.
+
+    Returns:
+        A table to print, with the number of pairs of each kind in both files.
 
     Raises:
         DataError: see ``build_demo_pairs``.
@@ -48,7 +53,7 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
 
 
 def demo_lines(pairs: Iterable[DemoPair]) -> list[str]:
-    """Convert pairs to lines of a file of preference data."""
+    """Convert pairs to lines of JSON with prompt, chosen and rejected reply, and kind."""
     return [
         json.dumps(
             {"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected, "kind": p.kind},
@@ -61,7 +66,10 @@ def demo_lines(pairs: Iterable[DemoPair]) -> list[str]:
 def build_demo_pairs(
     pairs: int, heldout: float, seed: int
 ) -> tuple[list[DemoPair], list[DemoPair]]:
-    """Build about ``pairs`` pairs, equally many of each kind; return training and held-out pairs.
+    """Build about ``pairs`` pairs, equally many of each kind; the same seed gives the same pairs.
+
+    Returns:
+        The training pairs, and the held-out pairs, which are the fraction ``heldout`` of all.
 
     Raises:
         DataError: there are fewer different pairs than requested.
@@ -86,7 +94,10 @@ def build_demo_pairs(
 
 
 def _draw_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
-    """Draw the items to hold out, so that kinds of pairs with the same items hold out the same."""
+    """Draw the fraction ``heldout`` of the items that ``candidates`` ask about.
+
+    Two kinds of pairs that ask about the same items hold out the same items.
+    """
     items = sorted({pair.item for pair in candidates})
     random.Random(f"{seed}/items").shuffle(items)
     return set(items[: max(1, round(len(items) * heldout))])
@@ -106,7 +117,7 @@ def _draw_balanced(candidates: list[DemoPair], count: int, rng: random.Random) -
     return rng.sample(shorter, half) + rng.sample(longer, count - half)
 
 
-# The ten kinds of pairs, each with a reason that a reader can see.
+# The ten kinds of pairs, for each of which a reader sees why the chosen reply is better.
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ class DemoPair:
 
 
 def _read_tables() -> dict[str, list[list[str]]]:
-    """Read the tables of ``demo_tables.txt`` by name, as rows of cells."""
+    """Read ``demo_tables.txt``; return the rows of each table, as lists of cells, by its name."""
     text = files("nemo_aligner.data").joinpath("demo_tables.txt").read_text(encoding="utf-8")
     tables = {}
     for block in text.split("\n\n"):
@@ -137,8 +148,8 @@ def _read_tables() -> dict[str, list[list[str]]]:
 
 _TABLES = _read_tables()
 _QUESTIONS, _PHRASES = _TABLES["questions"], _TABLES["phrases"]
-# Each item: question about a fact, beginning of its answer, right answer, and the group of facts
-# whose answers serve as wrong ones.
+# For each fact: the question about it, the beginning of the answer, the right answer, and the name
+# of the group of facts from which wrong answers are drawn.
 _FACTS = [
     (f"What is the {kind} of {word}?", f"the {kind} of {word} is", answer, kind)
     for kind, rows in (("capital", _TABLES["capitals"]), ("opposite", _TABLES["opposites"]))
@@ -325,16 +336,24 @@ KINDS: dict[str, Callable[[random.Random], Iterator[DemoPair]]] = {
 # The demo set of steps: chains of sums, half of which have a wrong step.
 
 _MIN_STEPS, _MAX_STEPS = 3, 6
-# Numbers with one digit: a small model learns to add these within minutes, but not two-digit ones.
+# The largest number to add. A small model learns to add one-digit numbers within minutes, but not
+# two-digit numbers.
 _LARGEST = 9
-# Differences of a wrong result from the right one.
+# A wrong result is the right one plus one of these numbers.
 _ERRORS = (-10, -2, -1, 1, 2, 10)
 
 
 def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str:
-    """Write ``train.jsonl`` and ``heldout.jsonl`` of ``stepwise`` records; return a table.
+    """Write the demo set of steps to ``train.jsonl`` and ``heldout.jsonl`` in ``folder``.
 
-    The two files have different questions.
+    The records have the format ``stepwise``. The two files have different questions.
+
+    Args:
+        chains: number of chains of sums in both files together.
+        heldout: fraction of the chains to hold out.
+
+    Returns:
+        A table to print, with the numbers of chains, errors and steps.
     """
     rng = random.Random(f"{seed}/steps")
     records = list(_make_chains(rng, chains))
@@ -351,7 +370,10 @@ def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str
 
 
 def _make_chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
-    """Yield records with different questions, every second one with an error."""
+    """Yield ``count`` chains as ``stepwise`` records with different questions.
+
+    Every second chain has a wrong step.
+    """
     seen: set[str] = set()
     while len(seen) < count:
         numbers = [rng.randint(1, _LARGEST) for _ in range(rng.randint(_MIN_STEPS, _MAX_STEPS) + 1)]

@@ -36,7 +36,7 @@ from nemo_aligner.utils.errors import DataError
 # An unpaired quote in a CSV file makes its row malformed; reading continues at the next line. In a
 # TSV file a quote is an ordinary character.
 
-# The number of a line or row, and its cells by column; or, if it is malformed, the reason.
+# A row of a table: its number, and its cells by column or, if it is malformed, the reason.
 Row: TypeAlias = tuple[int, dict[str, Any] | str]
 
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
@@ -46,7 +46,7 @@ _TEXTS = re.compile(
     "(prompt|chosen|rejected|response|completion|text|instruction|question|input|output|context"
     "|answer|prediction|source|subset|kind|domain|id)[ _]?([0-9]+|[A-Za-z])?"
 )
-# Doubled quotes inside quotes, as written by programs that quote the cells of a TSV file.
+# Matches a quoted cell that contains doubled quotes, as some programs write in TSV files.
 _QUOTED = re.compile(r'"(?=.*"".*")(?:[^"]|"")*"', re.DOTALL)
 _NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
 
@@ -125,8 +125,13 @@ def holds_rows(cells: Sequence[object]) -> bool:
 
 
 def _split_cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
-    """List the rows that are not empty: line number, and cells or the reason they are malformed."""
-    # csv rejects cells of more than 131,072 characters; its limit is global to the process.
+    """Split a CSV or TSV text into rows; return the rows that are not empty.
+
+    Returns:
+        For each row: the line on which it begins; and its cells, or the reason it is malformed.
+    """
+    # The csv module rejects cells of more than 131,072 characters. Its limit holds for the whole
+    # process, so it is reset afterwards.
     limit = csv.field_size_limit(max(len(text), 1))
     try:
         return list(_number_rows(io.StringIO(text, newline="").readlines(), separator))
@@ -141,7 +146,7 @@ def _number_rows(lines: list[str], separator: str) -> Iterator[tuple[int, list[s
             map(lines.__getitem__, range(start, len(lines))),
             delimiter=separator,
             quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
-            # Otherwise an unpaired quote would silently swallow all rows up to the next quote.
+            # If not strict, an unpaired quote would silently swallow all rows up to the next one.
             strict=True,
         )
         first = start
@@ -162,7 +167,7 @@ def _check_quotes(cells: list[str], separator: str) -> list[str] | str:
 
 
 def _are_numbers(column: Sequence[str]) -> bool:
-    """True if most cells that are not empty are numbers."""
+    """True if most of the column's cells that are not empty are numbers, so it is numeric."""
     filled = [cell for cell in column if cell.strip()]
     return 2 * sum(map(_is_number, filled)) > len(filled)
 
@@ -211,7 +216,7 @@ class Line:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is not an object: where it begins, its text, and why."""
+    """A line that is not a JSON object: its number, its text, and the reason it is malformed."""
 
     number: int
     raw: str
@@ -219,7 +224,7 @@ class BadLine:
 
 
 AnyLine: TypeAlias = Line | BadLine
-# The line on which a value begins, its JSON, and the value.
+# An item of a JSON list: the line on which it begins, its JSON text, and the decoded value.
 _Value: TypeAlias = tuple[int, str, Any]
 
 
@@ -256,7 +261,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
 
 
 def are_json_lines(lines: Iterable[AnyLine]) -> bool:
-    """True if the first line is an object, or at least half of all lines are."""
+    """True if the first line is a JSON object, or at least half of all lines are."""
     objects = count = 0
     for count, line in enumerate(lines, start=1):
         objects += isinstance(line, Line)
@@ -284,7 +289,7 @@ def _make_line(row: Row) -> AnyLine:
     try:
         return Line(number, as_json(value), value)
     except DataError:
-        # A column of bytes, for example images, which nothing here reads.
+        # A column has bytes, for example images. Drop such columns, because no format reads them.
         return Line(number, as_json(without_other_kinds(value)[0]), value)
 
 
@@ -297,7 +302,7 @@ def open_unpacked(path: str | Path) -> Iterator[BinaryIO]:
     """
     try:
         with Path(path).open("rb") as stream:
-            # Decided by the first bytes, because a downloaded file may lack its ending.
+            # The first bytes tell whether the file is gzipped. Its name may lack the ending .gz.
             is_packed = stream.read(2) == b"\x1f\x8b"
             stream.seek(0)
             yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if is_packed else stream
@@ -332,7 +337,7 @@ def _refuse_constant(name: str) -> None:
 
 
 class _RepeatedKeyError(ValueError):
-    """An object has the same key twice, and JSON does not define which value counts."""
+    """A JSON object has the same key twice, and JSON does not define which value counts."""
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -361,7 +366,7 @@ def _check_object(item: _Value) -> AnyLine:
 
 def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
     """Parse the lines of ``text`` that are not empty; ``first`` is the number of its first line."""
-    # Not splitlines(): JSON strings may contain U+2028 and similar line ends.
+    # splitlines() would also split at U+2028 and similar line ends, which JSON strings may contain.
     for number, raw in enumerate(text.split("\n"), start=first):
         if raw.strip():
             try:
@@ -371,11 +376,11 @@ def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
 
 
 def _describe_error(raw: str, error: Exception) -> str:
-    """Describe a decoder's error without its line number, which is 1 for every line."""
+    """Describe a decoder's ``error`` about the line ``raw``, without its line number, always 1."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if "\r" in raw.strip():
-        # The carriage return is not inside a string, where JSON requires it to be escaped.
+        # JSON escapes a carriage return inside a string, so this one is a line end.
         return (
             "its lines end with a carriage return without a line feed. Convert them by "
             "`tr '\\r' '\\n'`"
@@ -409,7 +414,11 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
 
 
 def _decode_item(text: str, position: int) -> tuple[Any, int]:
-    """Decode the value at ``position``; return it, or its repeated key as an error, and its end."""
+    """Decode the JSON value that begins at ``position`` of ``text``.
+
+    Returns:
+        The value, or the error about a key that it repeats; and the position after the value.
+    """
     try:
         return _decoder.raw_decode(text, position)
     except _RepeatedKeyError as error:
@@ -417,7 +426,7 @@ def _decode_item(text: str, position: int) -> tuple[Any, int]:
 
 
 def _number_items(items: list[_Value]) -> list[_Value]:
-    """Number items by their position in the list if several begin on one line."""
+    """Replace line numbers by positions in the list, from 1, if several items share a line."""
     if len({number for number, _, _ in items}) == len(items):
         return items
     return [(number, raw, value) for number, (_, raw, value) in enumerate(items, start=1)]
@@ -440,7 +449,7 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Block:
-    """Complete records of a file.
+    """A part of a file, at the boundaries of records, so that no record is in two blocks.
 
     Attributes:
         first: number of the block's first line in the file.
@@ -451,14 +460,17 @@ class Block:
     content: bytes | list[AnyLine]
 
     def lines(self, path: str) -> list[AnyLine]:
-        """Parse the lines of the file at ``path``; raise DataError if they are not UTF-8."""
+        """Parse the lines of this block.
+
+        Errors name the file by ``path``. Raises DataError if a line is not UTF-8.
+        """
         if isinstance(self.content, list):
             return self.content
         return list(json_lines(decode_utf8(self.content, path, self.first), self.first))
 
 
 class BlockFile:
-    """A file whose lines can be read several times.
+    """A data file that can be read several times, line by line or block by block.
 
     Raises:
         DataError: see ``read_lines``. In a file of JSON lines, errors are raised when the lines
@@ -467,11 +479,12 @@ class BlockFile:
 
     def __init__(self, path: str | Path) -> None:
         self._path = str(path)
-        # A list or a table cannot be cut at its lines, and is read at once.
+        # A JSON list or a table cannot be split at line ends, so all of it is read now. JSON lines
+        # are read block by block later.
         self._rows = None if _has_json_lines(self._path) else read_lines(path)
 
     def lines(self) -> Iterator[AnyLine]:
-        """Yield all lines."""
+        """Yield all lines of the file in order, including malformed ones (``BadLine``)."""
         if self._rows is not None:
             yield from self._rows
             return
@@ -479,7 +492,7 @@ class BlockFile:
             yield from block.lines(self._path)
 
     def objects(self) -> Iterator[Line]:
-        """Yield the lines that are a JSON object."""
+        """Yield the lines that are a JSON object, and skip malformed ones."""
         return (line for line in self.lines() if isinstance(line, Line))
 
     def blocks(self, lines_per_record: int) -> Iterator[Block]:
@@ -496,7 +509,7 @@ def _split_rows(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
 
 
 def _has_json_lines(path: str) -> bool:
-    """True if a file consists of JSON lines, and is not a JSON list or a table."""
+    """True if a file consists of JSON lines; False for a JSON list or a table."""
     with open_unpacked(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:
@@ -512,7 +525,7 @@ def _stream(path: str, lines_per_record: int, size: int) -> Iterator[Block]:
     for number, raw in enumerate(_raw_lines(path), start=1):
         block.append(raw)
         block_bytes += len(raw)
-        # Empty lines are not part of a record.
+        # Count only lines that are not empty, because empty lines are not part of a record.
         num_filled += lines_per_record > 1 and bool(raw.decode(errors="replace").strip())
         if block_bytes >= size and num_filled % lines_per_record == 0:
             yield Block(first, b"".join(block))

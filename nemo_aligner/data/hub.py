@@ -19,7 +19,7 @@ def fetch(
     subset: str | None = None,
     revision: str | None = None,
 ) -> int:
-    """Write all rows of one split to ``output``; return their number.
+    """Download all rows of one split to the file ``output``; return the number of rows.
 
     The rows are streamed, without another copy on the disk. ``output`` exists once it is complete.
 
@@ -57,7 +57,8 @@ def fetch(
                 lines.write(as_json(row) + "\n")
                 count += 1
         os.replace(part, output)
-    except Exception as error:  # readers and the hub's client raise many types
+    # Catch all exceptions, because readers and the hub's client raise many types.
+    except Exception as error:
         raise DataError(f"{described}: {type(error).__name__}: {short(error)}") from error
     finally:
         part.unlink(missing_ok=True)

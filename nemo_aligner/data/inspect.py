@@ -66,7 +66,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Inspected:
-    """A part of the output to print; ``is_good`` is False if the file has unusable records."""
+    """A part of the text to print, and ``is_good``: False if the file has unusable records."""
 
     text: str
     is_good: bool = True
@@ -117,7 +117,10 @@ def _report_on(path: str, name: str, options: Inspection) -> tuple[RecordFile, F
 
 
 def report_in_characters(file: RecordFile, name: str) -> FileReport:
-    """Report on a file without a tokenizer, with lengths in characters."""
+    """Build the report on a file without a tokenizer, with lengths in characters.
+
+    ``name`` is the name of the data set in the report.
+    """
     texts = [text for record in file.records for text in record.texts]
     replies = measure_replies(texts)
     prompts = [sum(len(flatten_message(turn)) for turn in prompt_of(text)) for text in texts]
@@ -146,9 +149,12 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
 
 
 def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
-    """Count duplicates and contradictions as a token index does, but compare texts, not tokens."""
+    """Count records that occur twice and records with opposite verdicts.
+
+    A token index also counts them, but compares tokens; here texts are compared.
+    """
     contents = (repr((record.texts, record.ranks, *label_rows(record))) for record in records)
-    # Hashes, because copies of the texts would double the memory.
+    # Compare hashes, because a set of the texts would double the memory.
     different = {short_hash(content.encode(errors="surrogatepass")) for content in contents}
     verdicts = [verdict_keys(record) for record in records]
     keys = np.array([key for record_keys in verdicts for key in record_keys], dtype=np.uint64)
@@ -175,7 +181,11 @@ def render_record(record: Record, options: Inspection) -> str:
 
 
 def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspection) -> list[str]:
-    """Render a sample with its ``labels``: a text for each step, or one for the whole sample."""
+    """Render a sample as lines of text, with its labels next to the steps that they rate.
+
+    ``labels`` has a label for each step or one for the whole sample, already rendered as text.
+    ``name`` is the sample's name in the listing, such as ``chosen``.
+    """
     if options.rules is None:
         turns = [f"{turn['role']}: {flatten_message(turn)}" for turn in messages_of(text)]
         return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
@@ -190,7 +200,8 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
     if reads is None:
         last = tokenizer.decode(ids[-1:])
         return [*lines, f"   scored at the last token: {ids[-1]} {last!r}"]
-    # The label of a whole sample is shown at its last step.
+    # Labels belong to the last steps: the one label of a whole sample is shown at its last step.
+    # Earlier steps get an empty text.
     unlabelled = [""] * (encoded.lost + len(reads) - len(labels))
     shown = [*unlabelled, *(f", label {label}" for label in labels)]
     for number, place in enumerate(reads, encoded.lost):
@@ -200,7 +211,7 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
 
 
 def mark_specials(token_ids: Sequence[int], tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
-    """Decode tokens, with ``marks`` before and after each special token."""
+    """Decode tokens to text, with ``marks[0]`` before and ``marks[1]`` after each special token."""
     left, right = marks
     parts: list[str] = []
     plain: list[int] = []

@@ -42,7 +42,7 @@ from nemo_aligner.utils.errors import DataError
 # Upper limit of the keys in a pack with cached prefixes, as a multiple of its token budget. It
 # bounds the time of attention, where a GPU kernel reads these keys one after the other.
 _KEYS_PER_TOKEN = 8
-# Records that ``largest_record`` compares at a time, to bound its memory.
+# Number of records that ``largest_record`` compares at a time, to bound its memory.
 _RECORDS_AT_ONCE = 1 << 18
 
 
@@ -50,9 +50,9 @@ class RecordSize(NamedTuple):
     """Size of one record in a pack, where the shared prefix of its samples is computed once.
 
     Attributes:
-        tokens: number of tokens, the prefix counted once.
+        tokens: number of tokens, with the prefix counted once.
         rewards: number of rewards of all its samples.
-        query_keys: number of pairs of a query and a key in causal attention.
+        query_keys: number of (query, key) pairs in causal attention, with the prefix counted once.
     """
 
     tokens: int
@@ -61,10 +61,10 @@ class RecordSize(NamedTuple):
 
 
 def measure_record(dataset: TokenizedDataset, record: int) -> RecordSize:
-    """Measure one record of a data set."""
+    """Measure tokens, rewards and attention of the record at index ``record`` of a data set."""
     lengths, prefix = dataset.lengths(record), int(dataset.prefixes[record])
     copies_saved = len(lengths) - 1
-    # Every token attends to itself and all before it; the prefix is computed once.
+    # Every token attends to itself and to all tokens before it. The prefix is computed once.
     query_keys = sum(length * (length + 1) for length in lengths) / 2
     return RecordSize(
         tokens=sum(lengths) - copies_saved * prefix,
@@ -79,8 +79,12 @@ def packed_size(dataset: TokenizedDataset, record: int) -> int:
 
 
 def largest_record(dataset: TokenizedDataset) -> tuple[int, int]:
-    """Find the first of the largest records by ``packed_size``; return it and its size."""
-    # Lengths come from the offsets, so that the tokens of a memory-mapped file are not read.
+    """Find the record with the largest ``packed_size``, the first one if several are equal.
+
+    Returns:
+        The index of the record, and its size in tokens; (0, 0) without records.
+    """
+    # Lengths are differences of offsets, so that the tokens of a memory-mapped file are not read.
     largest = (0, 0)
     bounds, prefixes = dataset.records.sample_bounds.numpy(), dataset.prefixes.numpy()
     for start in range(0, len(dataset), _RECORDS_AT_ONCE):
@@ -121,7 +125,7 @@ def pack_records(
 ) -> list[PackedBatch]:
     """Pack records of a data set into packs of at most ``micro_batch_tokens`` tokens.
 
-    There are as many packs as best fit needs, with the work (``record_cost``) balanced over them.
+    Best fit determines the number of packs, and the work (``record_cost``) is balanced over them.
     Records keep their order inside a pack. The largest pack comes first, so that the later ones fit
     into the memory that it used.
 
@@ -181,7 +185,10 @@ class SequenceReads(NamedTuple):
 
     @classmethod
     def number(cls, places: Sequence[Sequence[int]]) -> list[SequenceReads]:
-        """Number the rewards from 0 over all sequences, given each sequence's ``places``."""
+        """Build the reads of sequences from their ``places``.
+
+        The rewards are numbered from 0, over all sequences in order: these are the ``rows``.
+        """
         rows = iter(range(sum(map(len, places))))
         return [
             cls(torch.tensor(positions, dtype=torch.int64), [next(rows) for _ in positions])
@@ -190,7 +197,10 @@ class SequenceReads(NamedTuple):
 
 
 def uniform_rope(tokens: int) -> int:
-    """Stand in for ``ModelShape.length_dependent_rope`` if RoPE does not depend on the length."""
+    """Return 0 for every length: the default if a model has the same RoPE for all lengths.
+
+    It stands in for ``ModelShape.length_dependent_rope``, which numbers the RoPEs of other models.
+    """
     return 0
 
 
@@ -272,14 +282,17 @@ class PrefixGroup:
 
     @property
     def weight(self) -> int:
-        """Number of tokens of a pack's budget that the group takes."""
+        """Number of tokens that the group takes of a pack's budget (``_measure_weight``)."""
         return _measure_weight(
             self.size, len(self.members), self.prefix, _count_cached(self.cached)
         )
 
     @property
     def in_pack(self) -> Group:
-        """The group as an argument of ``PackedBatch.pack``, whose prefix includes cached tokens."""
+        """The group in the form that ``PackedBatch.pack`` takes.
+
+        The prefix of a ``Group`` begins with the cached tokens; ``prefix`` does not count them.
+        """
         return Group(len(self.members), _count_cached(self.cached) + self.prefix, self.cached)
 
 
@@ -288,11 +301,11 @@ def _count_cached(cached: CachedPrefix | None) -> int:
 
 
 def _measure_weight(size: int, members: int, prefix: int, cached: int) -> int:
-    """Measure what a group takes of a pack's budget, in tokens.
+    """Measure how much of a pack's budget a group takes, in tokens.
 
-    This is the number of tokens to compute. With ``cached`` tokens it is at least the number of
-    keys that attention gathers divided by ``_KEYS_PER_TOKEN``. Without them, the number of tokens
-    bounds the number of keys anyway.
+    The result is the number of tokens to compute, ``size``. With ``cached`` tokens, attention also
+    gathers keys that are not computed, so the result is at least the number of keys divided by
+    ``_KEYS_PER_TOKEN``. Without cached tokens, ``size`` bounds the number of keys anyway.
     """
     if not cached:
         return size
@@ -356,7 +369,7 @@ class _Ordered:
             position: np.asarray(sequences[position])[_count_cached(prefix) :]
             for position, prefix in cached.items()
         }
-        # Big-endian, so that bytes sort in the order of the tokens.
+        # Sort by the bytes of the tokens, big-endian, so that bytes have the order of the tokens.
         keys = {position: tokens.astype(">i4").tobytes() for position, tokens in uncached.items()}
         positions = sorted(cached, key=keys.__getitem__)
         kinds = {
@@ -368,7 +381,8 @@ class _Ordered:
             # The sort is stable: sequences with the same cached prefix and RoPE stay in the order
             # of their tokens.
             positions.sort(key=lambda position: numbers[kinds[position]])
-        # The first sequence has no left neighbour; without sequences there is no first one.
+        # The first sequence shares nothing, because it has no left neighbour. The list stays empty
+        # if there are no sequences.
         common = [0][: len(positions)]
         for left, right in pairwise(positions):
             is_same = kinds[left] == kinds[right]
@@ -377,9 +391,12 @@ class _Ordered:
         return cls(positions, lengths, common, cached)
 
     def runs(self, budget: int, end: int) -> Iterator[tuple[list[int], int, int]]:
-        """Group the sequences with an index below ``end``; yield members, prefix and size of each.
+        """Group neighbours with a shared prefix, among the sequences with an index below ``end``.
 
-        Prefix and size of a group are in tokens, without the cached ones.
+        Yields:
+            For each group: the indices of its members; the tokens of its shared prefix; and the
+            tokens to compute, at most ``budget`` if it has several members. The two numbers of
+            tokens do not include cached tokens.
         """
         members: list[int] = []
         prefix = size = 0
@@ -406,7 +423,10 @@ class _Ordered:
             yield members, prefix, size
 
     def fits(self, budget: int, end: int) -> bool:
-        """True if the sequences with an index below ``end`` fit into one pack."""
+        """True if the sequences with an index below ``end`` fit into a pack of ``budget`` tokens.
+
+        Shared prefixes are counted once.
+        """
         total = 0
         for _, _, size in self.runs(budget, end):
             total += size
@@ -418,12 +438,14 @@ class _Ordered:
 def count_fitting(sequences: Sequence[Tokens], budget: int) -> int:
     """Count how many of the first sequences fit into one pack of ``budget`` tokens, at least one.
 
-    Shared prefixes are counted once. The search multiplies the number of sequences by four until
-    they do not fit, and then bisects. Arrays are faster than lists.
+    Tokens of shared prefixes are counted once. The search multiplies the number of sequences by
+    four until they do not fit, and then bisects. Sequences are compared faster as arrays than as
+    lists.
     """
     lengths = list(accumulate(map(len, sequences)))
     fitting = min(len(sequences), max(1, bisect_right(lengths, budget)))
-    limit = min(len(sequences), budget)  # each sequence has a token outside shared prefixes
+    # At most ``budget`` sequences fit, as each has a token outside shared prefixes.
+    limit = min(len(sequences), budget)
     while fitting < limit:
         tried = min(4 * fitting, limit)
         ordered = _Ordered.of(sequences[:tried])
@@ -443,9 +465,18 @@ def packed_tokens(sequences: Sequence[Tokens]) -> int:
 
 
 def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
-    """Group the indices of ``sizes`` so that no group's sum of sizes exceeds ``budget``.
+    """Distribute items over groups; the sizes in a group add up to at most ``budget``.
 
-    There are as many groups as best fit needs. Their ``costs`` are balanced if the sizes allow it.
+    Best fit decreasing determines the number of groups. The items are then distributed anew, so
+    that the groups have about the same sum of ``costs``; if that does not fit, the groups of best
+    fit are returned.
+
+    Args:
+        sizes: size of each item in tokens. An item larger than ``budget`` is alone in its group.
+        costs: work of each item, in any unit.
+
+    Returns:
+        The indices of the items of each group, ascending.
     """
     packs = _pack_best_fit(sizes, budget)
     return _fill_groups(sizes, costs, budget, len(packs)) or packs
@@ -453,9 +484,10 @@ def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[li
 
 def _pack_best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
-    space: list[tuple[int, int]] = []  # (free tokens, index of the pack), sorted
+    # (free tokens, index of the pack) of every pack, in ascending order.
+    space: list[tuple[int, int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        # The fullest pack with enough space; -1 sorts before all pack numbers.
+        # Find the fullest pack with enough space. -1 sorts before all pack numbers.
         fitting = bisect_left(space, (sizes[index], -1))
         if fitting == len(space):
             packs.append([])
@@ -498,9 +530,10 @@ def _fill_groups(
 
 @dataclass(frozen=True)
 class TokenPacking:
-    """Packs a critic's sequences into packs of at most ``micro_batch_tokens`` tokens.
+    """Splits a critic's sequences over ranks, and packs them; every token has a reward, its value.
 
-    ``query_key_cost`` is the work of attention between one query and one key
+    A pack has at most ``micro_batch_tokens`` tokens. ``query_key_cost`` is the work of attention
+    between one query and one key, in units of one token's linear layers
     (``ModelShape.query_key_cost``).
     """
 
@@ -508,7 +541,11 @@ class TokenPacking:
     query_key_cost: float = 0.0
 
     def share(self, lengths: Sequence[int], count: int) -> list[list[int]]:
-        """Split sequences over ``count`` ranks; return the indices of each rank's sequences."""
+        """Split sequences with these ``lengths`` over ``count`` ranks, with about equal work.
+
+        Returns:
+            For each rank, the indices of its sequences.
+        """
         return share_out([self._get_cost(length) for length in lengths], count)
 
     def pack(

@@ -97,15 +97,24 @@ class ReaderConfig:
         return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
 
     def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """Return the label columns of a data set; if it may have both kinds, those of ratings."""
+        """Return the label columns that all records of a data set share.
+
+        These are the columns of ``kind``. If ``self.kind`` is None, a data set may have both kinds
+        of records, and has the columns of ratings.
+        """
         return self.columns_of(kind if self.kind is not None else RecordKind.rating)
 
 
 @dataclass(frozen=True)
 class RecordFile:
-    """The records of one file.
+    """The usable records of one file, and counts of the others.
 
     Attributes:
+        path: the file.
+        kind: kind of the records.
+        format: name of the file's format.
+        records: the records that were kept, in the order of the file.
+        malformed: the malformed records, in the order of the file.
         columns: names of the label columns (see ``ReaderConfig.set_columns_of``).
         counts: ``read``, ``kept``, and the count of each reason in ``clean.py`` that occurred.
         unread: for each column that was not read, the number of lines that have it.
@@ -122,7 +131,7 @@ class RecordFile:
 
 
 def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
-    """Read a file of comparisons or ratings.
+    """Read all usable records of a file of comparisons or ratings; check that there are some.
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
@@ -139,7 +148,13 @@ def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
 class FileRules:
     """Rules that make records of the lines of one file, once its format is known.
 
+    The rules are pickled and sent to the processes that tokenize blocks of the file.
+
     Attributes:
+        path: the file, for errors.
+        format: name of its format.
+        kind: kind of its records.
+        reading: the rules that the caller passed.
         contradicted: keys of the pairs of samples that the file has with opposite verdicts
             (``verdict_keys``, lowest bit 0); records with such a pair are dropped.
     """
@@ -207,7 +222,8 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
     chosen = choose_format(
         reading.format, reading.kind, file.objects(), str(path), reading.pair_keys, labels
     )
-    # Checked first: an error in the middle of the file could come after hours of tokenizing.
+    # Check all lines first, because an error in the middle of the file could otherwise come after
+    # hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, reading)
     if reading.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
@@ -216,7 +232,11 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
 
 
 def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> frozenset[int]:
-    """Read the file to find the pairs of samples that it has with opposite verdicts."""
+    """Read the file to find pairs of samples for which it has opposite verdicts.
+
+    Returns:
+        The keys of these pairs (``verdict_keys``), with the lowest bit 0.
+    """
     keys = array("Q")
     for block in file.blocks(chosen.lines_per_record):
         for record in rules.records(block.lines(rules.path), Counter(), []):
@@ -370,5 +390,5 @@ def _render_raw(conversation: Messages, template: str) -> str:
 
 
 def _fill(template: str, prompt: str) -> str:
-    # Not str.format: a template may have other braces.
+    # ``str.format`` would fail, because a template may have other braces.
     return template.replace(PLACE, prompt)

@@ -51,7 +51,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class MalformedRecord:
-    """A line that cannot be read as a record, and why."""
+    """File and line of a record that cannot be read, and the reason."""
 
     origin: Origin
     reason: str
@@ -95,7 +95,7 @@ class Comparison:
         return cls((chosen, rejected), (0, 1), origin, labels=labels)
 
     def swapped(self) -> Comparison:
-        """Reverse the order of the samples and of their ranks: the best becomes the worst."""
+        """Return the comparison with all verdicts reversed: the best sample becomes the worst."""
         ends = min(self.ranks) + max(self.ranks)
         ranks = tuple(ends - rank for rank in reversed(self.ranks))
         return replace(self, texts=self.texts[::-1], ranks=ranks)
@@ -124,7 +124,7 @@ class Rating:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank 0 of the only sample, so that comparisons and ratings can be read alike."""
+        """The rank of the only sample, 0, so that code can read ranks of any kind of record."""
         return (0,)
 
 
@@ -132,20 +132,23 @@ Record: TypeAlias = Comparison | Rating
 
 
 def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
-    """List the rows of labels of a record: one, or one for each step if steps are labelled."""
+    """List a record's rows of labels, each with a value for every label column.
+
+    A record has one row; a rating whose steps are labelled has a row for each step.
+    """
     steps = record.steps if isinstance(record, Rating) else None
     return [record.labels] if steps is None else steps
 
 
 def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:
-    """Return, for each reward of a sample, the length of the text that it scores, in tokens.
+    """Return, for each reward of a sample, the number of tokens of the text that it scores.
 
-    A reward scores its turn or step. The last reward of a sample without step labels scores the
-    whole reply.
+    A reward scores its turn or step. If the record has no step labels, the last reward of a sample
+    scores the whole reply.
 
     Args:
         reply_tokens: number of tokens of the whole reply.
-        step_tokens: number of tokens of each of its steps; empty if steps are not scored.
+        step_tokens: number of tokens of each step of the reply; empty if steps are not scored.
     """
     if isinstance(record, Rating) and record.steps is not None:
         return list(step_tokens)
@@ -153,7 +156,11 @@ def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[
 
 
 def text_names(record: Record) -> list[str]:
-    """Name the samples of a record, as errors and listings call them."""
+    """Return a name for each sample of a record, for errors and listings: ``chosen``, ``rank 2``.
+
+    The names are ``chosen`` and ``rejected`` for a pair, ``rank <n>`` for other comparisons, and
+    ``response`` for a rating.
+    """
     if isinstance(record, Rating):
         return [RATED_COLUMN]
     if record.ranks == (0, 1):
@@ -178,17 +185,17 @@ def is_blank(text: str) -> bool:
     )
 
 
-# Two raw texts that share this many characters at the beginning are taken to share a prompt.
+# Two raw texts with a common beginning of this many characters are taken to share a prompt.
 _MIN_SHARED_CHARACTERS = 20
 
 
 def prompt_key(record: Record) -> str:
-    """Return a key that records with the same prompt share; case and white space do not matter.
+    """Return a text that identifies a record's prompt; case and white space do not matter.
 
-    Raw text does not show where its prompt ends. The prompt of a raw pair is taken to be the
-    complete lines that both samples begin with. If they share no complete line, it is the text that
-    both begin with, provided that this has at least ``_MIN_SHARED_CHARACTERS``. Otherwise the key
-    is made of both whole samples.
+    Records with the same key have the same prompt. Raw text does not show where its prompt ends, so
+    the prompt of a raw pair is guessed: it is the complete lines with which both samples begin. If
+    they share no complete line, it is their common beginning, provided that this has at least
+    ``_MIN_SHARED_CHARACTERS``. Otherwise the key is made of both whole samples.
     """
     first = record.texts[0]
     if isinstance(first, str):
@@ -214,8 +221,8 @@ def _normalize(text: str) -> str:
 
 
 def short_hash(*parts: bytes) -> int:
-    """Hash bytes to 64 bits, the same in every process."""
-    # Python's hash() has a different salt in each process.
+    """Hash the concatenation of ``parts`` to 64 bits, with the same result in every process."""
+    # Python's hash() cannot be used, because it has a different salt in each process.
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)
@@ -252,15 +259,16 @@ def _text_bytes(text: Text) -> bytes:
         return text.encode(errors="surrogatepass")
     if isinstance(text, Conversation) or not is_plain(text):
         return json.dumps(conversation_as_json(text)).encode()
-    # Most conversations are plain, and this is much faster than JSON.
+    # Most conversations have only roles and texts. Joining these is much faster than JSON.
     parts = (part for turn in text for part in (turn["role"], turn["content"]))
     return "\0".join(parts).encode(errors="surrogatepass")
 
 
 def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """List the lengths of the better and the worse sample of each pair of a record, without ties.
+    """List (length of the better reply, length of the worse reply) for the pairs of all records.
 
-    ``lengths`` has the length of the reply of each sample, record by record.
+    Two samples of a record are a pair if their ranks differ. ``lengths`` has the length of each
+    sample's reply, record by record.
     """
     remaining = iter(lengths)
     pairs = []
@@ -274,7 +282,7 @@ def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[
     return pairs
 
 
-# Rewards of held-out records as rows of JSON, which training and evaluation write.
+# Rows of JSON with the rewards of held-out records, which training and evaluation write to files.
 
 PAIR_COLUMNS = ("chosen", "rejected")
 RATED_COLUMN = "response"
@@ -307,7 +315,7 @@ def reward_row(
 
 
 def row_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Convert rows to lines of JSON."""
+    """Convert each row to a line of JSON, without a line end."""
     return [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
 
 
@@ -315,7 +323,7 @@ def _replace_infinite(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-# Writing files of preference data, also from the records of a Python program.
+# Functions that write files of preference data, also from the records of a Python program.
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> str:
@@ -402,9 +410,10 @@ def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
     return bool(level)
 
 
-# Python values that JSON has no type for, but that their ``str`` describes completely.
+# Types of Python values without a type in JSON, which are written as text because ``str`` keeps all
+# of their content.
 _AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)
-# Types of pandas' missing value and missing date.
+# Names of the types of pandas' missing value and missing date.
 _MISSING = ("NAType", "NaTType")
 
 
@@ -420,8 +429,8 @@ def as_json(value: Mapping[str, Any]) -> str:
             where.
     """
     try:
-        # This raises at a NaN or a key that is no string. Only then convert the value item by item,
-        # which is slower.
+        # Try the fast conversion first, which raises at a NaN or a key that is not a string. Then
+        # convert the value item by item, which is slower.
         text = json.dumps(value, ensure_ascii=False, default=_convert, allow_nan=False)
     except RecursionError as error:
         raise DataError("it holds lists or dicts nested too deep for JSON") from error
@@ -429,7 +438,8 @@ def as_json(value: Mapping[str, Any]) -> str:
         text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: escape it, for a reader to report
+    # The text has half of a surrogate pair. Escape it, so that the file can be written.
+    except UnicodeEncodeError:
         return json.dumps(_json_value(value))
     return text
 
@@ -450,7 +460,7 @@ def without_other_kinds(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _convert(value: Any) -> Any:
-    """Convert a value of a type that JSON does not have; raise TypeError if that is impossible."""
+    """Convert a value that ``json`` cannot write, such as a date; TypeError if it is unknown."""
     if isinstance(value, Conversation):
         return conversation_as_json(value)
     if type(value).__name__ in _MISSING:

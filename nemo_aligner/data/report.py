@@ -37,7 +37,8 @@ from nemo_aligner.utils.errors import DataError, short
 # Prompts and records are compared by 64-bit hashes. Among 10 million different hashed values, the
 # probability that any two collide is 3 in a million (the birthday bound, n^2 / 2^65).
 
-# Number of hashes looked up in one call, so that memory does not grow with the data.
+# Number of hashes that ``find_members`` looks up at once, so that memory does not grow with the
+# data.
 _KEYS_AT_ONCE = 1 << 18
 
 
@@ -68,13 +69,20 @@ class Prompts:
 
 
 def find_first_lines(keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different values of ``keys [N]``, ascending, and the first line of each."""
+    """Find the different values of ``keys [N]``, where ``lines [N]`` has the line of each key.
+
+    Returns:
+        The D different keys in ascending order, and the first line that has each, both ``[D]``.
+    """
     different, first = np.unique(keys, return_index=True)
     return different, lines[first]
 
 
 def find_members(keys: np.ndarray, sorted_keys: Sequence[np.ndarray]) -> np.ndarray:
-    """Find which of ``keys [P]`` are in any of the arrays ``sorted_keys``; return ``[P]`` bool."""
+    """Find which of ``keys [P]`` occur in at least one of the arrays ``sorted_keys``.
+
+    Each array is in ascending order. The result is ``[P]`` bool.
+    """
     is_in = np.zeros(len(keys), dtype=bool)
     for start in range(0, len(keys), _KEYS_AT_ONCE):
         part = keys[start : start + _KEYS_AT_ONCE]
@@ -96,7 +104,7 @@ def find_contradicted(
         sorted_keys: verdicts to compare with, each array in ascending order.
 
     Returns:
-        ``[N]`` bool.
+        ``[N]`` bool, True for the records that are contradicted.
     """
     is_contradicted = np.zeros(len(counts), dtype=bool)
     opposed = find_members(keys ^ np.uint64(1), sorted_keys)
@@ -133,7 +141,7 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
 
-# How often the better reply is the longer one, and how long a reply is.
+# Lengths of replies, and how often the better reply of a pair is the longer one.
 
 
 def measure_replies(texts: Sequence[Text], tokenizer: Tokenizer | None = None) -> list[int]:
@@ -148,7 +156,7 @@ def measure_replies(texts: Sequence[Text], tokenizer: Tokenizer | None = None) -
 
 
 def unit_of_lengths(tokenizer: Tokenizer | None) -> str:
-    """Name the unit of ``measure_replies``."""
+    """Return the unit in which ``measure_replies`` measures: "tokens" or "characters"."""
     return "characters" if tokenizer is None else "tokens"
 
 
@@ -162,7 +170,10 @@ def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | 
 
 
 def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
-    """Compute the fraction of pairs whose first length is larger; a tie counts one half."""
+    """Compute the fraction of pairs whose first reply is the longer one.
+
+    ``lengths`` has two lengths for each pair. Equal lengths count one half.
+    """
     return float(np.mean([0.5 if a == b else float(a > b) for a, b in lengths]))
 
 
@@ -186,9 +197,14 @@ _MIN_OUTLIERS = 3
 
 @dataclass(frozen=True)
 class FarLabel:
-    """An outlier among the labels of the column ``name``.
+    """An outlier among the labels of a file, by the rule above.
 
-    ``times`` is its distance from the median, divided by the larger of the two reference distances.
+    Attributes:
+        origin: file and line of the record.
+        name: label column.
+        value: the label.
+        median: median of the column.
+        times: the label's distance from the median, divided by the larger reference distance.
     """
 
     origin: Origin
@@ -212,7 +228,7 @@ def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
 def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel]:
     """Find the outliers among labels by the rule above, the farthest first.
 
-    ``origins`` has file and line of each row of labels.
+    ``origins`` has the file and line of each row of ``labels``.
     """
     columns = zip(labels.names, labels.values.double().unbind(1), strict=True)
     outliers = [label for name, column in columns for label in _find_far(name, column, origins)]
@@ -227,7 +243,7 @@ def _find_far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[
     ordered = (present - median).abs().sort().values
     excluded = min(max(_MIN_OUTLIERS, int(_OUTLIER_FRACTION * len(ordered))), len(ordered) // 4)
     reach = max(float(ordered[len(ordered) - 1 - excluded]), abs(median)) or 1.0
-    # A missing label is NaN, for which the comparison is False.
+    # A missing label is NaN, and NaN > x is False, so it is no outlier.
     for index in torch.nonzero((column - median).abs() > _MIN_RATIO * reach).flatten().tolist():
         value = float(column[index])
         yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
@@ -239,14 +255,17 @@ def _select_present(column: Tensor) -> Tensor:
 
 # Summary of a file's records, small enough for a JSON file.
 
-# Malformed records kept in a summary; a file may have any number.
+# Largest number of malformed records that a summary lists.
 MOST_KEPT = 100
 _PERCENT = np.array([0, 5, 50, 95, 100])
 
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """The sum of lengths, and five quantiles: smallest, 5th, 50th and 95th percentile, largest."""
+    """Summary of lengths: their sum, and five quantiles.
+
+    The quantiles are the smallest length, the 5th, 50th and 95th percentile, and the largest.
+    """
 
     total: int
     quantiles: tuple[int, ...]
@@ -269,7 +288,7 @@ class LengthSummary:
 
 @dataclass(frozen=True)
 class LabelSummary:
-    """For each label column, the number of missing labels, and mean, minimum and maximum.
+    """Summary of each label column: number of missing labels, mean, minimum and maximum.
 
     Mean, minimum and maximum are NaN if all labels of the column are missing.
     """
@@ -373,7 +392,7 @@ def _parse_lengths(values: Mapping[str, Any]) -> LengthSummary:
     return LengthSummary(values["total"], tuple(values["quantiles"]))
 
 
-# The table of one data file.
+# FileReport: the table that is printed for one data file.
 
 _DROPPED = (
     "malformed",
@@ -512,7 +531,10 @@ def _format_parts(total: int, parts: Mapping[str, int]) -> str:
 
 
 def _list_columns(unread: Mapping[str, int]) -> str:
-    """List columns that were not read; those that may belong to the prompt come first."""
+    """List the columns that were not read, each with the number of lines that have it.
+
+    Columns that may belong to the prompt come first, because leaving them out may be a mistake.
+    """
     ordered = sorted(unread, key=lambda name: (not looks_like_prompt(name), -unread[name], name))
     parts = [
         f"{short(name)} {unread[name]}" + " (part of the prompt?)" * looks_like_prompt(name)

@@ -38,7 +38,7 @@ class Rollout:
         Attention is causal, so later tokens do not matter. The result is ``[N]`` int64.
         """
         learned = self.mask != 0
-        # argmax finds the first True, here counted from the end.
+        # argmax finds the first True of the reversed row, which is the last learned value.
         last = learned.shape[1] - learned[:, ::-1].argmax(axis=1)
         return np.where(learned.any(axis=1), last, 0)
 

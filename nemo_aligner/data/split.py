@@ -28,7 +28,7 @@ from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_len
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-# Tolerated difference of the held-out part from its requested size, as a fraction of that size.
+# The held-out part may differ from its requested size by this fraction of the size.
 _TOLERANCE = 0.1
 _SHINGLE_WORDS = 3
 
@@ -109,7 +109,10 @@ def _describe_too_few(source: Path, keys: Sequence[str], settings: Split) -> str
 
 
 def _note_difference(keys: Sequence[str], count: int, requested: float) -> list[str]:
-    """Write a note if the held-out ``count`` of records differs much from the requested part."""
+    """Return a note if the number of held-out records differs much from the requested fraction.
+
+    ``count`` is the number of held-out records, and ``keys`` has the prompt key of every record.
+    """
     expected = requested * len(keys)
     if abs(count - expected) <= max(1.0, _TOLERANCE * expected):
         return []
@@ -145,7 +148,7 @@ def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     count = format_named(file.format, None).lines_per_record
     return {
         first.number: [
-            # An item of a JSON list may have several lines.
+            # Write an item of a JSON list that spans several lines on one line.
             line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
             for line in lines[start : start + count]
         ]
@@ -182,10 +185,14 @@ def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
 
 
 def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
-    """Merge prompts of raw texts: a prompt that begins with another one counts as the same."""
+    """Return a key for each prompt of raw text: the shortest of ``prompts`` with which it begins.
+
+    A prompt that begins with another prompt thus has the same key as that prompt.
+    """
     merged: dict[str, str] = {}
     last = None
-    # In sorted order, a text comes after its prefixes.
+    # In sorted order, a prompt comes after its prefixes, and all prompts with one prefix are
+    # neighbours.
     for prompt in sorted(set(prompts)):
         if last is None or not prompt.startswith(last):
             last = prompt
@@ -194,7 +201,10 @@ def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
 
 
 def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Give the two keys of each of ``pairs``, and all keys of a chain of pairs, the same key."""
+    """Return ``keys``, where keys that ``pairs`` connect are replaced by one of them.
+
+    Keys are connected by a pair, or by a chain of pairs.
+    """
     same_as = {key: key for key in keys}
 
     def find_root(key: str) -> str:
@@ -208,10 +218,10 @@ def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[s
 
 
 def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of keys with a Jaccard similarity of at least ``similar``.
+    """Yield the pairs of prompts whose Jaccard similarity is at least ``similar``.
 
-    MinHash with locality-sensitive hashing (Broder 1997) proposes pairs, whose similarity is then
-    computed exactly.
+    The similarity is that of their sets of three consecutive words. MinHash with locality-sensitive
+    hashing (Broder 1997) proposes pairs, whose similarity is then computed exactly.
     """
     try:
         from datasketch import MinHash, MinHashLSH
@@ -240,12 +250,13 @@ def _make_shingles(key: str) -> set[str]:
 
 
 def _draw_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
-    """Draw keys until their records are the fraction ``heldout`` of all records.
+    """Draw the prompts to hold out, until they have the fraction ``heldout`` of all records.
 
-    A key is skipped if its records would exceed this fraction by more than the tolerance.
+    ``keys`` has the prompt key of every record. A key is skipped if its records would exceed the
+    fraction by more than ``_TOLERANCE``. Returns the drawn keys.
     """
     sizes = Counter(keys)
-    # Sorted, so that the draw does not depend on the order of the file.
+    # Sort the keys, so that the draw does not depend on the order of the file.
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
     expected = heldout * len(keys)
@@ -293,7 +304,10 @@ def _render_length_baseline(
 
 
 def _length_correlation(records: Sequence[Record], lengths: Sequence[int], index: int) -> float:
-    """Compute Pearson's r of the replies' ``lengths`` and a label; 0 if either is constant."""
+    """Compute Pearson's r of the replies' ``lengths`` and the label number ``index``.
+
+    The result is 0 if all lengths or all labels are equal.
+    """
     points = [
         (length, record.labels[index])
         for record, length in zip(records, lengths, strict=True)

@@ -30,14 +30,17 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import PAIR_COLUMNS, MalformedRecord, Origin, Rating, text_names
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
-# Longest label, in characters.
+# Largest length of a sample's label on the console, in characters (see ``label_of``).
 _LABEL_LENGTH = 80
 _PLAIN = ("text", "messages")
 _READING = ReaderConfig()
 
 
 def labelled_conversation(option: str) -> tuple[str, Any]:
-    """Parse the option ``--conversation``; return its label and the conversation.
+    """Parse the JSON of the option ``--conversation``.
+
+    Returns:
+        A label to print, which is the conversation on one short line; and the conversation.
 
     Raises:
         ConfigError: the option is not JSON, or not a conversation that ends with a reply.
@@ -56,7 +59,7 @@ def labelled_conversation(option: str) -> tuple[str, Any]:
 
 
 def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterator[tuple[str, Any]]:
-    """Yield a label and a sample for each sample of a file.
+    """Yield (label, sample) for each sample of a file; the label is one line to print.
 
     A line is ``{"text": ...}``, ``{"messages": [...]}``, or a record of preference data, which is
     read as in training and evaluation and has several samples. A pair with only ``chosen`` or only
@@ -100,20 +103,24 @@ def label_of(text: Any) -> str:
 
 
 def _is_plain(value: dict[str, Any], reading: ReaderConfig) -> bool:
-    """True if a line is a text or messages to score, and not a record of preference data."""
+    """True if a line has a ``text`` or ``messages`` to score, and fits no preference format."""
     if reading.pair_keys is not None:
         formats = [format_named(CHAT_PAIRS.name, reading.pair_keys)]
     else:
-        # COMPARISON_TEXT makes a pair of two lines with a ``text`` each, and would match any text.
+        # Leave out COMPARISON_TEXT: its records are two lines with a ``text`` each, so that it
+        # would match any line with a text to score.
         formats = [fmt for fmt in FORMATS.values() if fmt is not COMPARISON_TEXT]
     return any(key in value for key in _PLAIN) and not any(fmt.matches(value) for fmt in formats)
 
 
 def _complete_pair(line: AnyLine, keys: PairKeys) -> tuple[AnyLine, str | None]:
-    """Copy the only reply of a pair to its other side, so that it can be read as a pair.
+    """Complete a pair that has only a chosen or only a rejected reply, by copying the reply.
+
+    The formats of pairs need both replies.
 
     Returns:
-        The line, and the side that the reply is on; None for any other line.
+        The line, and the side that had the reply, ``chosen`` or ``rejected``. Any other line is
+        returned unchanged, with None.
     """
     sides = (keys.chosen, keys.rejected)
     present = [key for key in sides if isinstance(line, Line) and key in line.value]
@@ -132,7 +139,7 @@ def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:
     texts = []
     for key in (key for key in _PLAIN if key in value):
         record = Rating(check_text(value[key], key), (), origin)
-        # ``system`` and ``history`` columns are added, as in preference data.
+        # Put ``system`` and ``history`` columns into the prompt, as for preference data.
         texts.append(_add_tools(with_prompt_columns(record, fields, ()).texts[0], value))
     return [(label_of(text), text) for text in texts]
 
@@ -159,7 +166,10 @@ def _record_texts(line: Line, side: str | None, chosen: Format, path: str) -> li
 
 
 def write_first_replies(source: Path, target: Path) -> str:
-    """Write the first two samples of a file as lines to score; return them as text to print.
+    """Write the first two samples of the file ``source`` to ``target``, as lines to score.
+
+    Returns:
+        The prompt of the first sample and both replies, as text to print.
 
     Raises:
         DataError: the file cannot be read.

@@ -40,7 +40,7 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 from nemo_aligner.utils.writing import write_problem
 
-# The cache of one file: its folder, whether it is up to date, and how it is written.
+# The cache of one file: the name of its folder, the check that it is up to date, and its writing.
 
 VERSION = 6
 _FACTS = "index.json"
@@ -68,16 +68,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FileStat:
-    """Size and times of a file, which show a change of its content without reading the file."""
+    """Size and times of a file, by which a change of its content is noticed without reading it."""
 
     size: int
     mtime_ns: int
-    # Also compared because cp -p and rsync -t set mtime to an old value; ctime cannot be set.
+    # Compare ctime in addition to mtime: cp -p and rsync -t set mtime to an old value, but ctime
+    # cannot be set.
     ctime_ns: int
 
     @classmethod
     def of(cls, path: str) -> FileStat:
-        """Stat a file; raise DataError if it cannot be read."""
+        """Read size and times of the file at ``path``; raise DataError if that fails."""
         try:
             stat = os.stat(path)
         except OSError as error:
@@ -86,7 +87,10 @@ class FileStat:
 
 
 def describe_rules(rules: IndexRules) -> dict[str, Any]:
-    """List, as JSON values, all that determines an index in addition to the file's content."""
+    """List, as JSON values, everything but the file's content that determines an index.
+
+    A change of any value makes the cache invalid, because it changes the name of its folder.
+    """
     import tokenizers
 
     reading, contract = rules.reading, rules.contract
@@ -111,10 +115,11 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
 
 
 def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
-    """Name the cache folder of a file: next to the file, or in ``index_dir``."""
+    """Return the path of a file's cache folder, in ``index_dir`` or, if None, next to the file."""
     described = describe_rules(rules)
     if index_dir is not None:
-        # Caches of all files are in one folder, where files of the same name need different ones.
+        # Caches of all files are in ``index_dir``, where two files of the same name need different
+        # folders.
         described["path"] = str(Path(path).resolve())
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     parent = Path(path).parent if index_dir is None else Path(index_dir)
@@ -122,31 +127,37 @@ def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
 
 
 def open_index(folder: Path, path: str) -> FileIndex | None:
-    """Open the index in ``folder``.
+    """Open the index in ``folder``, which was made from the file at ``path``.
 
     Returns:
-        None if the index is missing or damaged, or if the file at ``path`` has changed since.
+        The index; None if it is missing or damaged, or if the file has changed since.
     """
     try:
         header = json.loads((folder / _FACTS).read_text())
         arrays = ArraysInFolder(folder)
-        # Sizes first: they show a truncated copy without reading it.
+        # Compare sizes first, because they show a truncated copy without reading it.
         if arrays.sizes() != header["sizes"] or not _is_up_to_date(header, folder, path):
             return None
         return FileIndex(IndexFacts.from_dict(header["facts"], path), arrays)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # written by another version, or damaged: it is written again
+        # Another version wrote the index, or it is damaged. The caller writes it again.
+        return None
 
 
 def _is_up_to_date(header: dict[str, Any], folder: Path, path: str) -> bool:
-    """True if the file has the content that the index was made from."""
+    """True if the file at ``path`` has the content that the index in ``folder`` was made from.
+
+    ``header`` is the content of ``index.json``. If only the file's times have changed, it is
+    written again with the new times.
+    """
     stat, indexed = FileStat.of(path), FileStat(**header["stamp"])
     if stat == indexed and header["settled"]:
         return True
     if stat.size != indexed.size or content_digest(path) != header["content"]:
         return False
     header = {**header, "stamp": asdict(stat), "settled": _is_settled(stat, time.time_ns())}
-    with suppress(OSError):  # if it cannot be written, the next start compares the content again
+    # If the header cannot be written, the next start compares the content again.
+    with suppress(OSError):
         _write_facts(folder, header)
     return True
 
@@ -154,8 +165,8 @@ def _is_up_to_date(header: dict[str, Any], folder: Path, path: str) -> bool:
 def _is_settled(stat: FileStat, now_ns: int) -> bool:
     """True if the file was last changed more than one clock tick (``_TICK_NS``) before ``now_ns``.
 
-    Any later change then shows in the file's times. A second change within the same tick would not
-    show, so that a file that is not settled has to be compared by its content.
+    A later change then shows in the file's times. A second change within the same tick would not
+    show, so the content of a file that is not settled has to be compared.
     """
     return now_ns - stat.mtime_ns > _TICK_NS
 
@@ -212,7 +223,7 @@ def _write_arrays(path: str, rules: IndexRules, part: Path, say: Say) -> None:
 
 
 def _write_facts(folder: Path, header: dict[str, Any]) -> None:
-    # Synced before it is renamed: after a crash there is a complete file or none.
+    # Sync the file before renaming it, so that after a crash there is a complete file or none.
     new = folder / f".{_FACTS}.{os.getpid()}"
     with new.open("w") as file:
         json.dump(header, file, indent=1)
@@ -225,7 +236,7 @@ def _publish(part: Path, folder: Path, path: str) -> None:
     """Rename ``part`` to ``folder``, unless another process has written the index meanwhile."""
     for _ in range(_TRIES):
         with suppress(OSError):
-            # This fails if the folder exists and is not empty.
+            # The rename fails if ``folder`` exists and is not empty.
             part.rename(folder)
             return
         if open_index(folder, path) is not None:
@@ -238,7 +249,7 @@ def _publish(part: Path, folder: Path, path: str) -> None:
 
 
 class _ProgressLines:
-    """Logs how many records of a file are tokenized, every 20 s."""
+    """Logs every 20 s how many records of a file are tokenized so far; called for each block."""
 
     _SECONDS = 20.0
 
@@ -254,7 +265,7 @@ class _ProgressLines:
             self._say(f"{self._path}: {records} records tokenized, {rate:.0f} per second")
 
 
-# The indexes of a run's files on every rank: the first rank of each node writes missing ones.
+# The indexes of a run's files on every rank. The first rank of each node writes missing indexes.
 
 # A file with fewer bytes gets no cache, unless ``model.data.index_dir`` is set: every rank
 # tokenizes it in memory, which takes about a second.
@@ -265,7 +276,7 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True)
 class IndexPlace:
-    """Where token caches are written, and whether they are kept.
+    """The settings of token caches: where they are written, and whether they are kept.
 
     Attributes:
         folder: folder of the caches of all files (``model.data.index_dir``). None puts them next to
@@ -364,7 +375,7 @@ def _can_write(folder: Path, place: IndexPlace) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".nemo_aligner_{os.getpid()}"
-        # Try to make a folder. os.access can be wrong where a server decides, as on NFS.
+        # Try to make a folder, because os.access can be wrong on NFS, where the server decides.
         probe.mkdir()
         probe.rmdir()
     except OSError as error:

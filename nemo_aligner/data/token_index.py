@@ -41,7 +41,7 @@ from nemo_aligner.data.token_workers import tokenize_blocks
 from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules
 
 _INT = np.dtype(np.int64)
-_COUNT = np.dtype(np.int32)  # half of int64, for arrays that every rank may hold in memory
+_COUNT = np.dtype(np.int32)  # takes half the memory of int64, in arrays that every rank may hold
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
 ShowProgress = Callable[[int], None]
@@ -50,7 +50,13 @@ ShowProgress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class IndexRules:
-    """The rules that turn a file into an index: reading rules, scoring contract and tokenizer."""
+    """The rules that turn a file into an index.
+
+    Attributes:
+        reading: rules by which the records of the file are read.
+        contract: scoring contract, which determines how a sample becomes token ids.
+        tokenizer: the tokenizer.
+    """
 
     reading: ReaderConfig
     contract: ScoringContract
@@ -91,19 +97,32 @@ class FileIndex:
     """The tokenized records of one file: N records with Q samples, T tokens and S rewards in all.
 
     Attributes:
+        facts: the small values of the index, such as the file's summary and the label columns.
         tokens: ``[T]`` uint16 or int32 token ids, sample after sample.
-        offsets: ``[Q + 1]`` int64 bounds of the samples in ``tokens``, from 0 to T.
-        sample_bounds, reward_bounds: ``[N + 1]`` and ``[Q + 1]`` int64, as in ``Records``.
-        labels: ``[L, C]`` float32, as in ``Records``.
-        ranks, reply_lengths: ``[Q]`` and ``[S]`` int32, as in ``Records``.
-        places: ``[S]`` int32, as in ``TokenizedDataset``.
-        prefixes: ``[N]`` int32, as in ``TokenizedDataset``.
-        lines: ``[N]`` int64, line on which each record begins.
+        offsets: ``[Q + 1]`` int64, from 0 to T: sample q has the tokens from ``offsets[q]`` up to
+            ``offsets[q + 1]``.
+        sample_bounds: ``[N + 1]`` int64, from 0 to Q: record n has the samples from
+            ``sample_bounds[n]`` up to ``sample_bounds[n + 1]``.
+        reward_bounds: ``[Q + 1]`` int64, from 0 to S: sample q has the rewards from
+            ``reward_bounds[q]`` up to ``reward_bounds[q + 1]``.
+        labels: ``[L, C]`` float32 labels in C columns, NaN where one is missing. The L rows are one
+            for each comparison and one for each reward of a rating, record by record.
+        ranks: ``[Q]`` int32 rank of each sample in its record: a lower rank is better, and samples
+            with equal ranks are tied.
+        reply_lengths: ``[S]`` int32 number of tokens of the reply, turn or step that each reward
+            scores, before truncation.
+        places: ``[S]`` int32, for each reward the position in its sample of the token that the
+            head reads.
+        prefixes: ``[N]`` int32 number of tokens that all samples of a record share at the
+            beginning; 0 for a single sample, or if the prefix is too short to be worth sharing.
+        lines: ``[N]`` int64 line on which each record begins.
         sources: ``[N]`` int32 index of each record's source in ``facts.summary.sources``.
-        record_keys: uint64 hashes of the different records, in ascending order.
-        verdict_keys: ``[V]`` uint64 hashes of the verdicts (``records.verdict_keys``).
-        verdict_counts: ``[N]`` int32 number of verdicts of each record.
-        prompts: hashes and lines of the different prompts.
+        record_keys: ``[D]`` uint64 hashes of the file's D different records, in ascending order,
+            to find records that occur twice.
+        verdict_keys: ``[V]`` uint64 hashes of the verdicts of all records, record by record, to
+            find opposite verdicts (``verdict_keys`` in data/records.py).
+        verdict_counts: ``[N]`` int32 number of verdicts of each record; they add up to V.
+        prompts: the file's different prompts, by hash, each with the line of its first record.
     """
 
     def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
@@ -160,12 +179,15 @@ def make_index(
 
 
 class _Writer:
-    """Appends tokenized blocks to arrays, in memory that does not grow with their number."""
+    """Appends tokenized blocks to the arrays of an index.
+
+    The writer itself keeps only sums, so that its memory does not grow with the number of blocks.
+    """
 
     def __init__(self, arrays: Arrays) -> None:
         self.records = 0
         self._arrays = arrays
-        # Sums of the blocks' counts; its ``arrays`` stay empty.
+        # The sums of the counts of all blocks. The ``arrays`` of this block stay empty.
         self._total = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
@@ -175,7 +197,7 @@ class _Writer:
             arrays.append(name, np.zeros(1, _INT))
 
     def add(self, block: TokenizedBlock) -> None:
-        """Append a block."""
+        """Append the arrays of a block to those of the index, and add its counts to the sums."""
         total, parts = self._total, dict(block.arrays)
         total.counts.update(block.counts)
         total.unread.update(block.unread)
@@ -212,7 +234,11 @@ class _Writer:
             start += length
 
     def finish(self, token_rules: TokenRules) -> IndexFacts:
-        """Complete the arrays once all blocks were added, and return the facts of the index."""
+        """Complete the arrays after the last block, and return the facts of the index.
+
+        Some arrays and counts need the whole file: different records, different prompts with
+        their first lines, contradicting verdicts, and the digest.
+        """
         arrays, total, rules = self._arrays, self._total, token_rules.file
         lines = arrays.read("lines", _INT)
         different = np.unique(arrays.read("record_keys", _KEY))
@@ -237,7 +263,7 @@ class _Writer:
         saved = prefixes * (np.diff(sample_bounds) - 1)
         reply_lengths = arrays.read("reply_lengths", _COUNT)
         if rules.kind is RecordKind.comparison:
-            # The length of the whole reply is that of the sample's last reward.
+            # The last reward of a sample has the length of the whole reply.
             reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
         summary = FileSummary(
@@ -264,7 +290,10 @@ class _Writer:
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:
-    """Add the ids of one sequence to a digest; their numpy type does not matter."""
+    """Add the token ids of one sequence, and its length, to the hash ``digest``.
+
+    uint16 and int32 ids give the same digest.
+    """
     digest.update(len(tokens).to_bytes(8, "little"))
     digest.update(tokens.astype(np.int32).tobytes())
 
@@ -277,12 +306,12 @@ def end_digest(
     reward_bounds: np.ndarray,
     places: np.ndarray | None = None,
 ) -> None:
-    """Add labels, ranks and ``places`` to a digest.
+    """Add labels, ranks and ``places`` to the hash ``digest``, after the last ``add_sequence``.
 
-    A resumed run compares the digest of its data with the one that it saved. To agree with runs of
-    earlier versions, ranks are added only if they differ from the order of the samples, and the
+    A resumed run compares the digest of its data with the digest that it saved. To agree with runs
+    of earlier versions, ranks are added only if they differ from the order of the samples, and the
     rank of a sample is repeated for each of its rewards. ``places`` are None unless the contract
-    scores turns or steps.
+    scores turns or steps. ``FileIndex`` describes the arrays.
     """
     digest.update(np.ascontiguousarray(labels).tobytes())
     ranks = np.repeat(ranks, np.diff(reward_bounds))
@@ -293,10 +322,10 @@ def end_digest(
         add_sequence(digest, places)
 
 
-# Stores of named arrays that are written part by part: bytes in memory, or files of a folder.
+# Stores of named arrays that are written part by part, in memory or in the files of a folder.
 #
-# megatron-core's IndexedDataset is not used, because it stores only sequences and documents: ranks,
-# labels, reply lengths and line numbers would need files of their own anyway.
+# megatron-core's IndexedDataset is not used, because it stores only sequences and documents. Ranks,
+# labels, reply lengths and line numbers would need separate files anyway.
 
 
 class ArraysInMemory:
@@ -314,7 +343,7 @@ class ArraysInMemory:
         self._bytes[name] = bytearray(array.tobytes())
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """Read all of the array ``name``, ``[n]`` or ``[n, width]``."""
+        """Copy the whole array ``name``: ``[n]``, or ``[n, width]`` if ``width`` is given."""
         return _reshape(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
 
     def sizes(self) -> dict[str, int]:
@@ -323,9 +352,10 @@ class ArraysInMemory:
 
 
 class ArraysInFolder:
-    """Arrays in files of ``folder``, without a header; reading memory-maps them.
+    """Arrays in the files of ``folder``, one file per array, which ``read`` memory-maps.
 
-    All methods raise OSError if a file cannot be read or written.
+    A file has only the bytes of the array, without a header. All methods raise OSError if a file
+    cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -348,7 +378,7 @@ class ArraysInFolder:
         self.append(name, array)
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """Memory-map the array ``name``, ``[n]`` or ``[n, width]``.
+        """Memory-map the array ``name``: ``[n]``, or ``[n, width]`` if ``width`` is given.
 
         Changes to the returned array stay in this process and do not reach the file.
         """
@@ -380,7 +410,7 @@ Arrays: TypeAlias = ArraysInMemory | ArraysInFolder
 
 
 def _reshape(array: np.ndarray, width: int | None) -> np.ndarray:
-    # Slicing a memmap is much slower than slicing a plain array.
+    # View a memmap as a plain array, because slicing a memmap is much slower.
     plain = array.view(np.ndarray)
     if width is None:
         return plain
@@ -395,9 +425,10 @@ Item = TypeVar("Item")
 
 
 class FileParts(Sequence[Item], Generic[Item]):
-    """A sequence of the items of several files, one file after the other.
+    """A read-only sequence of the items of several files, one file after the other.
 
-    ``sizes`` has the number of items of each file. A subclass reads an item of a file.
+    ``sizes`` has the number of items of each file. Subclasses define ``_read_part``, which returns
+    one item.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -470,7 +501,7 @@ class TokenSequences(FileParts[np.ndarray]):
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> TokenSequences:
-        """Copy sequences of token ids."""
+        """Build the sequences from a copy of Python lists or arrays of token ids."""
         flat = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
         offsets = np.array([0, *accumulate(map(len, flat))], dtype=np.int64)
         return cls([(np.concatenate([np.zeros(0, np.int32), *flat]), offsets)])

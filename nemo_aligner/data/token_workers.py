@@ -25,7 +25,7 @@ from nemo_aligner.utils.processes import environment
 
 # Blocks queued for each process: enough that no process waits, few enough to bound the memory.
 _BLOCKS_AHEAD = 2
-# How long to wait for the exit code of a process whose pipe has closed.
+# Seconds to wait for the exit code of a process whose pipe has closed.
 _END_S = 10.0
 
 
@@ -73,7 +73,8 @@ def _distribute(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Tok
         while pending:
             yield pending.popleft().result()
     finally:
-        # Do not wait: if the caller stopped early, it kills the workers next.
+        # Do not wait for running threads: if the caller stopped early, their processes are killed
+        # next, which ends them.
         executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -82,14 +83,15 @@ class _Worker:
 
     def __init__(self, rules: TokenRules) -> None:
         self._process = subprocess.Popen(
-            # Not -m: pickle would then look for this module's classes in __main__.
+            # Use -c, because with -m pickle would look for this module's classes in __main__.
             [sys.executable, "-c", f"from {__name__} import answer_blocks; answer_blocks()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # One thread for each process, because there already is a process for each core.
+            # Each process uses one thread, because there already is a process for each core.
             env={**environment(), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
-        # Sent with the first block: writing to a process that is still starting would block.
+        # The rules are sent with the first block, because writing to a process that is still
+        # starting would block.
         self._rules: TokenRules | None = rules
         self._path = rules.file.path
 
@@ -126,7 +128,7 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the process, and close its pipes; called when no more blocks are needed."""
         self._process.kill()
         self._process.communicate()
 
@@ -140,7 +142,8 @@ def answer_blocks() -> None:
     # ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # anything printed goes to stderr, and not between the answers
+    # Send anything that is printed to stderr, so that it does not get between the answers.
+    os.dup2(2, 1)
     rules: TokenRules = pickle.load(requests)
     while True:
         answer: TokenizedBlock | Exception

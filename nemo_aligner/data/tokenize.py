@@ -40,14 +40,14 @@ from nemo_aligner.data.records import (
 )
 from nemo_aligner.utils.errors import DataError
 
-# Records that the tokenizer encodes in one call.
+# Number of records that the tokenizer encodes in one call.
 _RECORDS_AT_ONCE = 256
 _LARGEST_UINT16 = 65535
 
 
 @dataclass(frozen=True)
 class TokenRules:
-    """All that determines the tokens of a file: rules to read it, contract, and tokenizer."""
+    """Everything that determines the tokens of a file: rules to read it, contract, tokenizer."""
 
     file: FileRules
     contract: ScoringContract
@@ -93,6 +93,7 @@ class _TokenizedRecord(NamedTuple):
     """A record that the rules keep, with the tokens of its samples.
 
     Attributes:
+        record: the record.
         sequences: token ids of each sample, int32.
         reply_tokens: number of tokens of each sample's reply.
         reply_lengths: for each reward, the tokens of its reply, turn or step
@@ -115,12 +116,12 @@ class _TokenizedRecord(NamedTuple):
             return [record.labels or missing]
         if record.steps is not None:
             return [labels or missing for labels in record.steps[self.lost :]]
-        # Labels of the whole sample are those of its last step.
+        # The labels of a whole sample go to its last step; earlier steps have none.
         return [missing] * (len(self.reads[0]) - 1) + [record.labels or missing]
 
 
 def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
-    """Read and tokenize a block.
+    """Read the records of a block, tokenize them, and drop those that cannot be used.
 
     Raises:
         DataError: the block is not UTF-8, a sample is too long and ``model.data.overlong`` is
@@ -155,7 +156,10 @@ def _tokenize_records(
     counts: Counter[str],
     malformed: list[MalformedRecord],
 ) -> Iterator[_TokenizedRecord]:
-    """Yield the records that are kept; count the others, and list malformed ones."""
+    """Yield the records that are kept, with their tokens.
+
+    Dropped records are counted in ``counts`` by reason, and malformed ones added to ``malformed``.
+    """
     stops = rules.contract.overlong == Overlong.error.value
     error = " (model.data.overlong is 'error')" if stops else None
     encoded_records = _encode_all(records, rules.contract, rules.tokenizer)
@@ -249,7 +253,7 @@ def _encode_part(
     try:
         return contract.tokenize_records(tokenizer, [record.texts for record in records])
     except DataError:
-        # Encode the records again, one by one, to find the malformed ones.
+        # A sample was rejected. Encode the records again one by one, to find the malformed ones.
         return [
             encode_record(record, lambda texts: contract.tokenize_records(tokenizer, [texts])[0])
             for record in records
@@ -265,15 +269,15 @@ def _truncate(text: TextIds, contract: ScoringContract) -> EncodedText | Overlon
 
 # Common prefixes of token sequences.
 
-# A shorter prefix is not worth a segment in a pack.
+# Shorter prefixes, in tokens, are not shared: a separate segment in a pack would cost more.
 _MIN_PREFIX = 8
 
 
 def common_prefix(first: Sequence[int] | np.ndarray, second: Sequence[int] | np.ndarray) -> int:
-    """Measure the common prefix of two sequences, in tokens; 0 if it is not worth a segment.
+    """Count the tokens that two sequences share at the beginning; 0 if fewer than ``_MIN_PREFIX``.
 
     The result is less than both lengths, because each sequence needs a last token outside the
-    prefix. Arrays are faster than lists.
+    prefix. Arrays are compared faster than lists.
     """
     limit = min(len(first), len(second)) - 1
     if limit < _MIN_PREFIX:
@@ -285,6 +289,9 @@ def common_prefix(first: Sequence[int] | np.ndarray, second: Sequence[int] | np.
 
 
 def prefix_of_all(sequences: Sequence[Sequence[int] | np.ndarray]) -> int:
-    """Measure the common prefix of all sequences by ``common_prefix``; 0 for a single sequence."""
+    """Count the tokens that all sequences share at the beginning; 0 for a single sequence.
+
+    The prefix is measured by ``common_prefix``.
+    """
     first, *following = sequences
     return min((common_prefix(first, sequence) for sequence in following), default=0)

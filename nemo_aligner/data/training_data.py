@@ -37,7 +37,13 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 class TrainingData:
     """The data sets of a run, its scoring contract, and its objective.
 
-    The contract has the means of the training labels, and the readout that the objective needs.
+    Attributes:
+        train: training data of all files.
+        validation: one data set for each validation file.
+        contract: scoring contract with the means of the training labels, and with the readout that
+            the objective needs.
+        objective: the loss, with all settings that follow from the training labels.
+        test: one data set for each test file.
     """
 
     train: TokenizedDataset
@@ -52,7 +58,7 @@ class TrainingData:
         return [self.train, *self.validation, *self.test]
 
     def table(self) -> str:
-        """Render the start-up table of every data set."""
+        """Render the tables that a run prints at its start: records and lengths of each file."""
         return "\n".join(dataset.table() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:
@@ -142,7 +148,10 @@ def _check_reads(contract: ScoringContract, objective: Objective) -> None:
 
 
 def how_to_read(config: ModelConfig, objective: Objective) -> ReaderConfig:
-    """Build the rules by which files are read, from the settings and what the objective needs."""
+    """Build the rules by which files are read: kind of records, label columns, ties and more.
+
+    They follow from the settings and from what the objective needs.
+    """
     is_rating = objective.record_kind is RecordKind.rating
     return ReaderConfig.of(
         config.data,
@@ -171,13 +180,14 @@ def _choose_label_means(
     if objective.centres_labels and measure:
         return contract.with_label_means(_measure_means(train, contract.attributes))
     if not objective.centres_labels and any(contract.label_means):
-        # The model to start from was trained on centred labels; this objective does not centre.
+        # The model that training starts from has label means, but this objective does not centre
+        # labels.
         return contract.with_label_means([0.0] * len(contract.attributes))
     return contract
 
 
 def _measure_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:
-    # An objective may read more columns than there are attributes.
+    # Select the means by name, because an objective may read more columns than the attributes.
     labels = train.records.labels
     by_name = dict(zip(labels.names, labels.measured_means(), strict=True))
     means = tuple(by_name[name] for name in attributes)
@@ -194,7 +204,9 @@ def _measure_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[
 def _fit_objective(
     objective: Objective, train: TokenizedDataset, contract: ScoringContract
 ) -> Objective:
-    """Fill in settings of the objective that follow from the training labels or the initial head.
+    """Return the objective with the settings that follow from the training labels.
+
+    A head that training starts from may determine them, too.
 
     Raises:
         ConfigError: the labels do not determine a setting, or the objective needs other outputs
@@ -236,7 +248,10 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
 
 
 def _name_sets(part: str, paths: Sequence[str]) -> list[str]:
-    """Name data sets ``<part>-<file name without endings>``; number equal names."""
+    """Name the data sets of files: ``<part>-<file name without endings>``.
+
+    Files with equal names get numbers: ``<part>-<name>_<n>``, where n counts the files from 1.
+    """
     stems = [Path(path).name.split(".")[0] for path in paths]
     return [
         f"{part}-{stem}" if stems.count(stem) == 1 else f"{part}-{stem}_{number}"
@@ -329,7 +344,10 @@ class TrainLoader:
         return steps if max_steps is None else min(steps, max_steps)
 
     def global_batch(self, step: int) -> list[int]:
-        """Return the records of ``step`` over all ranks, the same with any parallel layout."""
+        """Return the indices of the records of ``step``, counted from 0, over all ranks.
+
+        They are the same with any parallel layout.
+        """
         first = step * self._global_batch_size
         return [self._order.record(first + place) for place in range(self._global_batch_size)]
 
@@ -341,7 +359,7 @@ class TrainLoader:
         return plan
 
     def imbalance(self, steps: range) -> Imbalance:
-        """Measure how unevenly the work of ``steps`` is balanced."""
+        """Measure how unevenly the estimated work of ``steps`` is split over ranks and packs."""
         ranks, packs = [], []
         for step in steps:
             batch = self.global_batch(step)
@@ -367,7 +385,11 @@ class TrainLoader:
         )
 
     def _rank_shares(self, batch: Sequence[int]) -> list[list[int]]:
-        """List, for every rank, the indices into ``batch`` of the records that it computes."""
+        """Split the records of a step over the data parallel ranks, with about equal work.
+
+        Returns:
+            For every rank, the indices into ``batch`` of its records.
+        """
         return share_out([self._get_cost(record) for record in batch], self._dp_size)
 
     def _pack(self, batch: Sequence[int], indices: Sequence[int]) -> list[PackedBatch]:

@@ -44,12 +44,12 @@ def _set_before_cuda_starts() -> None:
 
 # Warnings to hide, as (beginning of the message as a regular expression, category).
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # TransformerEngine and Apex are optional here.
+    # megatron-core warns without TransformerEngine and Apex, which are optional here.
     (r"Transformer Engine and Apex are not installed", UserWarning),
     (r"Apex is not installed", UserWarning),
     (r"transformer_engine not found", UserWarning),
     (r"If you are using transformer_engine as the transformer implementation", UserWarning),
-    # From megatron-core, which calls functions that newer versions of torch or of itself deprecate.
+    # megatron-core calls functions that newer versions of torch or of megatron-core deprecate.
     (r"full scope is deprecated", UserWarning),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
@@ -58,7 +58,7 @@ _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     (r"TypedStorage is deprecated", UserWarning),
     (r"MimoModelConfig is experimental", UserWarning),
-    # From torch's checkpoint reader, with the backend gloo or on a CPU.
+    # torch's checkpoint reader warns with the backend gloo or on a CPU.
     (r"torch\.distributed is (disabled|unavailable)", UserWarning),
 )
 

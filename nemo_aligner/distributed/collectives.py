@@ -35,26 +35,32 @@ def barrier() -> None:
 
 
 def broadcast_object(value: T) -> T:
-    """Return rank 0's ``value`` on every rank."""
+    """Send rank 0's ``value`` to all ranks, as a pickle; return it on every rank."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the list of all ranks' values, in rank order, on every rank."""
+    """Return the values of all ranks, in rank order, on every rank; they are sent as pickles."""
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box
 
 
 def agree(flag: bool, device: torch.device | str) -> bool:
-    """Return True on every rank if ``flag`` is True on at least one rank."""
+    """Return True on every rank if ``flag`` is True on at least one rank, else False.
+
+    The flags are exchanged as a tensor on ``device``, which the group's backend must support.
+    """
     return agree_on([flag], device)[0]
 
 
 def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
-    """Return, on every rank and for each of ``flags``, whether it is True on at least one rank."""
+    """Return for each of ``flags`` whether it is True on at least one rank.
+
+    All ranks pass equally many flags and get the same result.
+    """
     if dist.get_world_size() == 1:
         return list(flags)
     box = to_device(torch.tensor([int(flag) for flag in flags]), device)
@@ -64,7 +70,11 @@ def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
 
 
 def max_over_model_ranks(count: int) -> int:
-    """Return the largest ``count`` among the tensor and pipeline parallel ranks of this replica."""
+    """Return the largest ``count`` of the ranks that compute the same copy of the model.
+
+    These are the tensor and pipeline parallel ranks of one replica. All of them must call this
+    function.
+    """
     group = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return count
@@ -74,7 +84,10 @@ def max_over_model_ranks(count: int) -> int:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Run ``function`` on rank 0, and return its result, or raise its error, on every rank."""
+    """Run ``function`` on rank 0 only; return its result, or raise its error, on every rank.
+
+    All ranks must call this function, and wait for rank 0.
+    """
     outcome: tuple[T | None, Exception | None] = (None, None)
     if is_main():
         outcome = _attempt(function)
@@ -128,7 +141,7 @@ def _unwrap(outcome: tuple[T | None, Exception | None]) -> T:
     return value  # type: ignore[return-value]
 
 
-# The device of this rank.
+# The device on which this rank computes.
 
 
 def current_device() -> torch.device:
@@ -189,11 +202,11 @@ class PipelineMessages(P2PCommunicator):
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def groups(self) -> ProcessGroupCollection:
-        """Return the process groups that Megatron's schedules need besides a communicator."""
+        """Return the process groups that Megatron's schedules need next to a communicator."""
         return ProcessGroupCollection.use_mpu_process_groups()
 
     def finish(self) -> None:
-        """Wait until all tensors have been sent."""
+        """Wait until all tensors have been sent, so that their memory may be freed."""
         self._wait_for_sends(0)
 
     def _communicate_shapes(

@@ -91,7 +91,10 @@ def invariant_linear_on_gpu(
 
 
 def _align(rows: Tensor) -> Tensor:
-    """Return ``rows`` as a contiguous tensor whose address is aligned as in the trial."""
+    """Return ``rows`` unchanged or as a copy, contiguous and aligned as in the trial.
+
+    cuBLAS may choose another kernel for another alignment of the address.
+    """
     rows = rows.contiguous()
     is_aligned = rows.storage_offset() * rows.element_size() % _ALIGNMENT == 0
     return rows if is_aligned else rows.clone()
@@ -143,7 +146,7 @@ def row_multiple(count: int, smallest: int) -> int:
     return smallest * max(1, share // smallest)
 
 
-# Gradients of weights.
+# Gradients of the weights of linear layers.
 
 
 @cache
@@ -174,7 +177,7 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
 
 # The trial, which finds chunk sizes with bit-identical results.
 
-# Number of different rows in the trial. They repeat, so even a chunk of 64 rows has each of them at
+# Number of different rows in the trial. The rows repeat, so even a chunk of 64 rows has each row at
 # four positions.
 _DRAWN = 16
 _TRIED: dict[tuple[Any, ...], tuple[int, ...]] = {}

@@ -41,7 +41,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process takes part in a launch: its rank, world size, device and backend."""
+    """Rank and device of this process, the number of ranks, and the backend of their group."""
 
     rank: int
     world_size: int
@@ -103,7 +103,9 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Create a process group of one rank for a conversion, unless there is a group already.
+    """Create a process group of one rank, for code that converts checkpoints in a single process.
+
+    The group is destroyed at the end of the block. An existing group of one rank is used as it is.
 
     Unlike ``launch``, it returns freed memory to the system, because a conversion reads a large
     checkpoint part by part and should never hold much of it.
@@ -133,7 +135,7 @@ def _select_device(process: Process, use_cuda: bool) -> torch.device:
     if not use_cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # With Slurm's --gpus-per-task, each process sees only its own GPU.
+    # With Slurm's --gpus-per-task, each process sees only its own GPU, which has the index 0.
     index = 0 if count == 1 and "RANK" not in os.environ else process.local_rank
     if index >= count:
         raise ConfigError(
@@ -168,7 +170,10 @@ def _split_cores(local_world_size: int) -> None:
 
 
 def _tear_down(hook: Callable[..., Any]) -> None:
-    """Destroy layout and process group, and restore the excepthook that torch has replaced."""
+    """Destroy the layout and the process group, and restore ``hook`` as ``sys.excepthook``.
+
+    torch replaces the excepthook when it initialises a process group.
+    """
     destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -176,7 +181,10 @@ def _tear_down(hook: Callable[..., Any]) -> None:
 
 
 def _create_store(process: Process, timeout: timedelta) -> dist.Store:
-    """Join the rendezvous of the ranks, and return the key-value store that all ranks share."""
+    """Join the rendezvous of the ranks, and return the key-value store that all ranks share.
+
+    The process group is built with this store, and ``fail_once`` exchanges errors by it.
+    """
     if process.master is None:
         return dist.HashStore()
     host, port = process.master
@@ -203,12 +211,12 @@ def _init_process_group(
     )
 
 
-# Reporting only the first failure if several ranks fail.
+# Error reports: if several ranks fail, only the first one reports its error.
 
 _STORE_WAIT = timedelta(seconds=5)
 _SAME_WAIT_S = 1.0
 _COUNT = "failed"
-# Messages with which gloo or NCCL fails on this rank after another rank has died.
+# Messages of errors that gloo or NCCL raises on this rank after another rank has died.
 _LOST = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|remote process exited).*")
 
 
@@ -246,9 +254,10 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
 
 
 def _all_report(text: str, store: dist.Store, world_size: int) -> bool:
-    """Tell whether all ranks fail with the same message within a second.
+    """Return True if all ranks fail with the message ``text`` within a second.
 
-    They do if, for example, they have checked the same settings.
+    This happens, for example, if all ranks have checked the same settings. The message then needs
+    no rank.
     """
     end = time.monotonic() + _SAME_WAIT_S
     while store.add(_COUNT, 0) < world_size:
@@ -286,7 +295,8 @@ def run_ranks(
         for rank in range(processes):
             variables = _rank_environment(environment or os.environ, rank, processes, store.port)
             ranks.append(_start_rank(arguments, variables))
-        if signals:  # a signal arrived before all ranks were started
+        # A signal that arrived before all ranks were started was not forwarded to all of them.
+        if signals:
             _send_signal(ranks, signals[0])
         failed = _first_failure(ranks, signals)
     if failed is None:

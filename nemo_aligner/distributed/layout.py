@@ -57,7 +57,14 @@ class LayoutSizes:
 class ParallelLayout(LayoutSizes):
     """Sizes of the parallel groups, and the rank of this process in each group.
 
-    Megatron's process groups exist.
+    ``initialize_layout`` returns it, after it has created Megatron's process groups. Planning and
+    a dry run use ``LayoutSizes``, which needs no process groups.
+
+    Attributes:
+        tp_rank: rank in the tensor parallel group.
+        pp_rank: rank in the pipeline parallel group, which is the number of the pipeline stage.
+        dp_rank: rank in the data parallel group.
+        cp_rank: rank in the context parallel group.
     """
 
     tp_rank: int
@@ -117,7 +124,11 @@ def initialize_layout(
     cp: int = 1,
     ring: bool = False,
 ) -> ParallelLayout:
-    """Build Megatron's process groups over all ranks, and seed its random generators."""
+    """Build Megatron's process groups over all ranks, and seed its random generators.
+
+    torch.distributed must be initialised. ``LayoutSizes`` describes the sizes; the data parallel
+    size follows from them and the number of ranks.
+    """
     # Imported here, so that planning a layout does not need torch.
     import torch
     import torch.distributed as dist

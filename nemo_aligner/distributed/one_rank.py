@@ -20,7 +20,7 @@ ONE_RANK = "one_rank"
 class _Done(dist.Work):
     """The handle of a collective that is finished, or whose copy is queued on the current stream.
 
-    So there is nothing to wait for.
+    Its ``wait`` returns at once.
     """
 
     def wait(self, *timeout: Any) -> bool:
@@ -50,16 +50,17 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
         return ONE_RANK
 
     def shutdown(self) -> None:
-        """Return at once; ``destroy_process_group`` calls this, but no resources are held."""
+        """Do nothing: the group holds no resources that ``destroy_process_group`` must free."""
 
-    # Collectives in place. The sum over one rank, or a broadcast from it, is the tensor itself.
+    # Collectives in place need do nothing: the sum over one rank, or a broadcast from this rank,
+    # is the tensor itself.
 
     def _do_nothing(self, *unused: Any, **more: Any) -> dist.Work:
         return _Done()
 
     allreduce = allreduce_coalesced = reduce = broadcast = barrier = _do_nothing
 
-    # Collectives from one tensor to another.
+    # Collectives from an input to an output tensor, which with one rank are a copy.
 
     def _copy(self, output: Tensor, input: Tensor, *unused: Any, **more: Any) -> dist.Work:
         return _copy_tensors([output], [input])
@@ -77,7 +78,7 @@ class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _copy_all
     alltoall = _copy_all
 
-    # Collectives with a list of all ranks' tensors; with one rank, the list has one element.
+    # Collectives with a list of all ranks' tensors, which here has one element.
 
     def _to_lists(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *unused: Any

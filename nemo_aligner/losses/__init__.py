@@ -77,9 +77,10 @@ _DEFAULTS = {
 _KEY = "model.objective"
 _SETTINGS_KEY = "model.objective_kwargs"
 _WEIGHTS = "weights"
-# Fields that are not settings, because the scoring contract determines them.
+# Fields of an objective that users do not set, because the scoring contract determines them.
 _NO_SETTINGS = ("attributes", "has_steps", _WEIGHTS)
-# Settings that make an objective behave as it did before it had them, where the default does not.
+# Values of settings that older versions did not have, by objective: they give the behaviour of the
+# older versions where the default of the setting does not.
 _EARLIER_SETTINGS: dict[str, dict[str, Any]] = {"binary_cross_entropy": {"scale": LOG_ODDS}}
 
 
@@ -121,7 +122,10 @@ def build_objective(
 
 
 def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
-    """Build the objective by which evaluation measures rewards on records of a kind."""
+    """Build the objective whose loss and metrics evaluation reports for this kind of records.
+
+    The model may have been trained with another objective.
+    """
     model_type = next(
         model_type for model_type in RewardModelType if model_type.record_kind is kind
     )
@@ -148,7 +152,7 @@ def default_step_objective(
 
 
 def objective_name(config: ModelConfig) -> str:
-    """Return the name of the objective that the settings choose."""
+    """Return the name of the objective: ``model.objective`` or the default of the model's type."""
     return config.objective or _DEFAULTS[config.reward_model_type]
 
 
@@ -229,13 +233,13 @@ def _find_objective_class(name: str) -> type[Any]:
 
 
 def _is_objective(kind: Any) -> bool:
-    """True for a concrete subclass of the base classes."""
+    """True if ``kind`` is a subclass of a base class of objectives, without abstract methods."""
     is_subclass = isinstance(kind, type) and issubclass(kind, PairObjective | RatingObjective)
     return is_subclass and not kind.__abstractmethods__
 
 
 def _check_fields(name: str, kind: type[Any]) -> None:
-    """Reject a class whose annotated fields cannot be settings.
+    """Raise ConfigError if a field that the class ``kind`` annotates cannot be a setting.
 
     Without ``@dataclass`` on the class itself, its annotations define no fields. A field without a
     default that has the name of a base class's property takes the property as its default, and
@@ -256,7 +260,10 @@ def _check_fields(name: str, kind: type[Any]) -> None:
 
 
 def _undecorated_fields(kind: type[Any]) -> list[str]:
-    """List the annotated names, except class variables, of base classes without @dataclass."""
+    """List the fields that ``kind`` or a base class annotates although it is not a dataclass.
+
+    Class variables are not fields. Without @dataclass, annotated names cannot be set.
+    """
     return [
         name
         for base in kind.__mro__
@@ -267,12 +274,12 @@ def _undecorated_fields(kind: type[Any]) -> list[str]:
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the settings of an objective's class with their defaults."""
+    """Return the default of each setting of the objective class ``kind``, by name."""
     return {field.name: field.default for field in fields(kind) if field.name not in _NO_SETTINGS}
 
 
 def _check_settings(name: str, kind: type[Any], settings: Mapping[str, Any]) -> None:
-    """Reject settings that the objective does not have."""
+    """Raise ConfigError if ``settings`` has a key that is not a setting of the objective."""
     valid = list(_defaults(kind))
     for key in settings:
         if key not in valid:

@@ -29,15 +29,15 @@ from nemo_aligner.metrics.table import (
     measure_steps,
 )
 
-# The interface, and the bases of objectives on pairs and on ratings.
+# The interface of objectives, and the base classes of objectives on pairs and on ratings.
 
-# A step with this label or reward, or a higher one, counts as right, if values are from 0 to 1.
+# A step counts as right if its label or reward is at least this, where both are from 0 to 1.
 RIGHT_FROM = 0.5
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """Base of all training objectives. Every member but the abstract ones has a default.
+    """Base class of all training objectives. Every member has a default, except abstract ones.
 
     A loss inherits from ``PairObjective`` or ``RatingObjective``. It overrides a member by a
     property, a class attribute or a field with a default. Its fields are settings.
@@ -69,20 +69,20 @@ class Objective(ABC):
 
     @abstractmethod
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        """Return metrics of one batch, by name, in addition to the loss."""
+        """Compute the metrics that are logged at each training step, by name, without the loss."""
 
     @abstractmethod
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        """Return metrics of a whole data set, by name, in addition to the loss.
+        """Compute the metrics of a whole data set, by name, without the loss.
 
         ``reply_lengths`` are ``[S]`` integers, in tokens.
         """
 
-    # The records and labels that the objective reads.
+    # Members that say which records and labels the objective reads.
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Label columns that the data must have."""
+        """Names of the label columns that the data must have; empty if the loss needs no labels."""
         return ()
 
     @property
@@ -107,7 +107,10 @@ class Objective(ABC):
 
     @property
     def centres_labels(self) -> bool:
-        """True if it trains on labels minus their means; the means are added back to rewards."""
+        """True if the objective trains on labels minus their means.
+
+        The scoring contract adds the means back to rewards.
+        """
         return False
 
     def fit_to_labels(self, labels: LabelColumns, base_readout: Readout | None) -> Objective:
@@ -124,7 +127,7 @@ class Objective(ABC):
         """
         return self
 
-    # How the outputs of the head become rewards.
+    # Members that say how the outputs of the head become rewards.
 
     @property
     def readout(self) -> Readout | None:
@@ -141,10 +144,13 @@ class Objective(ABC):
 
     @property
     def right_from(self) -> float:
-        """Lowest reward with which a step counts as right, if steps have rewards."""
+        """Lowest reward with which the model judges a step right, if steps have rewards.
+
+        It is 0.5 for probabilities and 0 for log-odds.
+        """
         return RIGHT_FROM
 
-    # How the loss is computed.
+    # Members that say how the loss is computed.
 
     @property
     def is_batch_level(self) -> bool:
@@ -156,12 +162,18 @@ class Objective(ABC):
 
     @property
     def initial_scalars(self) -> tuple[float, ...]:
-        """Initial values of the scalars that the objective learns in addition to the weights."""
+        """Initial values of scalars that a loss learns, such as a length bias; empty without any.
+
+        The head has an output for each.
+        """
         return ()
 
     @property
     def output_columns(self) -> OutputColumns:
-        """Columns of the head's outputs, which the objective's methods get as ``rewards``."""
+        """The numbers of columns of each kind in the head's outputs.
+
+        The methods of the objective get these outputs as ``rewards``.
+        """
         width = 1 if self.readout is None else self.readout.width
         return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
@@ -172,7 +184,7 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class PairObjective(Objective):
-    """Base of objectives on comparisons, with one attribute and all metrics of pairs."""
+    """Base class of objectives on comparisons: one attribute, and metrics of pairs."""
 
     attributes: tuple[str, ...] = ("reward",)
     record_kind: ClassVar[RecordKind] = RecordKind.comparison
@@ -195,7 +207,7 @@ class PairObjective(Objective):
 
 @dataclass(frozen=True)
 class RatingObjective(Objective):
-    """Base of objectives on ratings, with a label column for each attribute."""
+    """Base class of objectives on ratings: a label column for each attribute, which is centred."""
 
     record_kind: ClassVar[RecordKind] = RecordKind.rating
     main_metric: ClassVar[str] = "pearson_mean"
@@ -219,7 +231,7 @@ class RatingObjective(Objective):
         """
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
-        # ``where`` needs labels without NaN: the gradient of the unused branch would be 0 * NaN.
+        # Replace NaN before ``where``: the gradient of the unused branch would be 0 * NaN = NaN.
         outputs = records.as_single(self.output_columns.split(rewards).attributes)
         errors = torch.where(present, outputs - labels.nan_to_num(), 0.0)
         return errors, present
@@ -244,8 +256,8 @@ class RatingObjective(Objective):
         """Judge each step as right or wrong by its reward; None if steps have no rewards."""
         if not self.has_steps:
             return None
-        # Round the means to fp32 first, as centred labels are, so that a label of 0 becomes exactly
-        # 0 again.
+        # Add the label means back. Round them to fp32 first, as was done when they were subtracted,
+        # so that a label of 0 becomes exactly 0 again.
         offsets = torch.tensor(records.labels.offsets(self.attributes)).double()
         rewards, labels = rated.rewards + offsets, rated.labels + offsets
         counts = records.reward_bounds.diff().tolist()
@@ -254,7 +266,10 @@ class RatingObjective(Objective):
     def _join_ratings(
         self, rewards: Tensor, records: Records, reply_lengths: Tensor
     ) -> RatedRewards:
-        """Join rewards, labels, lengths and uncertainties for the metrics of ratings."""
+        """Build the table for metrics of ratings: rewards, labels, lengths and uncertainties.
+
+        ``rewards`` are the head's outputs, and ``reply_lengths [S]`` are in tokens.
+        """
         outputs = records.as_single(self.output_columns.split(rewards).attributes)
         labels = records.labels.targets(self.attributes)
         lengths = records.as_single(reply_lengths)
@@ -275,16 +290,18 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
     setup").
     """
     leaf = rewards.double().requires_grad_()
-    # Every rank has all rewards and computes this in float64 on its host, without communication.
+    # Every rank has all rewards, and computes the gradient in float64 on the host, without
+    # communication.
     total, count = objective.loss(leaf, records)
     (gradient,) = torch.autograd.grad(total, leaf)
     return (gradient * (len(records) / count.clamp(min=1))).float()
 
 
 def losses_per_record(objective: Objective, records: Records) -> float:
-    """Count the losses of a batch of ``records``, relative to the number of records.
+    """Return the number of losses in a batch, divided by its number of ``records``.
 
-    The result is 1 for most losses on comparisons, and for ratings the number of labels per record.
+    The loss counts labels for ratings, so the result is their mean number of labels; it is 1 for
+    most losses on comparisons.
     """
     if objective.is_batch_level:
         return 1.0
@@ -294,18 +311,22 @@ def losses_per_record(objective: Objective, records: Records) -> float:
 
 
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:
-    """Convert a head's ``outputs`` to rewards ``[S, A]``, without adding label means back."""
+    """Convert a head's ``outputs [S, A * K]`` to rewards ``[S, A]``; label means are not added."""
     return outputs if readout is None else torch.from_numpy(readout.rewards(_on_host(outputs)))
 
 
 def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
-    """Convert a head's ``outputs`` to the rewards' uncertainty ``[S, A]``; None without readout."""
+    """Convert a head's ``outputs [S, A * K]`` to the uncertainties ``[S, A]`` of its rewards.
+
+    None if there is no readout: outputs are then rewards, without an uncertainty.
+    """
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
 
 
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
     """Return the smallest and largest label allowed in each column: ``[len(names), 2]`` float32."""
-    # A label beyond the outer bins would silently train the outer bin.
+    # The outer bins limit the labels, because a label beyond them would silently train the outer
+    # bin.
     lowest, highest, readout = objective.lowest_label, objective.highest_label, objective.readout
     ends = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
     limits = dict.fromkeys(names, ends)
@@ -316,11 +337,12 @@ def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
 
 
 def _on_host(outputs: Tensor) -> np.ndarray:
-    """Copy a tensor to a numpy array."""
+    """Copy a tensor of any device to a numpy array, without its gradient."""
     return outputs.detach().cpu().numpy()
 
 
-# Checks of an objective's settings. They raise a ValueError with the value and what is allowed.
+# Checks of an objective's setting ``name``. They raise a ValueError with its value and the values
+# that are allowed.
 
 
 def check_number(objective: Objective, name: str, low: float, below: float = math.inf) -> None:
@@ -354,7 +376,7 @@ def check_choice(objective: Objective, name: str, choices: Sequence[str]) -> Non
 
 
 def _setting(objective: Objective, name: str) -> Any:
-    """Return the value of a setting."""
+    """Return the value of the objective's field ``name``, which is a setting."""
     return asdict(objective)[name]
 
 
@@ -366,12 +388,15 @@ def _as_number(objective: Objective, name: str) -> float:
 
 
 def _require(objective: Objective, name: str, is_allowed: bool, allowed: str) -> None:
-    """Raise a ValueError about a setting unless its value is allowed."""
+    """Raise a ValueError about the setting ``name``, unless ``is_allowed``.
+
+    ``allowed`` says which values are allowed, for the message.
+    """
     if not is_allowed:
         raise ValueError(f"{name}: got {_setting(objective, name)!r}, wanted {allowed}")
 
 
-# Metrics of complete sets of rewards.
+# Loss and metrics of the rewards of a whole batch or data set.
 
 
 def mean_loss(objective: Objective, rewards: Tensor, records: Records) -> float:

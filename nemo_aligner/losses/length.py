@@ -31,26 +31,31 @@ def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
 
 
 def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Compute the log-odds ``[P]`` that lengths alone predict: ``bias * log(n_better / n_worse)``.
+    """Compute the log-odds, predicted from lengths alone, that the better reply is preferred.
 
-    n is the length of a reply. ``lengths`` are ``[Q]``, and ``bias`` is a number or ``[P]``.
+    The result is ``bias * log(n_better / n_worse)``, ``[P]``, where n is the length of a reply.
+    ``lengths`` are ``[Q]``, and ``bias`` is a number or ``[P]``.
     """
     better, worse = pairs.of(lengths.clamp(min=1).log())
     return bias * (better - worse)
 
 
 def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
-    """Multiply ``losses [P]`` by ``weight`` where the longer reply was chosen."""
+    """Multiply the losses of pairs in which the longer reply is the better one by ``weight``.
+
+    ``losses`` are ``[P]``, and ``lengths [Q]`` has the length of each sample's reply.
+    """
     better, worse = pairs.of(lengths)
     return torch.where(better > worse, weight * losses, losses)
 
 
 def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:
-    """Correlation of ``rewards [Q]`` and ``lengths [Q]``, over all replies or over pairs.
+    """Compute the correlation of ``rewards [Q]`` and ``lengths [Q]``, a scalar.
 
-    Over ``pairs`` it correlates reward margins with differences of length. The means of these are
-    not subtracted, because the order of the two replies in a pair is arbitrary: swapping them must
-    not change the result.
+    If ``of`` is ``replies``, it is Pearson's r over all replies. If ``of`` is ``pairs``, reward
+    margins are correlated with differences of length, without subtracting the means of these:
+    the order of the two replies in a pair is arbitrary, and swapping them must not change the
+    result.
     """
     if of == REPLIES:
         return pearson(rewards, lengths)

@@ -16,7 +16,8 @@ from nemo_aligner.contract.readout import HEADS, Readout
 from nemo_aligner.losses.base import PairObjective, check_flag, check_integer, check_number
 from nemo_aligner.utils.host_transfer import to_device
 
-# P(0), P(0 or 1), ... of a Poisson distribution with mean 1. The rest is smaller than 2 ** -53.
+# Cumulative probabilities P(0), P(0 or 1), ... of a Poisson distribution with mean 1. Larger counts
+# than 17 are left out: their probability is below 2 ** -53.
 _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range(18))])
 
 

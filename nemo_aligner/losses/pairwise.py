@@ -37,10 +37,11 @@ from nemo_aligner.losses.length import (
 )
 from nemo_aligner.utils.host_transfer import to_device
 
-# Bradley-Terry and its variants.
+# Bradley-Terry, and its variants as settings.
 
 LABEL_MARGIN = "label_margin"
-# Values of the setting ``label_margin``, each with the label that does not change a pair's loss.
+# Two values of the setting ``label_margin``, each with the label that leaves a pair's loss
+# unchanged. A pair without a label gets this label.
 _NEUTRAL_LABELS = {"subtract": 0.0, "scale": 1.0}
 AGGREGATES = tuple(rule.value for rule in Aggregate)
 
@@ -50,8 +51,8 @@ class BradleyTerry(PairObjective):
     """``-log sigmoid(m)`` of the margin m, which is the better reward minus the worse one.
 
     This is eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
-    feedback". ``aggregate`` and ``length_bias`` come first; the other settings change a pair's loss
-    ``L(m)`` in this order:
+    feedback". First ``aggregate`` determines the rewards, and ``length_bias`` is added to the
+    margin. Then the other settings change a pair's loss ``L(m)``, in the order of this list:
 
     Attributes:
         label_margin: ``subtract`` makes the loss ``-log sigmoid(m - d)`` with the label d of the
@@ -130,7 +131,8 @@ class BradleyTerry(PairObjective):
         """
         outputs = self._merge_steps(self.output_columns.split(rewards), records)
         rewards = outputs.attributes[:, 0]
-        # K ranked completions are K (K - 1) / 2 pairs, which together weigh as one record (eq. 1).
+        # K ranked completions give K (K - 1) / 2 pairs, which together weigh as much as one record
+        # (eq. 1 of Ouyang et al. 2022).
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards)
         margins = better - worse
@@ -182,12 +184,19 @@ class BradleyTerry(PairObjective):
         return super().report(self._measured(rewards, records), records, lengths)
 
     def _measured(self, rewards: Tensor, records: Records) -> Tensor:
-        """Merge steps in float64 and round the result once, as evaluation and a server do."""
+        """Merge the rewards ``[S, A]`` of turns or steps into ``[Q, A]``, for metrics.
+
+        The merge is in float64 and the result is rounded once, as evaluation and a server do, so
+        that their metrics agree with those of training.
+        """
         outputs = self.output_columns.split(rewards.double())
         return self._merge_steps(outputs, records).joined().to(rewards.dtype)
 
     def _merge_steps(self, outputs: HeadOutputs, records: Records) -> HeadOutputs:
-        """Merge the outputs of each sample's turns or steps: ``[S, ...]`` to ``[Q, ...]``."""
+        """Merge the outputs ``[S, ...]`` of turns or steps into one row per sample, ``[Q, ...]``.
+
+        Learned scalars are the same in every row, so the row of the last step is taken.
+        """
         last = Aggregate.last.value
         return HeadOutputs(
             aggregate(outputs.attributes, records, self.aggregate if self.has_steps else last),
@@ -195,7 +204,11 @@ class BradleyTerry(PairObjective):
         )
 
     def _pair_labels(self, pairs: PairRows, records: Records) -> Tensor | None:
-        """Return the label of each pair's record, ``[P]``; None if the loss uses no labels."""
+        """Return the label ``[P]`` of each pair, which is that of its record.
+
+        A missing label becomes the label that leaves the loss unchanged. None if the setting
+        ``label_margin`` is ``none``.
+        """
         if self.label_margin == "none":
             return None
         labels = records.labels.targets(self.columns)[:, 0]
@@ -210,7 +223,7 @@ class BradleyTerry(PairObjective):
         """
         if labels is not None and self.label_margin == "subtract":
             negative_margins = negative_margins + labels
-        # -log sigmoid(m) = softplus(-m), without the overflow of exp at large margins.
+        # The loss is -log sigmoid(m) = softplus(-m); exp would overflow at large margins.
         losses = F.softplus(negative_margins)
         if self.focal_gamma:
             losses = losses * _focal_factor(negative_margins, self.focal_gamma)
@@ -219,9 +232,10 @@ class BradleyTerry(PairObjective):
         return losses
 
     def _reversed_share(self, pairs: PairRows, losses: Tensor) -> Tensor | float | None:
-        """Return the weight of ``L(-m)`` in each pair's loss; None if it is 0 for all pairs.
+        """Return the weight of the reversed loss ``L(-m)`` in each pair's loss.
 
-        It is 1/2 for tied pairs, and ``label_smoothing`` for other pairs.
+        The weight is 1/2 for tied pairs and ``label_smoothing`` for other pairs: ``[P]`` if some
+        pairs are tied, one number if none is, None if that number is 0.
         """
         if pairs.are_ties is None:
             return self.label_smoothing or None
@@ -240,7 +254,7 @@ def _focal_factor(negative_margins: Tensor, gamma: float) -> Tensor:
     return torch.exp(gamma * (F.logsigmoid(negative_margins) + math.log(2)).clamp(max=0))
 
 
-# How the rewards of a sample's turns or steps become one reward.
+# Rules that merge the rewards of a sample's turns or steps into one reward.
 
 
 def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
@@ -255,8 +269,8 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
         return rewards
     if how == "last":
         return rewards[to_device(bounds[1:] - 1, rewards.device)]
-    # Sample by sample: with a segmented sum, the rounding of a sample's result would depend on the
-    # other samples in the batch.
+    # Merge sample by sample: in a segmented sum, the rounding of a sample's result would depend on
+    # the other samples in the batch.
     parts = rewards.split(bounds.diff().tolist())
     if how == "min":
         merged = [part.amin(dim=0, keepdim=True) for part in parts]
@@ -267,7 +281,7 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
     return torch.cat([rewards[:0], *merged])
 
 
-# Models of ties.
+# Losses with a tie as a third outcome: Davidson, and Rao and Kupper.
 
 Number: TypeAlias = float | Tensor
 
@@ -284,7 +298,7 @@ class TieModel(Objective):
     Attributes:
         tie_parameter: value of the tie parameter, above ``lowest_parameter``; if ``learned``, the
             value to start from.
-        learned: learn x.
+        learned: learn the tie parameter, by the scalar x.
         lowest_parameter: value with which replies with equal rewards are never tied.
     """
 
@@ -328,16 +342,17 @@ class TieModel(Objective):
 
     @abstractmethod
     def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Negative log-likelihood ``[P]`` that the better reply wins.
+        """Compute the loss ``[P]`` of pairs with a winner: ``-log P(the better reply wins)``.
 
         Args:
             margins: ``[P]`` rewards of the better replies minus those of the worse ones.
-            x: ``[P]`` if it is learned, otherwise None.
+            x: ``[P]``, the learned scalar, repeated for each pair; None if the tie parameter is
+                fixed.
         """
 
     @abstractmethod
     def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Negative log-likelihood ``[P]`` that both replies are tied."""
+        """Compute the loss ``[P]`` of tied pairs, ``-log P(tie)``; arguments as ``win_losses``."""
 
 
 @dataclass(frozen=True)
@@ -362,8 +377,12 @@ class Davidson(TieModel, PairObjective):
         return self._log_normalizer(margins, x) - log_parameter
 
     def _log_normalizer(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Compute the logarithm of the sum of the three weights, ``[P]``."""
-        # log(exp(m / 2) + exp(-m / 2) + t). If x is learned, it is log t, so t stays above 0.
+        """Return the log of the sum that turns the weights of the outcomes into probabilities.
+
+        The weights are ``exp(m / 2)`` for a win, ``exp(-m / 2)`` for a loss, and the tie parameter
+        t for a tie. The result is ``log(exp(m / 2) + exp(-m / 2) + t)``, ``[P]``.
+        """
+        # A learned x is log t, so t stays above 0.
         tie = torch.full_like(margins, math.log(self.tie_parameter)) if x is None else x
         return torch.stack([margins / 2, -margins / 2, tie]).logsumexp(dim=0)
 
@@ -373,7 +392,7 @@ _LOG_2 = math.log(2)
 
 @dataclass(frozen=True)
 class RaoKupper(TieModel, PairObjective):
-    """Win with probability ``sigmoid(m - h)``, loss with ``sigmoid(-m - h)``, otherwise a tie.
+    """Wins have probability ``sigmoid(m - h)``, losses ``sigmoid(-m - h)``; the rest are ties.
 
     m is the margin, and h is ``log(tie_parameter)``, a threshold below which differences go
     unnoticed (Rao and Kupper 1967, "Ties in paired-comparison experiments: a generalization of the
@@ -389,7 +408,7 @@ class RaoKupper(TieModel, PairObjective):
     lowest_parameter: ClassVar[float] = 1.0
 
     def win_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        # h = log t, which is log(1 + exp(x)) = softplus(x) if x is learned.
+        # The threshold h is log t, which is log(1 + exp(x)) = softplus(x) if x is learned.
         threshold: Number = math.log(self.tie_parameter) if x is None else F.softplus(x)
         return F.softplus(threshold - margins)
 
@@ -402,7 +421,7 @@ class RaoKupper(TieModel, PairObjective):
         return self.win_losses(margins, x) + self.win_losses(-margins, x) - log_factor
 
 
-# Rankings.
+# The loss on rankings of more than two completions: Plackett-Luce.
 
 
 @dataclass(frozen=True)
@@ -431,7 +450,7 @@ class PlackettLuce(PairObjective):
         candidates = rewards[to_device(rows, rewards.device)]
         candidates = candidates.masked_fill(~to_device(is_candidate, rewards.device), -torch.inf)
         losses = candidates.logsumexp(dim=1) - rewards
-        # The count is built on the device, because copying it there would synchronize.
+        # Create the count on the device, because copying it from the host would synchronise.
         count = torch.full((), num_ordered, dtype=torch.int64, device=rewards.device)
         return losses.sum(), count
 

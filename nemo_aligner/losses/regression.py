@@ -37,7 +37,8 @@ from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.table import measure_pairs, measure_ratings
 from nemo_aligner.utils.host_transfer import to_device
 
-# Losses on one output per attribute. They mask missing labels (NaN), and count labels, not records.
+# Losses on one output per attribute. They mask missing labels (NaN), and the number of losses that
+# they return is that of labels, not of records.
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class BinaryCrossEntropy(RatingObjective):
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         outputs = self.output_columns.split(outputs).attributes
-        # log(1 + exp(r)) - l * r, without the overflow of exp.
+        # The loss is log(1 + exp(r)) - l * r. softplus computes it without overflow of exp.
         losses = F.softplus(outputs) - labels.nan_to_num() * records.as_single(outputs)
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
@@ -176,7 +177,8 @@ class Quantiles(RatingObjective):
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         quantiles = self.output_columns.by_attribute(records.as_single(outputs))
-        # u > 0 means that the output is too low, which costs t * u; too high costs (1 - t) * -u.
+        # ``short`` is u. An output that is too low (u > 0) costs t * u, and an output that is too
+        # high costs (1 - t) * -u.
         short = labels.nan_to_num()[..., None] - quantiles
         losses = torch.maximum(levels * short, (levels - 1) * short).mean(dim=2)
         return torch.where(present, losses, 0.0).sum(), present.sum()
@@ -211,7 +213,7 @@ class OrdinalBins(RatingObjective):
 
     @property
     def readout(self) -> Readout | None:
-        """The bins' values; None until they are set or fitted to the training labels."""
+        """Readout with the values of the bins; None until they are set or fitted to the labels."""
         if self.values is None:
             return None
         rows = _values_per_attribute(self.values, self.attributes)
@@ -284,7 +286,7 @@ def _values_per_attribute(values: Any, attributes: Sequence[str]) -> list[Any]:
 
 
 def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
-    """Split each label over the two nearest values.
+    """Split each label over the two nearest values, so that the weighted values add up to it.
 
     Args:
         labels: ``[S, A]``; labels beyond the outer values are clamped to these.
@@ -303,7 +305,7 @@ def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
     return torch.minimum(rising, falling).clamp(0, 1)
 
 
-# Ratings and pairs in one loss.
+# A loss on ratings and pairs together.
 
 
 @dataclass(frozen=True)
@@ -339,7 +341,7 @@ class RankingAndRegression(RatingObjective):
         ``rewards`` are ``[S, A]``. A comparison has a loss if its samples are not all tied, a
         rating if it has a label.
         """
-        # A rating has one completion and so no pair: Bradley-Terry counts only the comparisons.
+        # A rating has one completion and thus no pair, so Bradley-Terry counts only comparisons.
         total, count = BradleyTerry().loss(self._merge(rewards)[:, None], records)
         rated, rows = _rated_rows(records)
         if len(rated) == 0:
@@ -349,7 +351,7 @@ class RankingAndRegression(RatingObjective):
         present = ~torch.isnan(labels)
         errors = rewards[to_device(rows, rewards.device)] - labels.nan_to_num()
         squares = torch.where(present, errors, 0.0).square().sum(dim=1)
-        # A record has the same weight however many labels it has.
+        # Average over a record's labels, so that its weight does not depend on their number.
         means = squares / present.sum(dim=1).clamp(min=1)
         return total + self.regression_weight * means.sum(), count + present.any(dim=1).sum()
 
@@ -374,7 +376,11 @@ class RankingAndRegression(RatingObjective):
     def _pair_rewards(
         self, rewards: Tensor, records: Records, lengths: Tensor | None = None
     ) -> PairRewards:
-        """Pair the weighted sums of attributes, with the means of centred labels added back."""
+        """Compute the merged rewards of both replies of each pair, for metrics.
+
+        A merged reward is the weighted sum of the attributes, after the means of centred labels
+        are added back to them.
+        """
         pairs = records.pairs()
         merged = self._merge(rewards + torch.tensor(records.labels.offsets(self.attributes)))
         pair_lengths = None if lengths is None else torch.stack(pairs.of(lengths), dim=1)
@@ -382,6 +388,10 @@ class RankingAndRegression(RatingObjective):
 
 
 def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
-    """Find the indices of the ratings among ``records``, and the rows of their rewards."""
+    """Find the ratings among ``records``, which may also have comparisons.
+
+    Returns:
+        The indices of the ratings, and the rows of their rewards, both ``[n]`` int64.
+    """
     rated = (records.sample_bounds.diff() == 1).nonzero().flatten()
     return rated, records.record_bounds[:-1][rated]

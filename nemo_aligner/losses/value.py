@@ -50,14 +50,14 @@ class ClippedValueLoss:
         )
         losses = (current - returns).square()
         if self.clip > 0:
-            # The maximum of both errors, as in PPO's policy loss: a value that leaves the clip
+            # Take the maximum of both errors, as in PPO's policy loss: a value that leaves the clip
             # range towards the return does not lower the loss, and its gradient there is 0.
             clipped = previous + (current - previous).clamp(-self.clip, self.clip)
             losses = torch.maximum(losses, (clipped - returns).square())
         return 0.5 * losses.sum(), counts.sum()
 
     def merge(self, outputs: Tensor) -> Tensor:
-        """Merge the head's ``outputs [T, A]`` into values ``[T]``."""
+        """Merge the head's ``outputs [T, A]`` into values ``[T]``, after adding the label means."""
         if self.means:
             columns = zip(outputs.unbind(dim=1), self.means, strict=True)
             outputs = torch.stack([column + mean for column, mean in columns], dim=1)

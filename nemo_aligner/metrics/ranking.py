@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Accuracy and reward statistics.
+# Metrics of pairs: accuracy, and statistics of rewards and margins.
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,19 @@ class PairRewards:
 
     @property
     def right(self) -> Tensor:
-        """Credit for each pair, ``[N]`` float64: 1 if ordered correctly, 0.5 for a tie, else 0."""
+        """What each pair adds to the number of correct ones, ``[N]`` float64.
+
+        This credit is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0.
+        """
         return share_right(self.margins)
 
 
 def share_right(margins: Tensor) -> Tensor:
-    """Compute the credit for each margin ``[N]``: 1 if positive, 0.5 if zero, else 0 (float64)."""
+    """Compute what each pair adds to the number of correct ones, from ``margins [N]``.
+
+    Returns:
+        ``[N]`` float64: 1 if the margin is positive, 0.5 if it is 0 (a tie), else 0.
+    """
     return (margins.sign().double() + 1) / 2
 
 
@@ -99,7 +106,7 @@ def margin_quantile(percent: int) -> Callable[[PairRewards], float]:
     def quantile(pairs: PairRewards) -> float:
         if len(pairs.margins) == 0:
             return math.nan
-        # numpy, because torch.quantile raises for more than 2^24 elements.
+        # Use numpy, because torch.quantile raises for more than 2^24 elements.
         return float(np.quantile(pairs.margins.detach().numpy(), percent / 100))
 
     return quantile
@@ -167,7 +174,10 @@ def brier(pairs: PairRewards) -> float:
 
 
 def temperature(pairs: PairRewards) -> float:
-    """Temperature that fits the margins best; see ``fit_temperature``."""
+    """Temperature that fits the margins best; above 1 if the model is overconfident.
+
+    See ``fit_temperature``.
+    """
     return fit_temperature(pairs.margins)
 
 
@@ -197,7 +207,7 @@ def fit_temperature(margins: Tensor) -> float:
     return 1 / math.sqrt(low * high)
 
 
-# Length bias.
+# Metrics of length bias: how much rewards and people's choices depend on the length of a reply.
 
 
 def length_correlation(pairs: PairRewards) -> float:
@@ -217,7 +227,7 @@ def accuracy_shorter_chosen(pairs: PairRewards) -> float:
 
 
 def longer_reply_accuracy(pairs: PairRewards) -> float:
-    """Accuracy of a baseline that always prefers the longer reply."""
+    """Accuracy of a baseline that always prefers the longer reply; equal lengths count one half."""
     return float(share_right(_length_differences(pairs)).mean())
 
 
@@ -310,7 +320,7 @@ def correlation(first: Tensor, second: Tensor) -> float:
 
 def deviation(values: Tensor) -> float:
     """Compute the population standard deviation of ``values [N]``; NaN if N is 0."""
-    # torch also returns NaN for N = 0, but with a warning.
+    # Return NaN without calling torch if N is 0, because torch would warn.
     return float(values.std(correction=0)) if values.numel() else float("nan")
 
 

@@ -97,14 +97,14 @@ def length_only_pearson_mean(rated: RatedRewards) -> float:
 
 
 def spread(rated: RatedRewards) -> dict[str, float]:
-    """Mean uncertainty that the model reports, by attribute; empty if it reports none."""
+    """Mean of the uncertainties that the model reports, by attribute; empty if it reports none."""
     if rated.spreads is None:
         return {}
     return dict(zip(rated.attributes, rated.spreads.mean(dim=0).tolist(), strict=True))
 
 
 def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
-    """Rank correlation between spread and ``|reward - label|`` by attribute.
+    """Rank correlation between the reported uncertainty and ``|reward - label|`` by attribute.
 
     The correlation is high if the model is least certain where its rewards are most wrong.
     """
@@ -122,7 +122,10 @@ def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
 def _compare_with_labels(
     rated: RatedRewards, values: Tensor, compare: Callable[[Tensor, Tensor], float]
 ) -> dict[str, float]:
-    """Apply ``compare`` to ``values [N, A]`` and the labels that are present, by attribute."""
+    """Compute ``compare(values, labels)`` for each attribute, over the labels that are present.
+
+    ``values`` are ``[N, A]``. The result is by name of the attribute.
+    """
     results = {}
     for column, name in enumerate(rated.attributes):
         present = ~torch.isnan(rated.labels[:, column])
@@ -130,9 +133,10 @@ def _compare_with_labels(
     return results
 
 
-# Turns and steps: how many of them the model judges correctly, and where it sees the first error.
+# Metrics of turns and steps: how many the model judges correctly, and where it sees the first
+# error.
 
-# A step with this label or a higher one is right.
+# A step is right if its label, from 0 to 1, is at least this.
 _RIGHT_FROM_LABEL = 0.5
 # ``calibration_by_position`` treats all steps from this number on as one position.
 LAST_POSITION = 10

@@ -28,11 +28,11 @@ class Shown(Flag):
     nowhere = 0
     step = auto()  # the line of a training step
     validation = auto()  # the lines of a validation
-    source = auto()  # the figures by source of the records
+    source = auto()  # the table of metrics for each source of the records
 
 
 class Better(Enum):
-    """Direction in which a metric improves."""
+    """Whether lower or higher values of a metric are better; neither if it only describes."""
 
     lower = auto()
     higher = auto()
@@ -50,7 +50,8 @@ class Metric:
             ``RatedRewards`` or ``StepVerdicts``; None if the metric needs more than rewards.
         better: direction in which it improves.
         shown: places on the console that show it.
-        in_step: True if it is meaningful for a single batch.
+        in_step: True if the metric is meaningful for a single batch, and is computed at every
+            training step.
     """
 
     name: str
@@ -207,7 +208,7 @@ RATINGS: list[Metric] = [
     *SPREADS,
 ]
 
-# Prefix of the figures by position: ``step_position/<n>/<figure>`` is over the n-th steps.
+# Prefix of the names of metrics by position: ``step_position/<n>/<figure>`` is over all n-th steps.
 POSITION = "step_position/"
 POSITION_FIGURES = ("labels", "label", "probability", "accuracy")
 
@@ -242,8 +243,8 @@ STEPS: list[Metric] = [
     ),
 ]
 
-# Computed by attribute over all samples of a data set. The scoring contract stores the values of
-# the first validation set.
+# Statistics of rewards, by attribute, over all samples of a data set. The scoring contract stores
+# their values on the first validation set.
 REWARDS = [
     Metric("reward_mean", "mean reward of all samples"),
     Metric("reward_std", "standard deviation of the rewards of all samples"),
@@ -266,9 +267,11 @@ RUN: list[Metric] = [
 
 
 def by_position(metric: Callable[[str], float | None]) -> list[tuple[int, list[float]]]:
-    """Collect the figures by position as (number of the step, values of ``POSITION_FIGURES``).
+    """Collect the metrics of steps by their position in the sample, for a table or a plot.
 
-    Positions without labels are left out, and a missing value is NaN.
+    The result has a pair for each position: its number, from 1, and the values of the
+    ``POSITION_FIGURES`` in their order, NaN for a missing value. Positions without labels are left
+    out.
 
     Args:
         metric: returns the value of a metric by its name, or None if there is none.
@@ -331,26 +334,29 @@ def find_metric(name: str) -> Metric | None:
     prefix, by_source_mark, suffix = name.partition(BY_SOURCE)
     path = f"/{prefix}{suffix.partition('/')[2]}/" if by_source_mark else f"/{name}/"
     positions = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
-    # An attribute may also have the name of a metric; the metric comes first in the path.
+    # Take the first match: an attribute may have the name of a metric, but comes after the metric.
     matches = [(index, row) for index, row in positions if index >= 0]
     return min(matches, key=lambda match: match[0])[1] if matches else None
 
 
 def better_values(name: str) -> Better:
-    """Look up the direction in which a logged metric improves; neither if it is unknown."""
+    """Look up in which direction the logged metric ``name`` improves; neither for unknown names."""
     row = find_metric(name)
     return Better.neither if row is None else row.better
 
 
 def is_shown(name: str, place: Shown) -> bool:
-    """Check whether ``place`` shows the metric ``name``, given without data set and source."""
+    """Check whether the console shows a metric at ``place``.
+
+    ``name`` is without data set and source; it may end with an attribute (``pearson/helpfulness``).
+    """
     return any(
         place in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
         for row in all_metrics()
     )
 
 
-# Metrics by source of the records.
+# Computing metrics for each source of the records.
 
 MAX_SOURCES = 50
 BY_SOURCE = "by_source/"

@@ -86,9 +86,10 @@ from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Ratin
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _BAD_LINES_SHOWN = 3
-# The most common formats, whose keys an error lists.
+# The most common formats. An error about an unknown record lists the keys of these formats.
 _COMMON = ("chat_pairs", "rated_chat")
-# Endings of the columns with token ids that TRL writes, in current and earlier versions.
+# Endings of the names of columns with token ids (``chosen_ids``, ``chosen_input_ids``), which
+# current and earlier versions of TRL write.
 _TOKEN_IDS = ("ids", "input_ids")
 
 FORMATS: dict[str, Format] = {
@@ -179,10 +180,10 @@ def choose_format(
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
-    """Return the format called ``name``, or with ``pair_keys`` the format of pairs by these keys.
+    """Return the format called ``name``; with ``pair_keys``, the pairs with these field names.
 
-    Worker processes find the result of ``choose_format`` by it, because a ``Format`` has functions
-    that cannot be pickled.
+    Worker processes get the name of the format that ``choose_format`` chose, and call this
+    function, because a ``Format`` has functions that cannot be pickled.
     """
     return {**FORMATS, **NAMED_FORMATS}[name] if pair_keys is None else pairs_by(pair_keys)
 
@@ -203,7 +204,10 @@ def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
 
 
 def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
-    """Write the end of the error about a record that none of the formats ``fitting`` recognizes."""
+    """Write the advice in the error about a record that no format recognizes.
+
+    ``fitting`` has the formats that were tried: those with the kind of records that is wanted.
+    """
     if any({f"chosen_{ids}", f"rejected_{ids}"} <= set(line.value) for ids in _TOKEN_IDS):
         return (
             ". These are token ids of a data set that TRL has tokenized. Pass the texts that it "
@@ -237,7 +241,12 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
 
 
 def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | None:
-    """Suggest corrections of keys of ``value`` that resemble the keys of a format; else None."""
+    """Suggest how to correct misspelt keys of the record ``value``.
+
+    Returns:
+        The question "did you mean ...?" with the keys of a format in ``fitting`` that the
+        corrected record matches; None if there is no such format.
+    """
     matches: list[tuple[int, Format, dict[str, str]]] = []
     for candidate in fitting:
         keys = set(candidate.sample[0])
@@ -249,7 +258,7 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
             matches.append((len(keys), candidate, names))
     if not matches:
         return None
-    # The more keys a format has, the less likely they match by chance.
+    # Take the format with the most keys, because many keys are less likely to match by chance.
     _, likely, names = max(matches, key=lambda match: match[0])
     fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
     return f"did you mean {fields}? {likely.name} wants {likely.wanted}"
@@ -303,7 +312,7 @@ def _parse_records(
     try:
         parsed = chosen.parse([*fields], origin, columns)
         parts = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
-        # A column that the format itself has read is not added to the prompt.
+        # Remember the columns that the format itself has read, which are not added to the prompt.
         by_format = value.names_read.copy()
         records = []
         for part in parts:
@@ -315,7 +324,10 @@ def _parse_records(
 
 
 def _add_tools(record: Record, value: Fields) -> Record:
-    """Add the tools and documents of a record's fields to its conversations."""
+    """Add the ``tools`` and ``documents`` of the fields ``value`` to a record's conversations.
+
+    Raises DataError if the record has ``chat_template_kwargs``, which are not supported.
+    """
     if isinstance(record.texts[0], str):
         return record
     if value.get("chat_template_kwargs"):
@@ -324,7 +336,8 @@ def _add_tools(record: Record, value: Fields) -> Record:
             "model.data.chat_template_kwargs, which applies to all records"
         )
     tools, documents = value.get("tools"), dict.get(value, "documents")
-    # Other data may have a field of this name; the documents of a chat template are objects.
+    # Ignore a ``documents`` field that is not a list of objects, as a chat template needs: other
+    # data may have a field of this name.
     is_list = isinstance(documents, list) and all(isinstance(item, dict) for item in documents)
     documents = value["documents"] if is_list and "documents" in value else None
     if not (tools or documents):
@@ -340,7 +353,7 @@ def _add_tools(record: Record, value: Fields) -> Record:
     return replace(record, texts=texts)
 
 
-# Matches two objects on one line.
+# Matches the end of one JSON object and the beginning of another on the same line.
 _JOINED = re.compile(r"\}\s*\{")
 
 
@@ -365,7 +378,7 @@ def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -
             bad.append(line)
             if _JOINED.search(line.raw):
                 joined.append(line)
-            # A line that was broken in two leaves two adjacent lines that are not JSON.
+            # A line break inside a record leaves two adjacent lines that are not JSON.
             if isinstance(last, BadLine):
                 broken.append(last)
         last = line
@@ -385,7 +398,7 @@ def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -
 
 
 def _explain_mismatch(chosen: Format, line: AnyLine) -> str:
-    """Explain why a line does not have the format; return "" if it has."""
+    """Explain why ``line`` does not have the format ``chosen``; return "" if it has."""
     if isinstance(line, BadLine):
         return line.reason
     if chosen.matches(line.value):

@@ -26,14 +26,14 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.data.records import Comparison, Origin, Record
 from nemo_aligner.utils.errors import DataError, writable
 
-# A format: how its records are recognized and read.
+# ``Format``, which says how the records of a public format are recognized and read.
 
 
 class Fields(dict[str, Any]):
-    """An object of a file that remembers which of its fields were read.
+    """A JSON object of a file, as a dict that remembers which of its fields were read.
 
-    The report on a file lists the columns that were not read. Because of this class, a format needs
-    no list of its columns.
+    The report on a file lists the columns that were not read. With this class a format need not
+    list the columns that it reads.
     """
 
     def __init__(self, value: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class WantedLabels:
 
 @dataclass(frozen=True)
 class PairKeys:
-    """Names of the fields of a pair: prompt, chosen and rejected reply."""
+    """Names of the fields with the prompt, the chosen reply and the rejected reply of a pair."""
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -86,7 +86,10 @@ class PairKeys:
 
     @classmethod
     def of(cls, prompt: str | None, chosen: str | None, rejected: str | None) -> PairKeys | None:
-        """Use the usual name for each argument that is None; return None if all three are."""
+        """Build the keys from settings, where None stands for the usual name of a field.
+
+        Returns None if all three names are None, which means that no field has another name.
+        """
         if all(key is None for key in (prompt, chosen, rejected)):
             return None
         return cls(prompt or cls.prompt, chosen or cls.chosen, rejected or cls.rejected)
@@ -99,14 +102,15 @@ class Format:
     Attributes:
         name: name in ``model.data.format``.
         kind: kind of its records.
-        matches: returns True if an object (a line of the file) can be read in this format.
+        matches: function that returns True if an object (a line of the file) has the keys that
+            this format needs.
         wanted: description of the keys that an object needs, for errors.
-        parse: makes one or more records of ``lines_per_record`` objects. It raises DataError
-            without file and line, which the caller adds.
+        parse: function that makes one or more records of ``lines_per_record`` objects. Its
+            DataError has no file and line; the caller adds them.
         sample: the objects of an example record.
         lines_per_record: number of objects that make a record.
-        recognizes: returns True if an object certainly has this format, so that ``auto`` may choose
-            it; None means that ``matches`` is certain.
+        recognizes: function that returns True if an object certainly has this format, so that
+            ``auto`` may choose it; None if ``matches`` is certain enough.
     """
 
     name: str
@@ -135,12 +139,12 @@ LABEL_MARGIN = "label_margin"
 # The largest float32, which is the type of labels.
 _LARGEST = (2 - 2**-23) * 2.0**127
 _MIN_COMPLETIONS = 2
-# Beginning of a turn inside a prompt of HelpSteer and HelpSteer2.
+# Matches the line before each later turn in a prompt of HelpSteer and HelpSteer2.
 _TURN = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
 
 
 def read_string(value: dict[str, Any], key: str) -> str:
-    """Read a field that is a string."""
+    """Return the field ``key`` of a record; raise DataError if it is not a string."""
     if key not in value:
         raise DataError(f"missing key {key!r}, got {', '.join(map(repr, value)) or 'none'}")
     text = value[key]
@@ -160,7 +164,10 @@ def check_text(text: Any, key: str) -> Any:
 
 
 def read_turns(turns: list[Any], key: str) -> Messages:
-    """Read the messages of the field ``key``, which may end with any role."""
+    """Check and translate the messages ``turns`` of the field ``key``; they may end with any role.
+
+    ShareGPT's form is translated. Errors name the field.
+    """
     turns = _standard_turns(turns, key)
     try:
         return read_messages(turns)
@@ -190,7 +197,10 @@ def is_assistant(turn: dict[str, Any]) -> bool:
 
 
 def _standard_turns(turns: Any, key: str) -> Any:
-    """Translate a list of messages from ShareGPT's form; return anything else unchanged."""
+    """Translate a list of ShareGPT's messages to messages with ``role`` and ``content``.
+
+    Anything else is returned unchanged. ``key`` names the field, for errors.
+    """
     if not isinstance(turns, list):
         return turns
     if all(isinstance(turn, dict) and turn.get("role") in _STANDARD_ROLES for turn in turns):
@@ -230,7 +240,7 @@ def read_source(value: object) -> str:
 
 
 def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str, Any]]:
-    """Read a field that is a list of two or more objects, each with the keys ``needed``."""
+    """Read a field that is a list of two or more objects, each with all keys in ``needed``."""
     objects = value[key]
     if not isinstance(objects, list) or len(objects) < _MIN_COMPLETIONS:
         raise DataError(f"{key}: got {objects!r:.60}, wanted a list of two or more objects")
@@ -341,7 +351,8 @@ def _concatenate(question: list[Any], turns: list[Any], key: str, prompt_key: st
     try:
         conversation: Messages = check_text([*question, *turns], key)
     except DataError:
-        # Raise the error of the field that caused it, with the position in this field.
+        # Read prompt and reply separately, so that the error names the field that caused it and
+        # the position in this field.
         read_turns(question, prompt_key)
         read_turns(turns, key)
         raise
@@ -353,7 +364,7 @@ def read_labels(
 ) -> tuple[float | None, ...]:
     """Read the label of each column from the field of its name.
 
-    ``purpose`` describes a column in the error about a missing one.
+    ``purpose`` says what the columns are for, in the error about a record without one of them.
     """
     missing = [name for name in columns.names if name not in value]
     if missing:
@@ -367,25 +378,28 @@ def read_labels(
 
 
 def read_pair_labels(value: dict[str, Any], columns: WantedLabels) -> tuple[float | None, ...]:
-    """Read the labels of a pair from the label columns that the objective needs."""
+    """Read the labels of a pair, one for each label column that the objective needs."""
     return read_labels(value, columns, "a label column that model.objective reads")
 
 
 def read_label(value: object, name: str, columns: WantedLabels) -> float | None:
-    """Read a label; None if it is missing."""
+    """Convert the ``value`` of a label to a float; None if the label is missing.
+
+    A label is missing if it is null or ``columns.missing``. ``name`` is the field, for errors.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{name}: got {value!r:.60}, wanted a number, or null where it is missing")
     if value == columns.missing:
         return None
-    # An integer may be too large for a float; NaN fails the comparison, too.
+    # Compare before converting: an integer may be too large for a float. NaN also fails this test.
     if not -_LARGEST <= value <= _LARGEST:
         raise DataError(f"{name}: got {value!r:.60}, wanted a number that fits float32")
     return float(value)
 
 
-# Comparisons from ranks, scores or the strength of a preference.
+# Building comparisons from ranks, scores or the strength of a preference.
 
 
 def rank_samples(
@@ -394,10 +408,11 @@ def rank_samples(
     origin: Origin,
     labels: tuple[float | None, ...] = (),
 ) -> Comparison:
-    """Build a comparison of samples, sorted from the best to the worst.
+    """Build a comparison of the samples ``texts``, sorted from the best to the worst.
 
-    A sample with a lower ``standing`` is better, and samples with equal ``standing`` are tied. Tied
-    samples keep their order. The ranks of the comparison are 0, 1, 2 and so on.
+    ``standing`` has a number for each sample, such as a rank or a negative score: a lower number is
+    better, and samples with equal numbers are tied. Tied samples keep their order. The ranks of the
+    comparison are 0, 1, 2 and so on.
     """
     order = sorted(range(len(texts)), key=standing.__getitem__)
     levels = sorted(set(standing))

@@ -32,7 +32,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_hh(value: dict[str, Any]) -> bool:
-    """True if the texts of a pair have the form of HH-RLHF."""
+    """True if a pair has the form of HH-RLHF: its first text begins with a turn of ``Human:``."""
     if not {"chosen", "rejected"} <= set(value):
         return False
     start = value.get("prompt", value["chosen"])
@@ -49,7 +49,10 @@ def _parse_hh(values: list[dict[str, Any]], origin: Origin, columns: WantedLabel
 
 
 def _prepend_prompt(prompt: str, text: str, key: str) -> str:
-    """Put the prompt in front of ``text``, unless ``text`` already begins with it."""
+    """Return prompt and ``text`` together; ``text`` may already begin with the prompt.
+
+    Raises DataError if ``text``, the field ``key``, is a conversation with another prompt.
+    """
     if text.startswith(prompt):
         return text
     if text.startswith("\n\nHuman:"):
@@ -136,7 +139,10 @@ _INSTRUCTION, _INPUT = "instruction", "input"
 
 
 def _read_prompt(value: dict[str, Any], key: str) -> Any:
-    """Read the prompt of a pair; Alpaca's ``input`` is appended to its ``instruction``."""
+    """Return the prompt of a pair from the field ``key``; None if there is no such field.
+
+    Alpaca's ``input`` is appended to its ``instruction``.
+    """
     prompt = value.get(key)
     if key != _INSTRUCTION or not isinstance(prompt, str) or not value.get(_INPUT):
         return prompt
@@ -155,7 +161,10 @@ def _are_alpaca(value: dict[str, Any]) -> bool:
 
 
 def _begins_with_reply(reply: Any) -> bool:
-    """True if ``reply``, a text, message or list of messages, does not begin with a prompt."""
+    """True if ``reply`` begins with the assistant's reply and not with a prompt.
+
+    It may be a text, a message or a list of messages. A text is taken to be only a reply.
+    """
     first = reply[0] if isinstance(reply, list) and reply else reply
     if isinstance(first, dict):
         return is_assistant(first)
@@ -163,7 +172,10 @@ def _begins_with_reply(reply: Any) -> bool:
 
 
 def _key_of_conversation(value: dict[str, Any]) -> str | None:
-    """Find the field with the messages before the reply, in LLaMA-Factory's ShareGPT pairs."""
+    """Return the name of the field with the prompt's messages in LLaMA-Factory's ShareGPT pairs.
+
+    None if the record is not such a pair.
+    """
     if not {"chosen", "rejected"} <= set(value) or "prompt" in value:
         return None
     for key in ("conversations", "messages"):
@@ -245,7 +257,8 @@ def _parse_swift(values: list[dict[str, Any]], origin: Origin, columns: WantedLa
         roles = [turn["role"] for turn in chosen]
         if "user" not in roles:
             raise DataError(f"messages: got turns of {', '.join(roles)}, wanted a user turn")
-        # All messages after the last question are replaced, with tool calls and their results.
+        # ``rejected_response`` replaces all messages after the last one of the user, including tool
+        # calls and their results.
         end = len(roles) - roles[::-1].index("user")
         # In tables and data sets of the hub, a column that a row does not have is null.
         reply = value.get(_REJECTED_RESPONSE)
@@ -289,7 +302,10 @@ def _are_texts(value: dict[str, Any]) -> bool:
 
 
 def _are_whole_texts(value: dict[str, Any]) -> bool:
-    """True for two texts, unless another column may be their prompt."""
+    """True if chosen and rejected are texts, and no other column looks like their prompt.
+
+    The texts are then taken to include the prompt.
+    """
     return _are_texts(value) and not prompt_like(value)
 
 
@@ -322,7 +338,7 @@ def _parse_comparison_text(
     return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], columns))
 
 
-# Keys of other formats, whose records may have a ``text`` field in addition.
+# Keys of other formats. A line with one of them is not raw text, even if it has a ``text`` field.
 _FOREIGN_KEYS = {"label", "prompt", "chosen", "rejected", "response", "completions", "messages"}
 # ``auto`` chooses this format only if a line has no other keys than these. Other keys may be those
 # of a corpus or of another kind of data, where two adjacent lines are not a pair.

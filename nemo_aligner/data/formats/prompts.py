@@ -24,7 +24,7 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
-# For each of these columns, the key in ``counts`` that counts the lines that have it.
+# For each of these columns, the key in ``counts`` with the number of lines that have the column.
 COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
 
 
@@ -47,7 +47,7 @@ _PROMPT_WORDS = re.compile(
 
 def looks_like_prompt(name: str) -> bool:
     """True if a column of this name usually holds a prompt, or a part of one."""
-    # Split camel case: userPrompt becomes user_prompt.
+    # Split camel case into words: ``userPrompt`` becomes ``user_prompt``.
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     return _PROMPT_WORDS.fullmatch(words) is not None
 
@@ -63,7 +63,7 @@ def prompt_like(value: dict[str, Any]) -> list[str]:
 
 
 def advise_prompt_key(name: str) -> str:
-    """Advise what to do if the column ``name`` is the prompt."""
+    """Write the advice in errors and reports about a column ``name`` that may be the prompt."""
     flag = f"--prompt-key {name} (model.data.prompt_key={name} in training)"
     return f"If {name!r} is the prompt, set {flag}"
 
@@ -145,7 +145,7 @@ def _read_system(fields: Fields, name: str, labels: Container[str]) -> Messages:
     prompt = dict.get(fields, name)
     if not _is_available(fields, name, labels) or not isinstance(prompt, str):
         return []
-    fields[name]  # marks it as read, even if it is empty
+    fields[name]  # reading the field marks the column as read, even if it is empty
     return [] if is_blank(prompt) else read_turns([{"role": "system", "content": prompt}], name)
 
 

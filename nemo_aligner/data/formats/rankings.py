@@ -181,7 +181,7 @@ def _parse_ultrafeedback(
         for n, item in enumerate(completions)
     ]
     scores = _read_scores(completions)
-    # Only a pair has a single margin.
+    # Derive ``label_margin`` only for pairs: more than two completions have several margins.
     margin = {LABEL_MARGIN: abs(scores[0] - scores[1])} if len(scores) == 2 else {}
     labels = read_pair_labels({**margin, **value}, columns)
     return rank_samples(texts, [-score for score in scores], origin, labels)
@@ -246,7 +246,7 @@ def _parse_qa_feedback(
 
 
 def _read_passages(passages: object) -> list[str]:
-    """Read passages, each of which is a list of a title and sentences."""
+    """Read passages, each a list of a title and sentences; return one text for each passage."""
     if not isinstance(passages, list) or not all(
         isinstance(passage, list) and passage and all(isinstance(part, str) for part in passage)
         for passage in passages

@@ -109,13 +109,17 @@ UNPAIRED = Format(
 )
 
 
-# Labels of steps.
+# Labels of steps: a row has a label for each column, None where it is missing.
 
 Labels = tuple[float | None, ...]
 
 
 def _read_step_labels(label: Any, location: str, columns: WantedLabels) -> Labels:
-    """Read the labels of one step: a bool or number, a list of them, or an object by attribute."""
+    """Read the labels of one step, one for each label column.
+
+    ``label`` is a bool or a number, a list of these with one item per column, or an object with
+    the names of the columns as keys. ``location`` names its place in the record, for errors.
+    """
     names = columns.names
     if isinstance(label, Mapping):
         missing = [name for name in names if name not in label]
@@ -287,10 +291,11 @@ def _parse_prm800k(
 def _read_completions(
     step: Any, location: str, columns: WantedLabels
 ) -> list[tuple[Any, Labels, bool]]:
-    """List the completions of a step, each with its labels and whether the path continues with it.
+    """List the completions of a step of PRM800K, including one that an annotator wrote.
 
     Returns:
-        A list of (text, labels, is chosen).
+        For each completion: its text, its labels, and True if the path of chosen steps continues
+        with it.
     """
     if not isinstance(step, dict):
         raise DataError(f"{location}: got {shown(step)}, wanted an object with 'completions'")

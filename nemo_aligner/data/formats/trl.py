@@ -27,7 +27,10 @@ def _parse_trl(values: list[dict[str, Any]], origin: Origin, columns: WantedLabe
 
 
 def _join(prompt: Any, reply: Any, key: str) -> Text:
-    """Join prompt and reply; ``prompt`` is None if the reply contains it."""
+    """Join prompt and reply to a raw text or a conversation, as TRL does.
+
+    ``prompt`` is None if the reply contains it. ``key`` names the reply's field, for errors.
+    """
     if prompt is None and isinstance(reply, str | list):
         return cast(Text, check_text(reply, key))
     if isinstance(prompt, str) and isinstance(reply, str):

@@ -28,7 +28,7 @@ from nemo_aligner.utils.errors import DataError, shown
 
 
 def _read_choice(value: dict[str, Any], key: str) -> int:
-    """Read a field that is 0 or 1."""
+    """Read the field ``key``, which must be 0 or 1 and says which reply is better."""
     choice = value[key]
     if isinstance(choice, bool) or choice not in (0, 1):
         raise DataError(f"{key}: got {shown(choice)}, wanted 0 or 1")
@@ -42,7 +42,7 @@ def _build_pair(
     origin: Origin,
     columns: WantedLabels,
 ) -> Comparison:
-    """Build a pair from two samples; ``better`` is the index of the preferred one."""
+    """Build a pair from two samples; ``better`` is the index of the better one, 0 or 1."""
     labels = read_pair_labels(value, columns)
     return Comparison.of_pair(texts[better], texts[1 - better], origin, labels=labels)
 
@@ -264,7 +264,7 @@ def _parse_arena(values: list[dict[str, Any]], origin: Origin, columns: WantedLa
 
 
 def _take_turns(conversation: Text, turns: int | None, key: str) -> Messages:
-    """Cut a conversation after its reply number ``turns``; None returns the whole conversation."""
+    """Cut a conversation after its reply number ``turns``, counted from 1; None cuts nothing."""
     if not isinstance(conversation, list):
         raise DataError(f"{key}: got {shown(conversation)}, wanted a list of messages")
     replies = [n for n, turn in enumerate(conversation, 1) if turn["role"] == "assistant"]
