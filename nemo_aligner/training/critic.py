@@ -116,7 +116,10 @@ class CriticLearner:
 
     @property
     def tokens_per_call(self) -> int:
-        """Number of tokens from which on a call of ``values`` keeps all ranks busy."""
+        """Number of tokens that one call of ``values`` needs to keep all ranks busy.
+
+        The server collects sequences for a call up to this number.
+        """
         return self._packing.micro_batch_tokens * self._layout.dp * self._layout.pp
 
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -215,10 +218,12 @@ class CriticLearner:
 
 
 def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColumns:
-    """Collect the labels of all tokens of the sequences ``rows``, one sequence after the other.
+    """Collect the labels of all tokens of some sequences, one sequence after the other.
 
     Args:
-        lengths: number of tokens of each sequence of the batch; its padding gets no labels.
+        batch: the sequences of a training step, padded to equal length.
+        rows: indices in ``batch`` of the sequences that this rank trains on.
+        lengths: number of tokens of each sequence of the batch, without padding.
 
     Returns:
         For every token its return, its previous value, and its mask, as float32 columns.

@@ -54,7 +54,7 @@ class StepRecords:
 
     @cached_property
     def records(self) -> Records:
-        """Bounds and labels of the step's records."""
+        """The records' bounds and labels, which the loss needs."""
         return self.dataset.records.select(self.record_ids)
 
     def local_indices(self) -> list[int]:
@@ -198,7 +198,7 @@ def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
 
 
 def _blame_record(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
-    """Judge a record by the loss of this record alone, computed in float64."""
+    """Judge the record at ``index`` of the batch by its loss alone, computed in float64."""
     total, _ = loss(rewards.double(), record)
     return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
 

@@ -349,7 +349,10 @@ class RunFacts:
 
 
 def describe_file(report: FileReport) -> dict[str, Any]:
-    """Convert the summary of a data file to plain JSON values; the run prints it as a table."""
+    """Convert the summary of a data file to plain JSON values, for the run's report.
+
+    The run prints the same summary as a table.
+    """
     return {
         "name": report.name,
         "path": report.path,

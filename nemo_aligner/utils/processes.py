@@ -129,10 +129,12 @@ def leave_together(code: int) -> int:
 
 
 def _wait_as_speaker() -> str:
-    """Return the prefix of an error message if the ranks have not agreed who reports the error.
+    """Wait until this rank may report an error, and return the prefix of its message.
 
-    This happens before the process group exists. Most likely all ranks have the same error, so all
-    but rank 0 first wait for the launcher to end them.
+    It is for errors on which the ranks have not agreed which rank reports them.
+
+    Such errors occur before the process group exists. Most likely all ranks have the same error, so
+    all but rank 0 first wait for the launcher to end them.
     """
     if is_first_rank():
         return ""
