@@ -161,7 +161,10 @@ def _draw_speed(name: str, reports: Sequence[RunReport]) -> Drawing | None:
 
 
 def _build_speed_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
-    """Yield rows of medians, because a run's first step, and steps during a save, take longer."""
+    """Yield the rows of the table of speed and memory, with a column for each run.
+
+    Times are medians, because a run's first step, and steps during a save, take longer.
+    """
     for title, name in (
         ("tokens per second, median", "train/tokens_per_second"),
         ("seconds per step, median", "timing/train_step"),
@@ -203,7 +206,10 @@ def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> Page
 
 
 def _build_row(name: str, values: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the row, or nothing if all values are empty."""
+    """Yield the row ``name`` with one value for each run, or nothing if all values are empty.
+
+    So the table has no row for a fact that no run has.
+    """
     if any(values):
         yield [name, *values]
 
@@ -214,7 +220,10 @@ def _count_steps(run: RunReport) -> str:
 
 
 def _describe_best(run: RunReport) -> str:
-    """Describe the best validation on each set by its main metric; ties go to the lower loss."""
+    """Describe the best validation on each set: its step and the value of the main metric.
+
+    Of validations with equal values, the one with the lower loss is taken.
+    """
     descriptions = []
     for name in list_validation_sets(run):
         main = next((metric for metric in MAIN_METRICS if f"{name}/{metric}" in run.curves), None)
@@ -245,14 +254,20 @@ def _describe_baseline(report: RunReport, sets: Sequence[Heldout]) -> str:
 
 
 def _split_descriptions(report: RunReport) -> Iterator[tuple[str, str]]:
-    """Split the lines that a run printed at its start, such as ``model: 143.4M parameters``."""
+    """Split each line that a run printed at its start into its subject and its description.
+
+    ``model: 143.4M parameters`` becomes ``model`` and ``143.4M parameters``.
+    """
     for line in report.facts.get("described", []):
         subject, _, description = line.partition(": ")
         yield (subject, description) if description else ("note", subject)
 
 
 def _list_drawn_sets(report: RunReport, is_one_of_many: bool) -> list[str]:
-    """List the held-out sets of which the run kept only a sample of the records."""
+    """Write a note for each held-out set of which the run kept only a sample of the records.
+
+    ``is_one_of_many`` is True if the page has several runs; the note then names the run.
+    """
     prefix, lines = f"{report.name}: " * is_one_of_many, []
     totals = report.facts.get("validation_records", {})
     for name, predictions in report.predictions.items():
@@ -312,7 +327,8 @@ def build_data(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on the data files: their formats, and how many records were used."""
     tables = []
     for report in reports:
-        # A run has a list of described files here, and an evaluation the name of its file.
+        # A run's facts have a list of described files under ``data``, an evaluation's the name of
+        # one file.
         files = report.facts.get("data", [])
         for file in files if isinstance(files, list) else []:
             rows = [*file["rows"], *(["malformed", line] for line in file["malformed"])]
@@ -380,6 +396,9 @@ def build_versions(reports: Sequence[RunReport]) -> PageSection:
 
 
 def _align_columns(columns: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield one row for each key of any column; a column without the key gets an empty cell."""
+    """Yield the rows of a table that has a mapping as each of its columns.
+
+    There is a row for each key of any column; a column without the key gets an empty cell.
+    """
     for key in dict.fromkeys(key for column in columns for key in column):
         yield [key, *(_format_cell(column[key]) if key in column else "" for column in columns)]
