@@ -40,8 +40,8 @@ class RowWriter:
 
 
 def _message(report: pytest.TestReport) -> str:
-    """One line that says why a test failed or was skipped."""
-    if isinstance(report.longrepr, tuple):  # of a skipped test: file, line and reason
+    """Render in one line why a test failed or was skipped, from pytest's report."""
+    if isinstance(report.longrepr, tuple):  # a skipped test has (file, line, reason) here
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
     text = report.longreprtext if crash is None else crash.message

@@ -29,13 +29,19 @@ BUSY_CLIENTS = 64
 MAX_ROWS = 8
 _WARM_UP = 50
 _FORWARDS = 200
-_MAX_DISTINCT_REQUESTS = 5000  # a larger count repeats them
+_MAX_DISTINCT_REQUESTS = 5000  # if more requests are sent, these are repeated
 _UNKNOWN_TOKEN_ID = 10**9
 
 
 @dataclass(frozen=True)
 class TestRequest:
-    """A request with its number of rows; a malformed one must be rejected."""
+    """A request to a server.
+
+    Attributes:
+        request: its path and body.
+        rows: number of rewards that it asks for.
+        is_malformed: True if the server must reject it.
+    """
 
     request: dict[str, str]
     rows: int

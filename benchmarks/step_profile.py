@@ -47,7 +47,13 @@ _NAME_LENGTH = 90
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The events of one step, and how many layers and micro-batches it had."""
+    """The trace of one training step.
+
+    Attributes:
+        events: events of torch's profiler.
+        device: ``cuda`` or ``cpu``.
+        layers, micro_batches: how many the step had, to compute times for each.
+    """
 
     events: Sequence[Event]
     device: str
@@ -84,7 +90,10 @@ class StepTrace:
             yield {**row, "note": kernel_class(name)}
 
     def _host_rows(self) -> Iterator[Row]:
-        """Rows of the host's time for kernel launches and for waiting on the device."""
+        """Yield the rows on the host: its time for launching kernels, and for waiting on the device.
+
+        There are none on a CPU.
+        """
         host = [e for e in self.events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
         launches = [event for event in host if "launch" in event["name"].lower()]
         waits = [event for event in host if "synchronize" in event["name"].lower()]
@@ -147,8 +156,8 @@ def _shorten_name(name: str) -> str:
 def trace(step: Callable[[], object]) -> list[Event]:
     """Profile ``step``; return its events: kernels and launches of a GPU, or CPU operators.
 
-    On a GPU operators are not recorded: that makes the host several times slower, so that a step
-    would wait for the host where it usually does not.
+    On a GPU operators are not recorded: recording them makes the host several times slower, so that
+    the GPU would wait for the host where it usually does not.
     """
     gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity

@@ -144,7 +144,7 @@ def judge(
         }
         judged = {"digest": digest, "margins": margins}
         result.write_text(json.dumps(judged), encoding="utf-8")
-        shutil.rmtree(folder)  # gigabytes of checkpoints
+        shutil.rmtree(folder)  # delete the checkpoints, which take gigabytes
     for number, pair in enumerate(heldout, start=1):
         pair.margin = judged["margins"].get(str(number), math.nan)
 
@@ -160,7 +160,7 @@ def set_probabilities(pairs: Sequence[Pair]) -> str:
     """Set ``p_wrong`` of every pair with a margin; return a line with the models' accuracy."""
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     margins = margins[~margins.isnan()]
-    # NaN where the models are no better than chance, or never wrong: no label can be doubted.
+    # NaN if the models are no better than chance, or never wrong; then no label is doubted.
     temperature = fit_temperature(margins)
     is_useful = temperature > 0
     for pair in pairs:
@@ -180,7 +180,7 @@ def weigh(pair: Pair, confidence: float) -> str:
     """Return the line with ``label_margin``, the probability of a right label if it is doubted."""
     row = json.loads(pair.line)
     weight = 1 - pair.p_wrong if pair.p_wrong >= confidence else 1.0
-    margin = row.get("label_margin")  # null is a missing label, as no label
+    margin = row.get("label_margin")  # null means the same as no ``label_margin``
     row["label_margin"] = round(weight * (1.0 if margin is None else margin), 6)
     return json.dumps(row, ensure_ascii=False)
 

@@ -25,7 +25,7 @@ from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ServingError
 
-_ROWS_AT_ONCE = 16  # of log-probabilities over the whole vocabulary
+_ROWS_AT_ONCE = 16  # replies whose logits over the whole vocabulary are computed at once
 # The template of the quickstart's reward model. SmolLM2's own template adds a system prompt.
 _CHATML = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}
@@ -52,7 +52,7 @@ class Replies:
     texts: list[str]
 
     def rows(self, rows: Tensor) -> Replies:
-        """The replies with these indices ``[M]``."""
+        """Select the replies with the indices ``rows [M]``."""
         return Replies(
             self.tokens[rows],
             self.attention[rows],
@@ -236,7 +236,10 @@ def read_prompts(file: Path, limit: int | None = None) -> list[str]:
 
 
 def connect_reward(options: argparse.Namespace) -> RewardFunction:
-    """Return a function that gets rewards from the server of the options.
+    """Connect to the reward server that the options name.
+
+    Returns:
+        A function that gets the rewards of replies from it.
 
     Raises:
         SystemExit: a file is missing, or the server does not answer.

@@ -32,8 +32,8 @@ _EPOCHS = 2
 class Batch:
     """Replies of the policy with their advantages, values and returns.
 
-    All tensors are ``[N, T]`` and 0 after the end of a reply. ``log_probs`` has an autograd graph,
-    which the first epoch uses.
+    All tensors are ``[N, T]``, for N replies of at most T tokens, and 0 after the end of a reply.
+    ``log_probs`` has an autograd graph, which the first epoch uses.
     """
 
     replies: Replies
@@ -44,7 +44,10 @@ class Batch:
 
 
 def compute_advantages(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Generalised advantages ``[N, T]`` without discount (Schulman et al. 2016, 1506.02438)."""
+    """Compute generalised advantages ``[N, T]`` (Schulman et al. 2016, arXiv 1506.02438).
+
+    There is no discount. ``rewards`` and ``values`` of each token and ``mask`` are ``[N, T]``, too.
+    """
     next_values = torch.zeros_like(values)
     next_values[:, :-1] = values[:, 1:] * mask[:, 1:]
     errors = (rewards + next_values - values) * mask

@@ -100,7 +100,7 @@ def _best_of_row(
     """Build the row whose figure is the mean of ``best_of`` over prompts.
 
     ``prompts`` has the rewards ``[K]`` of each prompt's replies and the values to average, ``[K]``.
-    Its interval is bootstrapped over prompts.
+    The interval of the figure is bootstrapped over prompts.
     """
     expected_values = np.array([best_of(n, rewards, values) for rewards, values in prompts])
     low, high = bootstrap_interval(expected_values)

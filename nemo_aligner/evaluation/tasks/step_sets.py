@@ -91,8 +91,9 @@ def _choose_threshold(items: Sequence[Item], rewards: Sequence[np.ndarray]) -> t
 
     A threshold judges a solution correctly if it is above the reward of the first wrong step (above
     -inf if there is none), and not above the lowest reward before that step. Verdicts change only
-    at these bounds. So it is enough to try one threshold between each two adjacent bounds, one
-    below them all and one above. If several thresholds are equally good, the middle one is chosen.
+    at these bounds. So it is enough to try the lowest bound, the middle between each two adjacent
+    bounds, and a value above the highest bound. If several thresholds are equally good, the middle
+    one is chosen.
 
     Returns:
         The threshold and its mean F1.
@@ -322,8 +323,8 @@ def _compute_figures(
 def _compute_f1(predicted: np.ndarray, labelled: np.ndarray) -> float:
     """Compute the F1 of verdicts, treating True as positive.
 
-    ``predicted`` and ``labelled`` are verdicts and labels of all steps, ``[S]`` bool. The result is
-    -1 if a denominator is 0.
+    ``predicted`` and ``labelled`` are verdicts and labels of all steps, ``[S]`` bool. As in the
+    original, precision, recall and F1 are -1 if their denominator is 0.
     """
     hits = int((predicted & labelled).sum())
     precision = _divide(hits, int(predicted.sum()))
