@@ -138,7 +138,11 @@ def make_rows(loads: dict[str, list[Load]], turns: int) -> list[dict[str, Any]]:
 
 
 def largest_difference(loads: dict[str, list[Load]]) -> float:
-    """Largest difference in the reward of a last turn between our server and any other."""
+    """Compute how far rewards of other servers are from those of ours.
+
+    Returns:
+        The largest difference in the reward of the last turn of a request, over all requests.
+    """
     rewards = {
         name: np.array([load.rewards for load in server_rewards])
         for name, server_rewards in loads.items()

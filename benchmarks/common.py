@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: devices, model conversion, worker processes, tables and clocks."""
+"""Functions that all benchmarks share: devices, model conversion, workers, tables and clocks."""
 
 from __future__ import annotations
 

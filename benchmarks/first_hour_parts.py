@@ -217,8 +217,8 @@ def _width_part(hidden: int, seconds: int) -> Part:
     )
 
 
-# The most valuable parts come first, in case time runs out. The limits up to "save" add up to the
-# nine minutes of gpu_first_hour.py.
+# The most valuable parts come first, in case time runs out. The time limits of the parts up to
+# "save" add up to the nine minutes of gpu_first_hour.py.
 PARTS = (
     # The first part also fills the kernel caches for the others, hence its larger limit.
     _width_part(1024, 90),

@@ -25,7 +25,7 @@ class RowWriter:
         self._rows: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # Setup and teardown get a row only where they fail, or skip the test.
+        # Setup and teardown get a row only if they fail, or skip the test.
         if report.when != "call" and report.passed:
             return
         self._rows.append(

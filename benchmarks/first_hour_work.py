@@ -66,7 +66,7 @@ _USUAL, _CALL = "a step, nothing being written", "the call of save"
 _DURING, _WRITTEN = "a step while it is written", "from the call until it is on disk"
 # Layers and hidden size of the synthetic Llamas.
 WIDTHS = ((24, 1024), (16, 2048), (8, 4096))
-_TRACEBACK = 1500  # characters of a traceback that a row shows
+_TRACEBACK = 1500  # number of characters that a row shows of a traceback
 _MARGIN = 3.0  # in seconds: no point is started this shortly before the part's time limit
 
 
@@ -401,10 +401,11 @@ def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Measure a step on long sequences without context parallelism, with it, and with ring attention.
+    """Measure the step time that context and expert parallelism save.
 
-    After this, it measures a step of a mixture-of-experts model, without and with expert
-    parallelism. Yields a row for each step.
+    A step on long sequences is measured without context parallelism, with it, and with ring
+    attention; then a step of a mixture-of-experts model, without and with expert parallelism.
+    Yields a row for each step.
     """
     texts, mixture = job["points"]
     ranks = layout.num_ranks

@@ -43,9 +43,11 @@ _MIN_SECONDS = 1.0  # a part is not started if less time is left
 # The limits of all parts up to "save" add up to this. With less time in all, every limit shrinks by
 # the same factor, unless --parts names the parts; with more, the remaining parts run, too.
 _MINUTES = 9.0
-# Factor of all limits. A rehearsal on a CPU may share its cores with other programs.
+# Factor of all time limits. It is larger on a CPU, whose cores a rehearsal may share with other
+# programs.
 _PATIENCE = {"cuda": 1.0, "cpu": 4.0}
-# Set by SIGINT and SIGTERM. It is checked only where a part can be ended and its results kept.
+# Set by SIGINT and SIGTERM. It is checked only at points where a part can be ended without losing
+# its results.
 _STOP = threading.Event()
 Result = dict[str, Any]
 

@@ -94,8 +94,7 @@ def _is_shown(when: str, save_interval: int, last: bool) -> bool:
     if last or not when.startswith("step "):
         return True
     step = int(when.removeprefix("step "))
-    # Show the step of a save, and the third step after it, when the checkpoint is written or nearly
-    # so.
+    # Show the step of a save and the third step after it, when the checkpoint is almost written.
     return step in _SHOWN_STEPS or (step > save_interval and step % save_interval in (0, 3))
 
 
@@ -184,8 +183,8 @@ class Memory:
             "resident": resident,
             "in use": in_use,
             "at most": max(in_use, self._most),
-            # The system updates its two counters at different times, so the peak may be below the
-            # current value by some pages.
+            # The two values come from different counters of the system, so ``highest`` can be below
+            # ``resident`` by some pages.
             "peak": max(resident, highest),
         }
         self._most = 0.0

@@ -149,7 +149,7 @@ def our_scorer(
 
 
 def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> list[list[int]]:
-    """Token ids of both replies of the first ``pairs`` pairs in a file."""
+    """Encode both replies of the first ``pairs`` pairs in a file; return their token ids."""
     from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.readers import ReaderConfig, read_records
 

@@ -85,7 +85,7 @@ class Server:
         return total / _MIB
 
     def stop(self) -> None:
-        """Terminate the server, then kill what is left of its processes."""
+        """Terminate the server, and kill those of its processes that do not end."""
         family = self._family()
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -93,7 +93,7 @@ class Server:
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        # Children of a server that died by itself are still in its process group.
+        # If the server died by itself, its children may still run: kill its whole process group.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -210,7 +210,7 @@ class Recipe:
         return server, server.wait_for_health(f"http://127.0.0.1:{port}")
 
     def request(self, token_ids: Sequence[int]) -> dict[str, str]:
-        """A request for the reward of a token sequence."""
+        """Build a request for the reward of one sequence, in the protocol of this server."""
         if self.is_ours:
             return kserve_request(
                 [
@@ -285,7 +285,11 @@ class Contestants:
     def ask(
         self, name: str, token_lists: Sequence[list[int]], clients: int, limit_s: float
     ) -> Load | None:
-        """Send a request for each of ``token_lists`` to the server ``name``, from ``clients`` clients.
+        """Send one request for each of ``token_lists`` to the server ``name``.
+
+        Args:
+            clients: number of clients that send at the same time.
+            limit_s: seconds after which no more answers are awaited.
 
         Returns:
             The answers; None if the server has no recipe or has failed.
@@ -351,13 +355,13 @@ def start_gateway(backend: str, work: Path) -> tuple[Server, str]:
 
 
 def kserve_request(inputs: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """A JSON request in KServe v2 whose only output is the rewards."""
+    """Build a JSON request in KServe v2 with these input tensors; it asks only for the rewards."""
     body = {"inputs": inputs, "outputs": [{"name": "rewards"}]}
     return {"path": "/v2/models/reward_model/infer", "body": json.dumps(body)}
 
 
 def tensor(name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """An input tensor of KServe v2, from rows of equal length."""
+    """Build an input tensor of a KServe v2 request from rows of equal length."""
     flat = [value for row in rows for value in row]
     return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}
 

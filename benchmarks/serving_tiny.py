@@ -104,7 +104,9 @@ def forward_seconds(model: Path, token_lists: Sequence[list[int]]) -> float:
 
 
 def check(asks: Sequence[TestRequest], load: Load) -> Load:
-    """Check that each valid request has rewards and each malformed one an error; return the load.
+    """Check that each valid request got rewards, and each malformed one an error.
+
+    ``load`` has the answers to ``asks``, and is returned.
 
     Raises:
         WorkerFailed: a request was answered otherwise.

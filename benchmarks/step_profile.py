@@ -21,7 +21,8 @@ import torch
 Row = dict[str, Any]
 Event = Mapping[str, Any]
 
-# A kernel belongs to the first class one of whose strings occurs in its lower-case name.
+# Strings in kernel names, by class. A kernel belongs to the first class that has a string which
+# occurs in its lower-case name.
 CLASSES: dict[str, tuple[str, ...]] = {
     # This class must come first: torch.compile names a kernel after all operators that it fuses.
     # The remaining names are those of Liger and of models/pointwise/triton_kernels.py.
@@ -90,7 +91,7 @@ class StepTrace:
             yield {**row, "note": kernel_class(name)}
 
     def _host_rows(self) -> Iterator[Row]:
-        """Yield the rows on the host: its time for launching kernels, and for waiting on the device.
+        """Yield rows with the host's time for launching kernels and for waiting on the device.
 
         There are none on a CPU.
         """

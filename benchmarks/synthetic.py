@@ -291,7 +291,7 @@ def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
     saved = [0]
     # Count saved bytes in a separate step: the hook on saved tensors keeps them alive for longer,
-    # which would raise the peak.
+    # which would change the peak.
     with _count_saved_bytes(learner.model, saved), without_overlap(learner._ddp.ddp_config):
         learner.train_step(1)
     return {
@@ -318,10 +318,10 @@ def _measure_expert_load(learner: RewardLearner) -> float:
 
 @contextmanager
 def without_overlap(config: Any) -> Iterator[None]:
-    """Turn off reducing gradients during the backward pass.
+    """Turn off reducing gradients during the backward pass, for a block with saved-tensor hooks.
 
-    Megatron-core notes on a weight that its gradient can be reduced early; hooks on saved tensors
-    hide that note.
+    megatron-core marks each weight whose gradient can be reduced early, and the hooks hide the
+    mark.
     """
     overlap, config.overlap_grad_reduce = config.overlap_grad_reduce, False
     yield
@@ -403,7 +403,8 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
-        # An unknown argument existed before the block: count it as 0 bytes, also if it is returned.
+        # A tensor not seen before that comes as an argument existed before the block: count it as 0
+        # bytes, even if the operation returns it.
         self._note((arguments, options), is_new=False)
         result = function(*arguments, **(options or {}))
         self._note(result, is_new=True)

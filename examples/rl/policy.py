@@ -230,7 +230,8 @@ def print_table(at_start: HeldOut, at_end: HeldOut, seconds: float) -> None:
 
 def read_prompts(file: Path, limit: int | None = None) -> list[str]:
     """The distinct prompts of a file of pairs, in order; at most ``limit``."""
-    with file.open(encoding="utf-8") as lines:  # splitlines() would break at more than "\n"
+    # Read line by line: str.splitlines would break at more than "\n".
+    with file.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     return list(dict.fromkeys(row["prompt"] for row in rows))[:limit]
 

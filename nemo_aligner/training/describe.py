@@ -71,7 +71,7 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
 def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
     """Describe the steps, the objective, and by which metric the best checkpoint is chosen.
 
-    Notes are added about settings that waste time, such as uneven work among the ranks.
+    The text has notes on settings that waste time, such as uneven work among the ranks.
     """
     config, data, total_steps = run.config, run.data, run.total_steps
     options = config.model

@@ -155,7 +155,7 @@ class SupervisedTrainer:
         return Outcome(self._step, self._find_stop_reason() if stopped else None)
 
     def _describe_resume(self) -> str:
-        """Describe from which step the same command would continue after an error."""
+        """Describe, for an error, from which step the same command would continue."""
         latest = self._checkpoints.latest()
         if latest is None:
             return "this run has no checkpoint yet"

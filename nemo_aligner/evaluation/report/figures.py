@@ -87,14 +87,7 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawn figure.
-
-    Attributes:
-        title: heading above it.
-        svg: the figure as SVG.
-        keys: entries of its legend.
-        note: text below it.
-    """
+    """A figure as SVG, with its title, the entries of its legend, and a note below it."""
 
     title: str
     svg: str
@@ -104,12 +97,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Histogram:
-    """One set of values in a histogram.
-
-    Attributes:
-        key: entry of the legend.
-        values: the values to count, ``[N]``.
-    """
+    """One of the sets of values in a histogram, ``[N]``, and its entry in the legend."""
 
     key: LegendKey
     values: np.ndarray = field(repr=False)
@@ -490,10 +478,7 @@ class PageTable:
 
     @property
     def is_folded(self) -> bool:
-        """True if the table is so long that the page shows it only after a click.
-
-        In print it is always shown.
-        """
+        """True if the table is long, so the page shows it only after a click; print shows it always."""
         return len(self.rows) > _MAX_OPEN_ROWS
 
 

@@ -21,7 +21,7 @@ from nemo_aligner.utils.errors import DataError
 
 
 class Level(str, Enum):
-    """What a figure covers: one subset, a section of several subsets, or the whole benchmark."""
+    """What a figure of a benchmark covers: a subset, a section of subsets, or all items."""
 
     subset = "subset"
     section = "section"
