@@ -478,7 +478,7 @@ class PageTable:
 
     @property
     def is_folded(self) -> bool:
-        """True if the table is long, so the page shows it only after a click; print shows it always."""
+        """True if the table is so long that the page folds it; in print it is always shown."""
         return len(self.rows) > _MAX_OPEN_ROWS
 
 
