@@ -219,7 +219,10 @@ def _build_loader(data: Any) -> Any:
 
 
 def _time_packing(data: Any, step: int) -> float:
-    """Seconds to pack a step that was not packed in the background before."""
+    """Measure the seconds to pack the step ``step``.
+
+    A new loader is used, so that its background thread has not packed the step before.
+    """
     loader = _build_loader(data)
     begun = time.perf_counter()
     loader.plan(step)

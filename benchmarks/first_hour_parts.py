@@ -62,11 +62,11 @@ class Hour:
     vllm_python: str
 
     def output(self, part: str) -> Path:
-        """The file to which a part writes its rows."""
+        """Path of the file to which the part ``part`` writes its rows."""
         return self.work / f"{part}.out"
 
     def log(self, part: str) -> Path:
-        """The file with a part's output."""
+        """Path of the file that gets what the part ``part`` prints."""
         return self.work / f"{part}.log"
 
 

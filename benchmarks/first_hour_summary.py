@@ -27,7 +27,7 @@ _NOT_INVARIANT = "rows as they come"
 
 
 def goals(rows: Rows) -> list[dict[str, Any]]:
-    """A row for each goal: the measured figure, the goal, and whether it is reached."""
+    """Build a row for each goal: its measured figure, the goal, and whether it is reached."""
     return [
         {
             "goal": name,

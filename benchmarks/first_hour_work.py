@@ -487,7 +487,10 @@ def _seconds_left(job: Job) -> float:
 
 
 def _points_in_time(job: Job) -> Iterator[Point]:
-    """Yield the job's points until the next one is unlikely to finish in time."""
+    """Yield the points of the job, as long as the time of the part suffices.
+
+    The next point must have as much time left as the longest one so far took.
+    """
     longest = 0.0
     for index, point in enumerate(job["points"]):
         if _seconds_left(job) < longest:

@@ -125,7 +125,10 @@ def _describe_machine(hour: Hour, arguments: argparse.Namespace) -> dict[str, An
 
 
 class _Report:
-    """The report's files, rewritten after every part; parts still to come are ``not run``."""
+    """The files of the report, which are rewritten after every part.
+
+    Parts that have not run yet are in them as ``not run``.
+    """
 
     def __init__(self, folder: Path, about: dict[str, Any], parts: Sequence[Part]) -> None:
         self._folder, self._about, self._parts = folder, about, parts

@@ -72,12 +72,15 @@ class Server:
         raise WorkerFailed(f"it did not start: {reason}\n{self.last_line()}")
 
     def last_line(self) -> str:
-        """The last line of the server's log that is not empty."""
+        """Return the last line of the server's log that is not empty, for an error message."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "its log is empty")
 
     def resident_mib(self) -> float:
-        """Sum of the resident memory of the server's processes; shared pages count repeatedly."""
+        """Sum the resident memory of the server's processes, in MiB.
+
+        Memory that processes share counts once for each of them.
+        """
         total = 0
         for process in self._family():
             with suppress(psutil.NoSuchProcess):

@@ -172,7 +172,7 @@ def _measure_soak(
 
 
 def uniform_requests(count: int) -> list[TestRequest]:
-    """Requests with four sentences of equal length each."""
+    """Make requests with four sentences each; all sentences have the same number of words."""
     rng = random.Random(1)
     return [
         _sentences_request([_draw_words(rng, 12) for _ in range(4)])
@@ -181,7 +181,10 @@ def uniform_requests(count: int) -> list[TestRequest]:
 
 
 def mixed_requests(count: int, seed: int) -> list[TestRequest]:
-    """Requests of all kinds and sizes; every third is malformed, in a different way each time."""
+    """Make requests of all kinds and sizes, in an order that ``seed`` determines.
+
+    Every third request is malformed, in a different way each time.
+    """
     rng = random.Random(seed + 2)
     asks = []
     for number in range(_limit_count(count)):

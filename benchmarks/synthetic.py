@@ -120,7 +120,7 @@ def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
 
 
 def shape_and_plan(point: Mapping[str, Any]) -> tuple[ModelShape, Plan]:
-    """The shape and the plan from which planning/ predicts what a point costs."""
+    """Return the model's shape and the plan, from which planning/ predicts the cost of a point."""
     return ModelShape.from_config(point["model"]), plan_of(point)
 
 
@@ -329,7 +329,7 @@ def without_overlap(config: Any) -> Iterator[None]:
 
 
 def _unique_storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of ``tensors`` by address, without duplicates."""
+    """Collect the storages of ``tensors`` by their addresses, so that views count only once."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 

@@ -88,7 +88,7 @@ class RewardSource:
 
     @property
     def takes_ratings(self) -> bool:
-        """True if it can be evaluated on ratings; a ranking model predicts no labels."""
+        """True if the source can be evaluated on ratings; a ranking model predicts no labels."""
         return self.contract is None or self.contract.record_kind is RecordKind.rating
 
     @property
@@ -118,7 +118,11 @@ class RewardSource:
         return replace(self, aggregate=rule)
 
     def rewards_of(self, scored: ScoredRows) -> np.ndarray:
-        """Return the rewards of samples ``[N, A]``, combined from turns or steps by the rule."""
+        """Return one reward of each attribute per sample, ``[N, A]``.
+
+        If samples have rewards of turns or steps, the rule ``aggregate`` or that of the contract
+        combines them.
+        """
         if self.aggregate is None:
             return scored.rewards
         scale = SCORE if self.contract is None else self.contract.reward_scale

@@ -154,7 +154,7 @@ class CriticLearner:
         return steps
 
     def _train_step(self, batch: Rollout) -> ValueStep:
-        """Train one step on a global batch."""
+        """Train one step on the global batch ``batch``, and return its outcome."""
         start_time = time.perf_counter()
         packs = self._pack(batch)
         values = compute_gradients(self._ddp, packs, self._layout, self._objective.loss)
@@ -198,7 +198,14 @@ class CriticLearner:
     def _sum_over_ranks(
         self, values: Tensor | None, packs: Sequence[PackedBatch]
     ) -> tuple[float, int]:
-        """Return the sum of the loss and the number of tokens in it, over all ranks."""
+        """Sum the loss and count its tokens, over all ranks.
+
+        ``values`` are the outputs for the tokens of ``packs``; None on a pipeline stage without a
+        head.
+
+        Returns:
+            The sum of the loss over tokens that the mask selects, and their number.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         # All tensor and context parallel ranks have the same values, so only the first of them adds
         # its loss. Pipeline stages before the last have no values.

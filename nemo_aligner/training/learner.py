@@ -378,7 +378,10 @@ def validation_metric_names(
 
 
 def _describe_gradient(update: Update, loss_scale: float | None) -> str:
-    """Describe in which way a gradient is not finite, for an error."""
+    """Describe for an error in which way a gradient is not finite.
+
+    ``loss_scale`` is the fp16 loss scale of the step; None in fp32 and bf16.
+    """
     if loss_scale is None:
         return f"a gradient norm of {update.grad_norm}"
     return f"a gradient that overflows fp16 at a loss scale of {loss_scale:g}"

@@ -303,7 +303,7 @@ class StepProgress(Progress):
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Format metrics for people, without a prefix such as ``train/``."""
+    """Format each metric for people, by its name without a prefix such as ``train/``."""
     return [_format_metric(name.partition("/")[2], value) for name, value in metrics.items()]
 
 
@@ -314,7 +314,10 @@ def _format_metric(name: str, value: float) -> str:
 
 
 def render_best(saved: Saved | None, monitor: str | None) -> str | None:
-    """Describe the best checkpoint so far for the line of a step; None if there is none."""
+    """Describe the best checkpoint so far, for the line that shows a step.
+
+    ``monitor`` is the metric that ranks checkpoints. None if there is no checkpoint or no metric.
+    """
     if saved is None or monitor is None:
         return None
     value = show_number(saved.state.metrics[monitor])

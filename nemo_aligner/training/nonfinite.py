@@ -239,7 +239,10 @@ def gradient_error(
 
 
 def _has_finite_gradients(model: Any) -> bool:
-    """True if the sum of squares of this rank's gradients is finite, so that the norm is, too."""
+    """True if the norm of this rank's gradients, before clipping, is finite.
+
+    The sum of squares is tested, because the squares of large fp32 gradients overflow.
+    """
     norms = [
         parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad
     ]

@@ -155,7 +155,10 @@ class Optimizer:
         return overflows > 0, math.sqrt(sum(squares))
 
     def state_tensors(self) -> list[Tensor]:
-        """List this rank's fp32 weights and moments, as a view for each parameter and kind."""
+        """List this rank's fp32 weights and moments.
+
+        Each parameter has three views in a row: its weights, and its first and second moments.
+        """
         return [
             shard.state[key][segment.start : segment.stop]
             for state in self._states

@@ -208,7 +208,7 @@ class MetricsFile:
             ) from error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; the object cannot be used afterwards."""
         self._lines.close()
 
 

@@ -183,7 +183,10 @@ class SupervisedTrainer:
         return stopping
 
     def _begin(self) -> bool:
-        """Validate before the first step if a validation is due; True if the run has to stop."""
+        """Validate before the first step, if a validation is due.
+
+        The checkpoint of a resumed run then gets the metrics. Returns True if the run has to stop.
+        """
         if not self._owes_validation:
             return False
         metrics = self._validate()
@@ -200,7 +203,7 @@ class SupervisedTrainer:
         return is_last and not self._owes_validation
 
     def _train(self) -> None:
-        """Train one step, and log and show its metrics."""
+        """Train the next step, log its metrics, and show them in the terminal."""
         is_first = self._step == self._start.step
         task = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(task) if is_first else nullcontext():
@@ -456,6 +459,6 @@ class EarlyStopping:
         return self.allowed is not None and self.since >= self.allowed
 
     def describe(self) -> str:
-        """Describe why a run has ended, for people."""
+        """Describe for people why early stopping has ended the run."""
         best = "none" if self.best is None else f"{self.best:.4f}"
         return f"{self.since} validations in a row without a better {self.monitor} than {best}"
