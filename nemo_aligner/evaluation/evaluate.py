@@ -393,7 +393,12 @@ def evaluate_file(
 
 
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
-    """Reject labels of steps if the model scores no steps, and ratings if ``aggregate`` is set."""
+    """Check that the records of a file fit what the model scores.
+
+    Raises:
+        DataError: the file has labels of steps, but the model scores no steps.
+        ConfigError: the file has ratings, but a custom ``aggregate`` is set.
+    """
     has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
     if has_labels and not source.has_steps:
         raise DataError(

@@ -135,7 +135,7 @@ class Prediction:
 
     @property
     def sides(self) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
-        """The samples with right replies, and those with wrong replies."""
+        """The samples with right replies, then those with wrong replies; a pair has one of each."""
         return self.item.texts[: self.item.num_right], self.item.texts[self.item.num_right :]
 
 

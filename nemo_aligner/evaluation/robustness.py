@@ -438,7 +438,7 @@ T = TypeVar("T")
 
 
 def robustness_json(robustness: Robustness) -> dict[str, Any]:
-    """Convert results to plain values for JSON."""
+    """Convert the results to plain values for JSON, which ``read_robustness`` reads back."""
     return asdict(robustness)
 
 

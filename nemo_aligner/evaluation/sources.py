@@ -120,8 +120,8 @@ class RewardSource:
     def rewards_of(self, scored: ScoredRows) -> np.ndarray:
         """Return one reward of each attribute per sample, ``[N, A]``.
 
-        If samples have rewards of turns or steps, the rule ``aggregate`` or that of the contract
-        combines them.
+        If ``aggregate`` is set, it combines the rewards of each sample's turns or steps. Otherwise
+        the scorer has already combined them by the rule of the contract.
         """
         if self.aggregate is None:
             return scored.rewards

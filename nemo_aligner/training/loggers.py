@@ -118,7 +118,10 @@ class MetricLoggers:
         self.close(SUCCESS if kind is None else FAILED)
 
     def close(self, status: str = SUCCESS) -> None:
-        """Close the file and all loggers; ``status`` is the outcome that the services show."""
+        """Close the file and all loggers.
+
+        ``status``, ``SUCCESS`` or ``FAILED``, is the outcome of the run that W&B and MLflow show.
+        """
         if self._file is not None:
             self._file.close()
         self._for_each_logger(lambda logger: logger.finalize(status))

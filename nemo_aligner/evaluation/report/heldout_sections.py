@@ -90,7 +90,10 @@ def _format_task_row(row: TaskRow) -> list[str]:
 
 
 def build_rewards(sets: Sequence[Heldout]) -> PageSection:
-    """Build the section of histograms of margins and rewards; for ratings, rewards over labels."""
+    """Build the section on rewards.
+
+    For pairs it has histograms of margins and rewards; for ratings, plots of rewards over labels.
+    """
     pair_sets = select_pairs(sets)
     drawings: list[Drawing] = []
     if pair_sets:
@@ -181,7 +184,10 @@ def _build_step_tables(heldout: Heldout) -> Iterator[PageTable]:
 
 
 def build_reward_and_length(sets: Sequence[Heldout]) -> PageSection:
-    """Build the section on length: do longer replies get higher rewards?"""
+    """Build the section on reward and length, for all held-out sets.
+
+    It shows whether longer replies get higher rewards.
+    """
     drawings = []
     if len(sets) > 1:
         lines = [

@@ -187,7 +187,10 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def number_equal_names(reports: Sequence[RunReport]) -> list[RunReport]:
-    """Append a number to names that occur more than once, so that all names differ."""
+    """Append a number to each report's name that occurs more than once.
+
+    Legends and tables can then tell the reports apart.
+    """
     names = [report.name for report in reports]
     return [
         replace(report, name=f"{report.name} ({number})")

@@ -80,7 +80,10 @@ def _draw_metric(
 
 
 def _plot_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
-    """Yield the lines of the only run: one colour for training, and one for each validation set."""
+    """Yield the lines of ``metric`` in a figure that has only one run.
+
+    Training has one colour, and each validation set has another.
+    """
     if f"train/{metric}" in run.curves:
         key = LegendKey("train", 0, is_faint=metric in _QUALITY_METRICS)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -89,7 +92,10 @@ def _plot_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
 
 
 def _plot_several(metric: str, run: RunReport, number: int) -> Iterator[PlotLine]:
-    """Yield the lines of one of several runs: it has one colour, and its sets differ in dashes."""
+    """Yield the lines of ``metric`` for the run ``number`` of several runs in a figure.
+
+    All lines of a run have its colour; its validation sets differ in their dashes.
+    """
     if f"train/{metric}" in run.curves:
         key = LegendKey(f"{run.name}, train", number, is_faint=metric in _QUALITY_METRICS)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -280,7 +286,10 @@ def _list_drawn_sets(report: RunReport, is_one_of_many: bool) -> list[str]:
 
 
 def _count_records(predictions: Predictions) -> int:
-    """Count the records; a record with ranked completions has several rows, one for each pair."""
+    """Count the records behind the rows of ``predictions``.
+
+    A record with ranked completions has several rows, one for each pair.
+    """
     records = [row.record for row in predictions.rows]
     return len(records if predictions.is_rated else set(records))
 

@@ -198,5 +198,5 @@ def build_pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
 
 
 def mean_of(rows: Iterable[TaskRow]) -> float:
-    """Compute the mean of the rows' values."""
+    """Compute the unweighted mean of the figures of ``rows``."""
     return float(np.mean([row.value for row in rows]))
