@@ -29,14 +29,14 @@ from serving_model import WORDS, export, prepare_reward_model
 from serving_servers import Clients, Contestants, Load, Recipe, Server, start_gateway
 
 OURS, UNCACHED, VLLM = "nemo_aligner", "nemo_aligner without cache", "vLLM"
-TOOL_WORDS, REPLY_WORDS = 70, 40  # words of a tool's message, and of a reply
+TOOL_WORDS, REPLY_WORDS = 70, 40  # number of words of a tool's message, and of a reply
 _REST_S = 1.0
 
 Dialogue = list[dict[str, str]]
 
 
 class WithGateway:
-    """One of our servers and the gateway in front of it."""
+    """One of our servers and the gateway in front of it, which are stopped together."""
 
     def __init__(self, server: Server, gateway: Server) -> None:
         self._both = (gateway, server)
@@ -48,7 +48,10 @@ class WithGateway:
 
 @dataclass(frozen=True)
 class TurnRecipe(Recipe):
-    """A server whose requests ask for the reward of every turn of a dialogue."""
+    """How to start a server, and how to request the reward of every reply in a dialogue from it.
+
+    Our servers get a gateway in front, because only the gateway answers vLLM's protocol.
+    """
 
     def start(self, log: Path) -> tuple[Any, str]:
         server, url = super().start(log)
@@ -67,7 +70,8 @@ class TurnRecipe(Recipe):
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the servers, too
+    # Raise SystemExit, so that the servers are stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     model = prepare_reward_model(arguments.model, work, reads="turns")
@@ -96,7 +100,12 @@ def main() -> None:
 
 
 def make_dialogue(rng: random.Random, turns: int) -> list[Any]:
-    """A random dialogue, cut after its first reply, after its second, ... after its last."""
+    """Make a random dialogue of ``turns`` messages of a tool, each with a reply.
+
+    Returns:
+        The dialogue as an agent sends it in each turn: up to its first reply, up to its second,
+        and so on.
+    """
     words = WORDS.split()
     dialogue: Dialogue = []
     prefixes = []
@@ -108,7 +117,10 @@ def make_dialogue(rng: random.Random, turns: int) -> list[Any]:
 
 
 def make_rows(loads: dict[str, list[Load]], turns: int) -> list[dict[str, Any]]:
-    """A row for each turn: median seconds of each server, and their ratios to ours."""
+    """Build a row of the table for each turn: the median latency in seconds of each server.
+
+    The row also has the latency of each other server divided by that of ours.
+    """
     rows = []
     for turn in range(turns):
         seconds = {
@@ -126,7 +138,11 @@ def make_rows(loads: dict[str, list[Load]], turns: int) -> list[dict[str, Any]]:
 
 
 def largest_difference(loads: dict[str, list[Load]]) -> float:
-    """Largest difference in the reward of a last turn between our server and any other."""
+    """Compute how far rewards of other servers are from those of ours.
+
+    Returns:
+        The largest difference in the reward of the last turn of a request, over all requests.
+    """
     rewards = {
         name: np.array([load.rewards for load in server_rewards])
         for name, server_rewards in loads.items()

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: devices, model conversion, worker processes, tables and clocks."""
+"""Functions that all benchmarks share: devices, model conversion, workers, tables and clocks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _unpack_gguf(source: Path, hf: Path) -> None:
 
     location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model = AutoModelForCausalLM.from_pretrained(**location, dtype="float32")
-    # The weights are dequantized by now, but save_pretrained refuses a model marked as quantized.
+    # The weights are dequantized by now, but ``save_pretrained`` rejects a model that is still
+    # marked as quantized, so remove the marks.
     del model.hf_quantizer
     del model.config.quantization_config
     model.save_pretrained(hf)
@@ -134,7 +135,8 @@ def run_worker(
 def start(main: Callable[[], None], **workers: Callable[[Any], object]) -> None:
     """Run a benchmark's ``main`` or, in a process that ``run_worker`` started, one of ``workers``.
 
-    A worker takes the job and returns the result; all ranks but one return None.
+    A worker gets the job and returns its result, which is printed for ``run_worker``. If several
+    ranks run a worker, all but one return None.
     """
     role, job = [*sys.argv[1:3], "", ""][:2]
     if role in workers:
@@ -149,7 +151,10 @@ def start(main: Callable[[], None], **workers: Callable[[Any], object]) -> None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Environment variables of a process that a benchmark starts."""
+    """Build the environment variables of a process that a benchmark starts.
+
+    It computes with ``threads`` threads, and can import this package.
+    """
     return {
         **os.environ,
         # The caller's PYTHONPATH stays in effect: it may name folders with more packages.
@@ -193,7 +198,7 @@ class Worker:
         assert self._process.stdout is not None
         questions = [question] if self._job is None else [self._job, question]
         self._job = None
-        with suppress(BrokenPipeError):  # a process that has ended is reported below
+        with suppress(BrokenPipeError):  # if the process has ended, the code below reports it
             self._process.stdin.write("".join(json.dumps(message) + "\n" for message in questions))
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -211,7 +216,10 @@ class Worker:
 
 
 def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of ``theirs / ours``, run by run: above 1 ours took less."""
+    """Compute the median of ``theirs / ours`` over runs; both are seconds of each run.
+
+    Above 1, ours took less time.
+    """
     return median(t / o for o, t in zip(ours, theirs, strict=True))
 
 
@@ -243,7 +251,7 @@ def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by a rename, so that it is complete at any time, even if this is stopped."""
+    """Replace a file by a rename, so that it is complete even if this process is stopped."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
@@ -269,7 +277,10 @@ def processor() -> str:
 
 
 def now() -> float:
-    """Seconds on a clock, read after the GPU has finished all queued work."""
+    """Read a clock in seconds after the GPU has finished all queued work.
+
+    The difference of two readings is then the time that the work between them took.
+    """
     import torch
 
     if torch.cuda.is_available():
@@ -278,7 +289,10 @@ def now() -> float:
 
 
 def peak_gib() -> float:
-    """Peak memory in GiB so far: of torch's allocator on a GPU, else of this process."""
+    """Return the peak memory so far in GiB.
+
+    On a GPU it is that of torch's allocator, otherwise that of this process.
+    """
     import torch
 
     if torch.cuda.is_available():
@@ -289,7 +303,7 @@ def peak_gib() -> float:
 def gpu_memory_used() -> float | None:
     """GiB in use on the first GPU, over all processes; None without nvidia-smi.
 
-    It creates no CUDA context in this process, since that would be counted.
+    It creates no CUDA context in this process, because the context's memory would be counted.
     """
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
@@ -300,7 +314,10 @@ def gpu_memory_used() -> float | None:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a large matmul, bf16 on a GPU and fp32 on a CPU, by the faster of two libraries."""
+    """Measure the FLOP/s of a large matmul, in bf16 on a GPU and in fp32 on a CPU.
+
+    On a CPU it is the faster of torch's matmul and that of nemo_aligner/cpu.
+    """
     import torch
 
     from nemo_aligner.cpu.products import linear_in_chunks

@@ -100,7 +100,11 @@ def _summarize_starts(
 
 
 def _make_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE tokenizer with ChatML's tokens, trained on the sentences of the files."""
+    """Train a byte-level BPE tokenizer with ChatML's tokens on random sentences.
+
+    Returns:
+        The folder, which transformers can load.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -170,7 +174,11 @@ def _parse() -> argparse.Namespace:
 
 
 def start_run(job: dict[str, Any]) -> dict[str, Any]:
-    """Do what a run does from its settings to the packs of its first step; return the figures."""
+    """Do what a training run does from its settings to the packs of its first step.
+
+    Returns:
+        The seconds and the memory that it took.
+    """
     from nemo_aligner.config.common import Precision
     from nemo_aligner.config.model import DataConfig, DataPrefixConfig, ModelConfig
     from nemo_aligner.contract.from_settings import build_contract
@@ -211,12 +219,15 @@ def _build_loader(data: Any) -> Any:
 
 
 def _time_packing(data: Any, step: int) -> float:
-    """Seconds to pack a step that was not packed in the background before."""
+    """Measure the seconds to pack the step ``step``.
+
+    A new loader is used, so that its background thread has not packed the step before.
+    """
     loader = _build_loader(data)
     begun = time.perf_counter()
     loader.plan(step)
     seconds = time.perf_counter() - begun
-    time.sleep(_PAUSE_S)  # meanwhile the next step is packed in the background
+    time.sleep(_PAUSE_S)  # give the background thread time to pack the next step
     return seconds
 
 

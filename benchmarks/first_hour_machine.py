@@ -72,7 +72,10 @@ def _read_version(name: str) -> str:
 
 
 def _measure_copy_rate(pinned: bool) -> float:
-    """Bytes a second of a copy from host to device; the best of three."""
+    """Measure a copy from host to device in bytes per second; the best of three.
+
+    ``pinned`` copies from page-locked memory.
+    """
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned).zero_()
     device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     best = float("inf")
@@ -107,7 +110,16 @@ def model(job: Job) -> Iterator[Row]:
 
 
 def _prepare_model_files(source: Path | None, work: Path, shape: dict[str, Any]) -> Path:
-    """Write ``work / "hf"`` and ``work / "base.nemo"``; return the path of the former."""
+    """Write the model as a Hugging Face folder ``work / "hf"`` and as ``work / "base.nemo"``.
+
+    Args:
+        source: the model's checkpoint; None for random weights.
+        work: the folder for both.
+        shape: fields of the LlamaConfig of a model with random weights.
+
+    Returns:
+        The path of the Hugging Face folder.
+    """
     hf, nemo = work / "hf", work / "base.nemo"
     if source is not None and source.suffix == ".nemo":
         nemo.symlink_to(source.resolve())
@@ -122,7 +134,10 @@ def _prepare_model_files(source: Path | None, work: Path, shape: dict[str, Any])
 
 
 def _write_pairs(path: Path, count: int) -> None:
-    """Write pairs whose replies share the prompt; the logarithm of a length is uniform."""
+    """Write ``count`` pairs of random words; both replies of a pair have the same prompt.
+
+    The logarithm of each length is uniform, so that lengths vary as those of chats.
+    """
     rng = random.Random(0)
     words = WORDS.split()
 

@@ -17,7 +17,7 @@ from step_settings import fastest_so_far
 
 Row = dict[str, Any]
 _ONE_WIDTH = "without a GPU one width is enough"
-_RANKS = 2  # of the parts "overlap" and "context": GPUs, or processes on a CPU
+_RANKS = 2  # ranks of the parts "overlap" and "context": GPUs, or processes on a CPU
 # Options of the comparisons, by device: sized for a GPU of 80 GiB, or tiny for a CPU.
 _OPTIONS = {
     "training": {
@@ -45,7 +45,7 @@ class Hour:
     """The settings that all parts share.
 
     Attributes:
-        precision: of the models with random weights.
+        precision: precision of the models with random weights.
         work: the folder for models, row files and logs.
         tflops: the GPU's peak that predictions assume.
         trl_python, vllm_python: interpreters of the environments that have TRL and vLLM.
@@ -62,11 +62,11 @@ class Hour:
     vllm_python: str
 
     def output(self, part: str) -> Path:
-        """The file to which a part writes its rows."""
+        """Path of the file to which the part ``part`` writes its rows."""
         return self.work / f"{part}.out"
 
     def log(self, part: str) -> Path:
-        """The file with a part's output."""
+        """Path of the file that gets what the part ``part`` prints."""
         return self.work / f"{part}.log"
 
 
@@ -95,19 +95,23 @@ class Part:
 
 
 def read_rows(output: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a file, without remarks."""
+    """Read the rows that a part wrote to its output file; there are never remarks."""
     return json.loads(output.read_text()), []
 
 
 def read_benchmark(output: Path) -> tuple[list[Row], list[str]]:
-    """The rows that training.py or scoring.py wrote, and the failures of the other side."""
+    """Read the output file of training.py or scoring.py.
+
+    Returns:
+        The rows, and as remarks the failures of the other trainer or scorer.
+    """
     content = json.loads(output.read_text())
     failures = [*content.get("failures", []), content.get("failure")]
     return content["rows"], [failure for failure in failures if failure]
 
 
 def _worker_command(part: str) -> Command:
-    """The command of a part of first_hour_work.py."""
+    """Return a function that builds the command which runs ``part`` by first_hour_work.py."""
 
     def command(hour: Hour, seconds: float) -> list[str]:
         job = {
@@ -140,7 +144,10 @@ def _tests_command(hour: Hour, seconds: float) -> list[str]:
 
 
 def _comparison_command(part: str, script: str) -> Command:
-    """The command of another benchmark, on the model and pairs that the part ``model`` wrote."""
+    """Return a function that builds the command of another benchmark, ``script``, for ``part``.
+
+    The benchmark runs on the model and the pairs that the part ``model`` wrote.
+    """
 
     def command(hour: Hour, seconds: float) -> list[str]:
         files = [f"--model={hour.work / 'hf'}", f"--data={hour.work / 'pairs.jsonl'}"]
@@ -165,7 +172,10 @@ def _comparison_command(part: str, script: str) -> Command:
 
 
 def _our_settings(hour: Hour) -> list[str]:
-    """Settings of our side of the training comparison: the fastest ones of part ``width-2048``."""
+    """Return the settings with which our side runs in the comparison of training.
+
+    They are the fastest ones that the part ``width-2048`` measured.
+    """
     best = fastest_so_far(hour.output("width-2048"))
     if best is None or hour.model is not None:
         return []
@@ -187,7 +197,10 @@ def _describe_missing_gpu(hour: Hour) -> str | None:
 
 
 def _describe_missing_ranks(hour: Hour) -> str | None:
-    """The reason why two ranks cannot run: NCCL needs two GPUs. A CPU uses gloo."""
+    """Return why two ranks cannot run on this machine; None if they can.
+
+    NCCL needs a GPU for each rank. On a CPU, ranks use gloo.
+    """
     if hour.device == "cuda" and hour.gpus < _RANKS:
         return f"NCCL needs two GPUs, and this machine has {hour.gpus}"
     return None
@@ -204,8 +217,8 @@ def _width_part(hidden: int, seconds: int) -> Part:
     )
 
 
-# The most valuable parts come first, in case time runs out. The limits up to "save" add up to the
-# nine minutes of gpu_first_hour.py.
+# The most valuable parts come first, in case time runs out. The time limits of the parts up to
+# "save" add up to the nine minutes of gpu_first_hour.py.
 PARTS = (
     # The first part also fills the kernel caches for the others, hence its larger limit.
     _width_part(1024, 90),

@@ -27,7 +27,7 @@ _NOT_INVARIANT = "rows as they come"
 
 
 def goals(rows: Rows) -> list[dict[str, Any]]:
-    """A row for each goal: the measured figure, the goal, and whether it is reached."""
+    """Build a row for each goal: its measured figure, the goal, and whether it is reached."""
     return [
         {
             "goal": name,
@@ -83,7 +83,11 @@ def _largest(rows: Sequence[Row], column: str) -> float | None:
 
 
 def _collect_speeds(rows: Rows) -> dict[str, dict[str, float]]:
-    """Rewards/s of our scorers: by settings, then by the kind of work."""
+    """Collect how many rewards per second our scorers computed in the part ``scoring``.
+
+    Returns:
+        Rewards per second by the name of the scorer's settings, and then by the kind of work.
+    """
     speeds: dict[str, dict[str, float]] = {}
     for row in rows.get("scoring", ()):
         if row["scorer"] == "nemo_aligner" and row.get("rewards/s"):
@@ -92,10 +96,14 @@ def _collect_speeds(rows: Rows) -> dict[str, dict[str, float]]:
 
 
 def _invariance_cost(rows: Rows) -> float | None:
-    """The share of time that batch invariance adds, at its fastest; the largest over the works."""
+    """Compute how much longer scoring takes with batch invariance, as a share of the time without.
+
+    For each kind of work, the fastest batch-invariant settings are compared. The result is the
+    largest share over the kinds of work; None if nothing was measured.
+    """
     speeds = _collect_speeds(rows)
     usual = speeds.pop(_NOT_INVARIANT, {})
-    # Settings with CUDA graphs are not compared: their speed-up would hide the cost.
+    # Leave out settings with CUDA graphs: the speed-up by the graphs would hide the cost.
     ways = [speed for name, speed in speeds.items() if "graphs" not in name]
     costs = [
         min(speed / way[work] for way in ways if work in way) - 1
@@ -106,7 +114,10 @@ def _invariance_cost(rows: Rows) -> float | None:
 
 
 def recommended_settings(rows: Rows) -> list[dict[str, Any]]:
-    """The fastest measured settings for training and for scoring, with the figures compared."""
+    """Build rows with the fastest measured settings for training and for scoring.
+
+    Each row also has the figures by which the settings were chosen.
+    """
     recommendations = []
     for width in _WIDTHS:
         part = rows.get(f"width-{width}", ())

@@ -25,7 +25,7 @@ class RowWriter:
         self._rows: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # Setup and teardown get a row only where they fail, or skip the test.
+        # Setup and teardown get a row only if they fail, or skip the test.
         if report.when != "call" and report.passed:
             return
         self._rows.append(
@@ -40,8 +40,8 @@ class RowWriter:
 
 
 def _message(report: pytest.TestReport) -> str:
-    """One line that says why a test failed or was skipped."""
-    if isinstance(report.longrepr, tuple):  # of a skipped test: file, line and reason
+    """Render in one line why a test failed or was skipped, from pytest's report."""
+    if isinstance(report.longrepr, tuple):  # a skipped test has (file, line, reason) here
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
     text = report.longreprtext if crash is None else crash.message

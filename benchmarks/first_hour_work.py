@@ -66,8 +66,8 @@ _USUAL, _CALL = "a step, nothing being written", "the call of save"
 _DURING, _WRITTEN = "a step while it is written", "from the call until it is on disk"
 # Layers and hidden size of the synthetic Llamas.
 WIDTHS = ((24, 1024), (16, 2048), (8, 4096))
-_TRACEBACK = 1500  # characters of a traceback that a row shows
-_MARGIN = 3.0  # seconds: nothing is started this shortly before the part's limit
+_TRACEBACK = 1500  # number of characters that a row shows of a traceback
+_MARGIN = 3.0  # in seconds: no point is started this shortly before the part's time limit
 
 
 def main() -> None:
@@ -94,7 +94,10 @@ def _write_rows(rows: Iterator[Row], output: Path | None) -> None:
 
 
 def _read_config(model: str | None) -> dict[str, Any] | None:
-    """The model_config of a ``.nemo``; None for other checkpoints, whose shape is not used."""
+    """Read the model_config of a ``.nemo``, so that its shape replaces the synthetic one.
+
+    It returns None for other checkpoints, whose shape the measurements do not use.
+    """
     if model is None or not model.endswith(".nemo"):
         return None
     with open_nemo(Path(model), with_weights=False) as folder:
@@ -104,9 +107,17 @@ def _read_config(model: str | None) -> dict[str, Any] | None:
 def points_of(
     device: str, precision: str, config: dict[str, Any] | None = None
 ) -> dict[str, list[Point]]:
-    """The points that each part measures: for a GPU of 80 GiB, or tiny ones for a CPU.
+    """Build the points (models and step sizes) that each part measures.
 
-    ``config`` is a model_config that replaces the synthetic one; weights are random in any case.
+    They are sized for a GPU of 80 GiB, or tiny for a CPU.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        precision: precision of training.
+        config: a model_config that replaces the synthetic one; weights are random in any case.
+
+    Returns:
+        The points (see synthetic.py) by the name of the part.
     """
     if device == "cuda":
         model, size = synthetic_model(16, 2048), (1024, 32, 8192, 5)
@@ -150,7 +161,10 @@ def _mfu_points(base: Point) -> Iterator[Point]:
 
 
 def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]:
-    """The name of each width's part, and the point that its ``Experiment`` starts from."""
+    """Yield the name of the part for each hidden size, and a list of one point.
+
+    The part's ``Experiment`` varies this point.
+    """
     if device != "cuda":
         point = {**base, "spread": True, "sizes": (256, 512), "fixed": ((32, 4),), "steps": 1}
         yield f"width-{WIDTHS[0][1]}", [point]
@@ -165,7 +179,10 @@ def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]
 
 
 def _profile_points(base: Point, device: str) -> Iterator[Point]:
-    """Two micro-batches at each width; more would only make the trace longer."""
+    """Yield the point that is profiled at each hidden size.
+
+    On a GPU its step has only two micro-batches, to keep the trace short.
+    """
     if device != "cuda":
         yield base
         return
@@ -215,7 +232,11 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Speed of a step at one width by pointwise kernels, CUDA graphs and micro-batch size."""
+    """Measure a step at one hidden size with several values of three settings.
+
+    These are the pointwise kernels, CUDA graphs and the micro-batch size. Yields a row for each
+    combination that is measured.
+    """
     (base,) = job["points"]
     peak = _assumed_machine(job).flops
     measure = partial(time_variant, steps=base["steps"], peak_flops=peak)
@@ -232,7 +253,10 @@ def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Where the time of a step goes at each width; a width that fails shows its traceback."""
+    """Profile a step at each hidden size, and yield rows that show where its time goes.
+
+    If profiling fails at one size, its row has the traceback, and the next size follows.
+    """
     for base in _points_in_time(job):
         shape, plan = shape_and_plan(base)
         about = {"width": shape.hidden_size}
@@ -252,7 +276,10 @@ def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
-    """The kernels of the fastest variant that part ``width-N`` measured, else no settings."""
+    """Return the settings of the fastest variant that the part ``width-N`` measured.
+
+    ``width`` is N. Without such a measurement the result is empty.
+    """
     best = fastest_so_far(Path(job["work"]) / f"width-{width}.out")
     if best is None:
         return {}
@@ -277,7 +304,10 @@ def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:
 
 
 def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Measured and planned peak memory of a step in GiB, and what the allocator reserves."""
+    """Measure the peak memory of a step at each point; yield it in GiB next to the planned peak.
+
+    A row also has the memory that torch's allocator reserves.
+    """
     measure = partial(_memory_of, gib_before=job["GiB before"])
     for point in _points_in_time(job):
         shape, plan = shape_and_plan(point)
@@ -293,7 +323,11 @@ def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def offload(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """The same steps with Adam's moments on the device, then in host memory."""
+    """Train the same steps twice: with Adam's moments on the device, then in host memory.
+
+    Yields a row for each, with losses, seconds and memory. The second row also has the largest
+    difference of the losses.
+    """
     (base,) = job["points"]
     machine = _assumed_machine(job)
     losses: list[list[float]] = []
@@ -317,12 +351,17 @@ def offload(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def save(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """Seconds of a step without a save, of the call that starts a save, and of steps meanwhile."""
+    """Measure how much a save slows training down.
+
+    Yields rows with the seconds of a usual step, of the call that starts a save, of a step while
+    the checkpoint is written, and until it is on disk.
+    """
     (point,) = job["points"]
     shape, plan = shape_and_plan(point)
     measure = partial(_train_and_save, steps=point["steps"], folder=job["work"])
     measured = _measure_new_model(point, layout, measure)
-    # A save copies the weights, fp32 weights where the model's are in 16 bits, and two moments.
+    # A save copies the weights and two moments and, if the model has 16-bit weights, also fp32
+    # weights.
     size = ELEMENT_BYTES[plan.precision]
     copied = (size + FP32_BYTES * (2 + (size < FP32_BYTES))) * shape.num_parameters()
     for name in (_USUAL, _CALL, _DURING, _WRITTEN):
@@ -336,7 +375,10 @@ def save(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """A data parallel step that reduces gradients during the backward pass, then after it."""
+    """Measure a data parallel step that reduces gradients during the backward pass, then after it.
+
+    Yields a row for each of the two ways.
+    """
     (point,) = job["points"]
     machine = _assumed_machine(job)
     shape, plan = shape_and_plan({**point, "dp": layout.dp})
@@ -359,9 +401,11 @@ def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """A step on long sequences without context parallelism, with it, and with ring attention.
+    """Measure the step time that context and expert parallelism save.
 
-    Then a step of a mixture-of-experts model, without and with expert parallelism.
+    A step on long sequences is measured without context parallelism, with it, and with ring
+    attention; then a step of a mixture-of-experts model, without and with expert parallelism.
+    Yields a row for each step.
     """
     texts, mixture = job["points"]
     ranks = layout.num_ranks
@@ -416,7 +460,10 @@ def _assumed_machine(job: Job) -> Machine:
 
 
 def _measure_new_model(point: Job, layout: ParallelLayout, measure: Measure) -> dict[str, Any]:
-    """The result of ``measure`` on a new model; {} where the device's memory is too small."""
+    """Build a new model for ``point``, and return the result of ``measure`` on it.
+
+    The result is empty if the device's memory is too small.
+    """
     shape = ModelShape.from_config(point["model"])
     result: dict[str, Any] = {}
     try:
@@ -440,7 +487,10 @@ def _seconds_left(job: Job) -> float:
 
 
 def _points_in_time(job: Job) -> Iterator[Point]:
-    """Yield the job's points until the next one is unlikely to finish in time."""
+    """Yield the points of the job, as long as the time of the part suffices.
+
+    The next point must have as much time left as the longest one so far took.
+    """
     longest = 0.0
     for index, point in enumerate(job["points"]):
         if _seconds_left(job) < longest:
@@ -456,10 +506,11 @@ def _memory_note(figure: object) -> str:
 
 
 def _memory_of(learner: RewardLearner, gib_before: float | None = None) -> dict[str, Any]:
-    """The result of ``measure_memory``; on a GPU with two more figures.
+    """Return the result of ``measure_memory``, on a GPU with two more figures.
 
-    "reserved" is the allocator's memory in bytes, "outside" the GiB that the process holds besides.
-    ``gib_before`` is the GPU memory that was in use before this process used the GPU.
+    "reserved" is the memory that torch's allocator holds, in bytes. "outside" is the memory that
+    the process holds in addition to it, in GiB. ``gib_before`` is the GPU memory that was in use
+    before this process used the GPU.
     """
     measured: dict[str, Any] = measure_memory(learner, 0)
     if not torch.cuda.is_available():
@@ -472,14 +523,22 @@ def _memory_of(learner: RewardLearner, gib_before: float | None = None) -> dict[
 
 
 def _time(learner: RewardLearner, steps: int, overlaps: bool = True) -> dict[str, Any]:
-    """Mean seconds of a step, after two steps that are not timed."""
+    """Measure the mean seconds of a step, after two steps that are not timed.
+
+    If ``overlaps`` is False, gradients are reduced only after the backward pass.
+    """
     with nullcontext() if overlaps else without_overlap(learner._ddp.ddp_config):
         time_steps(learner, 0, 2)
         return {"seconds": time_steps(learner, 2, steps)[1]}
 
 
 def _train(learner: RewardLearner, steps: int) -> dict[str, Any]:
-    """Losses, mean seconds of a step after the first, and on a GPU the peak memory in GiB."""
+    """Train ``steps`` steps.
+
+    Returns:
+        The losses, the mean seconds of a step without the first, and on a GPU the peak memory in
+        GiB.
+    """
     metrics, _ = time_steps(learner, 0, 1)
     timed, seconds = time_steps(learner, 1, steps)
     result = {"losses": [step["loss"] for step in (*metrics, *timed)], "seconds": seconds}
@@ -491,7 +550,12 @@ def _largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float
 
 
 def _train_and_save(learner: RewardLearner, steps: int, folder: str) -> dict[str, Any]:
-    """Seconds of a step before a save and while it is written, of the call, and of the save."""
+    """Train, and save a checkpoint into ``folder`` while training continues.
+
+    Returns:
+        Seconds of a step before the save, of a step while the checkpoint is written, of the call
+        that starts the save, and from this call until the checkpoint is on disk.
+    """
     numbers = count(1)
 
     def step_seconds() -> float:

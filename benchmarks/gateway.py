@@ -29,7 +29,7 @@ from serving_servers import Clients, Load, Recipe, percentile, start_gateway
 LENGTH = 32
 LIMIT_S = 300.0
 _WARM_UP = 50
-_ATOL = 2e-5  # of a reward that was computed in another batch
+_ATOL = 2e-5  # largest difference of a reward that was computed in another batch
 DIRECT = "server, KServe"
 
 Request = dict[str, str]
@@ -50,7 +50,8 @@ def classify_request(token_ids: Sequence[int]) -> Request:
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the servers, too
+    # Raise SystemExit, so that the servers are stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     work.mkdir(parents=True, exist_ok=True)

@@ -37,15 +37,17 @@ from first_hour_page import render_page
 from first_hour_parts import PARTS, Hour, Part
 
 ASSUMED_TFLOPS = {"cuda": 989.0, "cpu": 0.1}
-_SHOWN_CHARACTERS = 2000  # of the end of a failed part's output
+_SHOWN_CHARACTERS = 2000  # characters that the report shows of the end of a failed part's output
 _POLL_S = 0.2
-_MIN_SECONDS = 1.0  # a part with less time is not started
+_MIN_SECONDS = 1.0  # a part is not started if less time is left
 # The limits of all parts up to "save" add up to this. With less time in all, every limit shrinks by
 # the same factor, unless --parts names the parts; with more, the remaining parts run, too.
 _MINUTES = 9.0
-# Factor of all limits. A rehearsal on a CPU may share its cores with other programs.
+# Factor of all time limits. It is larger on a CPU, whose cores a rehearsal may share with other
+# programs.
 _PATIENCE = {"cuda": 1.0, "cpu": 4.0}
-# Set by SIGINT and SIGTERM. It is checked only where a part can be ended and its results kept.
+# Set by SIGINT and SIGTERM. It is checked only at points where a part can be ended without losing
+# its results.
 _STOP = threading.Event()
 Result = dict[str, Any]
 
@@ -92,7 +94,7 @@ def _build_hour(arguments: argparse.Namespace) -> Hour:
 
 
 def _count_gpus() -> tuple[int, str]:
-    """The number of GPUs, and the 16-bit precision that they train in."""
+    """Return the number of GPUs, and the 16-bit precision that models train in on these GPUs."""
     choose_device("cuda")
     import torch
 
@@ -102,7 +104,10 @@ def _count_gpus() -> tuple[int, str]:
 
 
 def _with_needs(names: Sequence[str]) -> list[Part]:
-    """The parts with these names and the parts that they need, in the order of ``PARTS``."""
+    """Select the parts with these names and all parts that they need.
+
+    The result is in the order of ``PARTS``, so that each part follows those that it needs.
+    """
     needed = {need for part in PARTS if part.name in names for need in part.needs}
     return [part for part in PARTS if part.name in {*names, *needed}]
 
@@ -120,7 +125,10 @@ def _describe_machine(hour: Hour, arguments: argparse.Namespace) -> dict[str, An
 
 
 class _Report:
-    """The report's files, rewritten after every part; parts still to come are ``not run``."""
+    """The files of the report, which are rewritten after every part.
+
+    Parts that have not run yet are in them as ``not run``.
+    """
 
     def __init__(self, folder: Path, about: dict[str, Any], parts: Sequence[Part]) -> None:
         self._folder, self._about, self._parts = folder, about, parts
@@ -135,7 +143,10 @@ class _Report:
             logs.write(f"\n==== {result['part']}\n\n{log.read_text(errors='replace')}")
 
     def write(self) -> None:
-        """Write both files, each by a rename, so that a reader never sees half a file."""
+        """Write ``first_hour.json`` and ``first_hour.md``.
+
+        Each is replaced by a rename, so that a reader never sees half a file.
+        """
         begun = len(self.results)
         to_come = [
             _build_result(part, "not run", "not started yet") for part in self._parts[begun:]
@@ -148,7 +159,7 @@ class _Report:
 def _run(part: Part, hour: Hour, results: Sequence[Result], limit: float, threads: int) -> Result:
     """Run a part for at most ``limit`` seconds and return its result.
 
-    A part is also ended by a signal to this process.
+    If this process gets a signal, it ends the part, too.
     """
     reason = _reason_not_to_run(part, hour, results, limit)
     if reason is not None:
@@ -162,7 +173,7 @@ def _run(part: Part, hour: Hour, results: Sequence[Result], limit: float, thread
     seconds = time.monotonic() - start
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
-    # A part that was stopped may have written no rows, or a part of them.
+    # A part that was stopped may have written no rows, or half a file.
     with suppress(OSError, ValueError, SyntaxError):
         rows, remarks = part.read(hour.output(part.name))
     if state == "done" and not rows:
@@ -197,7 +208,13 @@ def _build_result(part: Part, state: str, reason: str, **content: Any) -> Result
 def _run_command(
     command: Sequence[str], log: Path, limit: float, device: str, threads: int
 ) -> tuple[str, str]:
-    """Run a command until it ends or reaches the limit; return its state and the reason."""
+    """Run a command until it ends or has run for ``limit`` seconds.
+
+    Its output is written to ``log``.
+
+    Returns:
+        The state of the part, such as ``done`` or ``out of time``, and the reason as a text.
+    """
     offline = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with log.open("wb") as output:
@@ -216,7 +233,11 @@ def _run_command(
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
-    """Wait until the process ends, its time is up or a signal came; return state and reason."""
+    """Wait until ``process`` ends, ``limit`` seconds have passed, or this process gets a signal.
+
+    Returns:
+        The state of the part, such as ``done`` or ``out of time``, and the reason as a text.
+    """
     end = time.monotonic() + limit
     while time.monotonic() < end:
         if _STOP.is_set():

@@ -2,11 +2,11 @@
 
     python benchmarks/invariance.py --model SmolLM2-135M-Instruct.gguf --data pairs.jsonl
 
-It runs the three kinds of work of scoring.py in turns, in fp32 and bf16 (on a GPU only bf16): with
-matmuls as they come, and with matmuls of a fixed number of rows. ``other bits`` counts rewards that
-are not bit-identical with those in a batch of one. On a CPU a matmul may use other numbers of rows
-where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the setting ``tried``
-uses the numbers of rows that a trial found bit-identical; the trial's result is printed.
+It runs the three kinds of work of scoring.py in turns, in fp32 and bf16 (on a GPU only bf16):
+without batch invariance, and with matmuls of a fixed number of rows. ``other bits`` counts rewards
+that are not bit-identical with those in a batch of one. On a CPU a matmul may use other numbers of
+rows where its results stay bit-identical; with ``--fixed`` it never does. On a GPU the setting
+``tried`` uses the numbers of rows that a trial found bit-identical; the trial's result is printed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _take_no_other_rows() -> None:
     products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
-# What the trials on a GPU found, by setting. gpu_products keeps only one such table.
+# Numbers of rows that the trials on a GPU found bit-identical, by setting. gpu_products has one
+# such table, so each setting puts its own there.
 _TRIED_SIZES: dict[Setting, dict[Any, tuple[int, ...]]] = {}
 
 
@@ -89,7 +90,11 @@ def _set_rows(model: Any, setting: Setting) -> None:
 
 
 def _describe_tried_sizes() -> dict[str, str]:
-    """The numbers of rows that a matmul may have, by the shape of its weight."""
+    """Describe the numbers of rows that a trial found bit-identical, by the shape of the weight.
+
+    Returns:
+        A text for each shape.
+    """
     return {
         f"{outputs} x {inputs}": f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)} rows"
         for (outputs, inputs, *_), sizes in _TRIED_SIZES["tried"].items()
@@ -108,7 +113,7 @@ def _compare_settings(
             _set_rows(ours.model, rows)
             start = time.perf_counter()
             together = ours.score(work.token_lists)
-            if turn:  # turn 0 compiles kernels and runs the trials
+            if turn:  # turn 0 is not timed: it compiles kernels and runs the trials
                 seconds[rows].append(time.perf_counter() - start)
                 continue
             changed[rows] = count_changed(together, score_alone(ours.score, work.token_lists))

@@ -62,12 +62,13 @@ def _make_settings(arguments: argparse.Namespace, nemo: Path, folder: Path) -> l
 
 
 def table(rows: Sequence[dict[str, Any]], save_interval: int) -> list[dict[str, Any]]:
-    """The rows to show, in GiB; ``rows`` are the measured ones, in MiB.
+    """Select the rows to show, and convert them from MiB to GiB.
 
     "in use at most" is the peak since the row shown before. "gaps" is the resident memory beyond
     libraries and the highest peak so far.
     """
-    # Code and data of libraries, which malloc does not count.
+    # Code and data of libraries, which malloc does not count: what is resident in the first row but
+    # not in use.
     libraries = rows[0]["resident"] - rows[0]["in use"]
     shown, peak_in_use, highest = [], 0.0, 0.0
     for index, row in enumerate(rows):
@@ -93,7 +94,7 @@ def _is_shown(when: str, save_interval: int, last: bool) -> bool:
     if last or not when.startswith("step "):
         return True
     step = int(when.removeprefix("step "))
-    # Three steps after a save began it is written, or nearly so.
+    # Show the step of a save and the third step after it, when the checkpoint is almost written.
     return step in _SHOWN_STEPS or (step > save_interval and step % save_interval in (0, 3))
 
 
@@ -152,7 +153,10 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Memory:
-    """A logger of the run that records the process's memory in MiB instead of metrics."""
+    """A logger for ``SupervisedTrainer`` that records the process's memory instead of metrics.
+
+    All figures are in MiB.
+    """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -166,7 +170,11 @@ class Memory:
             self.note(f"step {step}", seconds=seconds)
 
     def note(self, when: str, **more: Any) -> None:
-        """Add a row: resident memory, and what malloc has handed out, now and at its peak."""
+        """Add a row with the memory of this process at the moment ``when``.
+
+        It has the resident memory, the memory that malloc has handed out, and the peak since the
+        previous row. ``more`` are further columns.
+        """
         from nemo_aligner.cpu.products import resident_bytes
 
         in_use, resident = self._count(), resident_bytes() / 2**20
@@ -175,7 +183,8 @@ class Memory:
             "resident": resident,
             "in use": in_use,
             "at most": max(in_use, self._most),
-            # The system's two counters can differ by some pages.
+            # The two values come from different counters of the system, so ``highest`` can be below
+            # ``resident`` by some pages.
             "peak": max(resident, highest),
         }
         self._most = 0.0
@@ -206,7 +215,10 @@ def _make_malloc_counter() -> Callable[[], float]:
 
 
 def _replace_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` so that matmuls return constants in tensors of the right size."""
+    """Wrap ``function`` so that all matmuls in it return constants in tensors of the right size.
+
+    Steps take less time, and memory stays the same.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -82,7 +82,11 @@ def _load_scorer(path: Path, layout: Any, precision: Any) -> Any:
 def _measure_variants(
     exact: Any, rounded: Any, token_lists: list[list[int]], exact_rewards: np.ndarray, draws: int
 ) -> list[dict[str, Any]]:
-    """Measure "weights alone" (fp32 with the weights of bf16), then each of ``_make_variants``."""
+    """Measure how far each variant's rewards are from the exact ones, and its time.
+
+    The first variant, "weights alone", computes in fp32 on the bf16 weights. The others are those
+    of ``_make_variants``. Returns a row for each.
+    """
     weights = {name: weight.detach().clone() for name, weight in _named_weights(exact).items()}
     variants: dict[str, tuple[Any, Part]] = {
         "weights alone": (exact, lambda model: nullcontext()),
@@ -108,7 +112,11 @@ def _named_weights(scorer: Any) -> dict[str, Any]:
 
 
 def _redraw_roundings(weights: Mapping[str, Any], scorers: tuple[Any, Any], factor: float) -> None:
-    """Give both scorers the same bf16 weights; those added to the stream times ``factor``."""
+    """Give both scorers new bf16 weights, so that all values in the model are rounded anew.
+
+    Weights whose output is added to the residual stream are multiplied by ``factor``. The norms
+    cancel it, so exact rewards stay the same.
+    """
     import torch
 
     exact, rounded = map(_named_weights, scorers)
@@ -148,7 +156,10 @@ def _summarize_variant(
 
 
 def _make_variants() -> dict[str, Part]:
-    """Context managers by name; within one, the model computes more or fewer parts in fp32."""
+    """Build the variants, as context managers by their names.
+
+    Within the block, a model computes more of its parts in fp32, or fewer.
+    """
     import torch
 
     from nemo_aligner.cpu import kernels

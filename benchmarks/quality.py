@@ -29,7 +29,11 @@ COLUMNS = {
 
 
 def measure_model(argument: str, data: Path) -> dict[str, Any]:
-    """Evaluate the model of one argument; return its row: name, ``interval`` and metrics."""
+    """Evaluate one model on the pairs of ``data``, and return its row.
+
+    ``argument`` is a path, with ``=NAME`` after it to name the row. The row has the name, the 95%
+    ``interval`` of accuracy, and the metrics.
+    """
     path, _, name = argument.partition("=")
     archive = Path(path)
     if (archive / CHECKPOINTS_NAME / MODEL_NAME).exists():

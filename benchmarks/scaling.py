@@ -38,7 +38,7 @@ from common import (
 
 MIB = 2**20
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
-# The point that all tables vary, by device.
+# Defaults of the point that all tables start from, by device.
 SIZES = {
     "layers": {"cpu": 4, "cuda": 16},
     "hidden": {"cpu": 256, "cuda": 2048},
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _default_ranks(device: str) -> int:
-    """The number of GPUs; 2 on a CPU."""
+    """Return the largest number of ranks to measure: the number of GPUs, or 2 on a CPU."""
     import torch
 
     return torch.cuda.device_count() if device == "cuda" else 2
@@ -88,7 +88,10 @@ Jobs = Iterator[tuple[str, dict[str, Any]]]
 
 
 def _length_jobs(base: dict[str, Any]) -> Jobs:
-    """Jobs with the same tokens in a step, in fewer and longer sequences."""
+    """Make the jobs of the table of sequence lengths.
+
+    All have the same number of tokens in a step, in fewer and longer sequences.
+    """
     tokens = base["pairs"] * 2 * base["sequence_length"]
     for factor in (0.5, 1, 2, 4):
         length = int(base["sequence_length"] * factor)
@@ -109,7 +112,11 @@ def _pair_jobs(base: dict[str, Any]) -> Jobs:
 
 
 def _layout_jobs(base: dict[str, Any], max_ranks: int) -> Jobs:
-    """Jobs at one rank, then at 2, 4, ... ``max_ranks`` ranks with one kind of parallelism each."""
+    """Make the jobs of the table of ranks.
+
+    The first runs on one rank, the others on 2, 4, ... ``max_ranks`` ranks, with one kind of
+    parallelism each.
+    """
     from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.utils.errors import ConfigError
 
@@ -163,7 +170,7 @@ def _measure_jobs(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dic
 
 
 def _time_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of a step and of its parts."""
+    """Select the columns with the seconds of a step and of its parts from a measured point."""
     seconds = row["seconds"]
     return {
         "tokens/s": row["tokens"] / seconds["step"],
@@ -174,7 +181,10 @@ def _time_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """MiB of the rank that holds most: measured, planned, and what a step and the process add."""
+    """Compute the columns of memory in MiB, for the rank that holds most.
+
+    They are the measured and the planned memory, what a step adds, and the growth of the process.
+    """
     measured = row["measured"]
     step, resident = measured["step"] / MIB, measured["resident"] / MIB
     return {**row["memory"], "step": step, "resident": resident}

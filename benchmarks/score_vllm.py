@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 MAX_LENGTH = 2048
-GPU_SHARE = 0.4  # of the GPU's memory: our scorer is on the same GPU
+GPU_SHARE = 0.4  # share of the GPU's memory that vLLM may use: our scorer is on the same GPU
 
 
 def main() -> None:

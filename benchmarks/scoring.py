@@ -88,7 +88,7 @@ def main() -> None:
             print(f"\n{render(rows)}", flush=True)
             if peer.failure is not None:
                 print(f"\n{peer.name}: {peer.failure}", flush=True)
-            # Written after each kind of work, so that stopping this program loses little.
+            # Write the results after each kind of work, so that stopping this program loses little.
             failures = {"failure": peer.failure, "failures": scorers.failures}
             write_json(arguments.output, {**about, "rows": rows, **failures})
         peer.close()
@@ -96,7 +96,10 @@ def main() -> None:
 
 
 def _named_settings(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The settings of each of our scorers by its name in the table; the defaults come first."""
+    """Collect the settings of each of our scorers, by its name in the table.
+
+    The scorer with the defaults comes first.
+    """
     named: dict[str, dict[str, Any]] = {"": {}}
     if arguments.rows:
         named = {"rows by default": {}}
@@ -119,7 +122,7 @@ class _Scorers:
 
     @property
     def usual(self) -> OurScorer:
-        """The first scorer. If it fails, the benchmark ends."""
+        """The scorer with the default settings. If it has failed, the benchmark ends."""
         return next(iter(self.named.values()))
 
     def add(self, name: str, load: Callable[[], OurScorer]) -> None:
@@ -127,7 +130,10 @@ class _Scorers:
             self.named[name] = load()
 
     def warm_up(self, work: Work) -> None:
-        """Score twice with each scorer, untimed, if there are several: for kernels and graphs."""
+        """Score ``work`` twice with each scorer, untimed, if there are several scorers.
+
+        The first run compiles kernels, and the second one captures CUDA graphs.
+        """
         if len(self.named) > 1:
             for name, ours in list(self.named.items()):
                 with self._dropping(name):
@@ -148,7 +154,10 @@ class _Scorers:
 
 
 class _Peer:
-    """The other side, in a process of its own; ``failure`` describes how it ended, if it did."""
+    """The other side (transformers or vLLM), which scores in a process of its own.
+
+    If the process has ended, ``failure`` describes how.
+    """
 
     def __init__(self, python: str, script: str, job: Mapping[str, Any], threads: int) -> None:
         self.name = "vLLM" if script == "score_vllm.py" else "transformers"
@@ -157,9 +166,12 @@ class _Peer:
         self.failure: str | None = None
 
     def score(self, work: Work, batch: int) -> tuple[float, np.ndarray] | None:
-        """Seconds and rewards ``[N]`` of one run; None once the process has failed.
+        """Let the other side score the N sequences of ``work`` once.
 
         ``batch`` is the batch size of transformers; vLLM ignores it.
+
+        Returns:
+            Seconds and rewards ``[N]``; None once the process has failed.
         """
         if self.failure is not None:
             return None
@@ -172,7 +184,10 @@ class _Peer:
         return answer["seconds"], np.array(answer["rewards"], dtype=np.float32)
 
     def fastest_batch(self, work: Work, sizes: Sequence[int]) -> int:
-        """The fastest of the batch sizes; a single size is returned without a run."""
+        """Try all batch sizes, and return the fastest.
+
+        If there is only one size, it is returned without a run.
+        """
         if len(sizes) == 1:
             return sizes[0]
         seconds: dict[int, float] = {}
@@ -204,7 +219,8 @@ def _compare_work(
     named = list(scorers.named.items())
     for turn in range(turns):
         rewards = {}
-        # The first scorer runs right after the other side has used the GPU: rotate the order.
+        # Rotate the order, because the first scorer runs right after the other side has used the
+        # GPU.
         first = turn % len(named)
         for name, ours in named[first:] + named[:first]:
             start = time.perf_counter()

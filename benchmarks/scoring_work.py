@@ -1,4 +1,4 @@
-"""For scoring.py and invariance.py: the sequences to score, our scorer, and the time of matmuls."""
+"""Shared by scoring.py and invariance.py: sequences to score, our scorer, and time of matmuls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _ROWS = 16  # the number of rows of a matmul is rounded up to a multiple of this
 
 @dataclass(frozen=True)
 class Work:
-    """Token lists to score, and whether transformers may sort them by length."""
+    """One kind of work: sequences that are scored together.
+
+    Attributes:
+        name: name of the work in the table.
+        token_lists: token ids of each sequence.
+        is_sorted: True if transformers may sort the sequences by length, to pad less.
+    """
 
     name: str
     token_lists: list[list[int]]
@@ -31,7 +37,14 @@ class Work:
 
 @dataclass(frozen=True)
 class OurScorer:
-    """A base model with a new head, batch invariant unless the settings say otherwise."""
+    """A base model with a random head, and functions to score with it.
+
+    Attributes:
+        model: the model.
+        score: computes the rewards of token lists.
+        encode: converts a conversation to token ids.
+        vocabulary: number of token ids.
+    """
 
     model: GPTRewardModel
     score: Score
@@ -47,7 +60,10 @@ class OurScorer:
 
 
 class Products:
-    """Times only the matmuls of a model, with the weight layout and the threads of scoring."""
+    """Times only the matmuls of a model, as a bound on the speed of scoring.
+
+    The matmuls use the same weight layout and threads as scoring.
+    """
 
     def __init__(self, model: Any, dtype: Any = None) -> None:
         """Draw random weights with the shapes of ``model`` in ``dtype`` (default fp32)."""
@@ -60,7 +76,8 @@ class Products:
         shapes = [
             tuple(weight.weight.shape) for weight in model.modules() if isinstance(weight, linear)
         ]
-        # One for each weight of the model: a weight that is used twice would be in the caches.
+        # Draw one for each weight of the model: a weight that is used twice would be in the CPU's
+        # caches.
         self._dtype = dtype or torch.float32
         drawn = (torch.randn(shape, dtype=self._dtype) for shape in shapes)
         self._weights = [reordered_for_products(weight) for weight in drawn]
@@ -69,7 +86,7 @@ class Products:
         self._seconds: dict[int, float] = {}
 
     def seconds(self, tokens: int) -> float:
-        """Seconds of all matmuls for ``tokens`` tokens in one call; the best of five."""
+        """Time all matmuls for ``tokens`` tokens in one call, in seconds; the best of five runs."""
         rows = tokens + -tokens % _ROWS
         if rows not in self._seconds:
             self._seconds[rows] = min(self._measure(rows) for _ in range(5))
@@ -94,8 +111,8 @@ def our_scorer(
 ) -> OurScorer:
     """Load a scorer that truncates samples to 2,048 tokens.
 
-    ``freeze`` prepares the weights as a server does. ``settings`` are values of ``model.*`` that
-    differ from the defaults.
+    It is batch invariant unless ``settings``, values of ``model.*``, say otherwise. ``freeze``
+    prepares the weights as a server does.
     """
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.config.common import Overlong
@@ -132,7 +149,7 @@ def our_scorer(
 
 
 def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> list[list[int]]:
-    """Token ids of both replies of the first ``pairs`` pairs in a file."""
+    """Encode both replies of the first ``pairs`` pairs in a file; return their token ids."""
     from nemo_aligner.config.common import RecordKind
     from nemo_aligner.data.readers import ReaderConfig, read_records
 
@@ -153,7 +170,7 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_works(data: Path, pairs: int, ours: OurScorer) -> list[Work]:
-    """Three kinds of work, as scoring.py describes them."""
+    """Make the three kinds of work that scoring.py describes, for the tokenizer of ``ours``."""
     texts = encode_pairs(data, pairs, ours.encode)
     rng = np.random.RandomState(0)
     prompt = rng.randint(100, ours.vocabulary, 1024).tolist()

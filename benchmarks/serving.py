@@ -63,16 +63,18 @@ KINDS = ("uniform", "lognormal", "pairs", "shared")
 CHECKED = 8
 PROMPT, REPLY = 512, 100
 _MEAN = 224
-_SPREAD = 0.8  # of the logarithm of a length
-_LOWEST_ID = 100  # below are special tokens
+_SPREAD = 0.8  # standard deviation of the logarithm of a length
+_LOWEST_ID = 100  # lower ids may be special tokens
 _VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_MAX_DIFFERENCE = {"fp32": 1e-2, "bf16": 0.1}  # difference from fp32, over the largest reward
+# Largest difference from fp32, relative to the largest reward.
+_MAX_DIFFERENCE = {"fp32": 1e-2, "bf16": 0.1}
 
 
 def main() -> None:
     arguments = _parse()
     require("aiohttp", "psutil", "fastapi", "uvicorn")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the servers, too
+    # Raise SystemExit, so that the servers are stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     work.mkdir(parents=True, exist_ok=True)
@@ -131,7 +133,11 @@ def _open_pairs(data: Path, reward_model: Path) -> tuple[Pairs, int]:
 def _score_in_process(
     reward_model: Path, arguments: argparse.Namespace, token_lists: list[list[int]]
 ) -> tuple[np.ndarray, Products]:
-    """Rewards ``[N]`` of ``token_lists`` in fp32, and the matmuls in the servers' precision."""
+    """Score N sequences in this process, to compare the servers with.
+
+    Returns:
+        Rewards ``[N]`` in fp32, and a timer of the matmuls in the servers' precision.
+    """
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
@@ -202,7 +208,11 @@ def _measure_differences(
     rewards: np.ndarray,
     arguments: argparse.Namespace,
 ) -> dict[str, float]:
-    """The largest difference of each server from ``rewards``; this also warms the servers up."""
+    """Compare the rewards of each server with ``rewards``; this also warms the servers up.
+
+    Returns:
+        The largest difference, by the name of the server.
+    """
     differences = {}
     for name in names:
         for clients in (1, len(token_lists)):
@@ -244,7 +254,15 @@ def make_rows(
     loads: Mapping[str, Sequence[Load]],
     products_speed: float,
 ) -> list[dict[str, Any]]:
-    """A row for each server, with dashes if it did not answer in every turn."""
+    """Make a row of the table for each server that gets this kind of work.
+
+    A server that did not answer in every turn has dashes.
+
+    Args:
+        drawn: the requests of each turn.
+        loads: results of each server, one for each turn.
+        products_speed: speed of the matmuls alone.
+    """
     ours = [load.seconds for load in loads[OURS]]
     rows = []
     for name in work.servers:
@@ -268,7 +286,10 @@ def make_rows(
 
 
 def _own_milliseconds(loads: Sequence[Load]) -> float | None:
-    """Mean milliseconds of a request minus those of the forward pass."""
+    """Compute the mean latency without the forward pass, in milliseconds.
+
+    This is the time that the server itself adds to a request; None without ``loads``.
+    """
     if not loads:
         return None
     seconds = waiting_seconds(loads)
@@ -326,12 +347,17 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-# The requests: token ids that no earlier turn has sent.
+# Sequences to send, which no earlier turn has sent.
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Token ids to send in this order, after the untimed requests ``seen``."""
+    """Sequences that are sent to a server in one turn.
+
+    Attributes:
+        token_lists: token ids of each timed request, in the order of sending.
+        seen: token ids of the untimed requests that are sent before.
+    """
 
     token_lists: list[list[int]]
     seen: list[list[int]]
@@ -342,7 +368,10 @@ class Requests:
 
     @property
     def new_tokens(self) -> list[int]:
-        """For each sequence, its tokens after the longest prefix shared with an earlier one."""
+        """Number of new tokens of each sequence.
+
+        These are its tokens after the longest prefix that it shares with an earlier sequence.
+        """
         counts = []
         for number, text in enumerate(self.token_lists):
             earlier = [*self.seen, *self.token_lists[:number]]
@@ -358,7 +387,14 @@ def _common_prefix_length(text: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work: ``draw`` makes the requests of a turn for the ``servers``."""
+    """One kind of work at one number of clients.
+
+    Attributes:
+        name: name of the work in the table.
+        clients: number of clients that send at the same time.
+        draw: makes the requests of a turn, given its number.
+        servers: names of the servers that get them.
+    """
 
     name: str
     clients: int
@@ -367,7 +403,10 @@ class Work:
 
 
 class Pairs:
-    """Hands out both replies of pairs as token ids, each pair once."""
+    """Hands out the replies of the pairs in a file, with their prompts, as token ids.
+
+    Each pair is handed out once.
+    """
 
     def __init__(self, data: Path, encode: Callable[[Any], list[int]]) -> None:
         self._data = data
@@ -375,7 +414,10 @@ class Pairs:
         self._records = self._read_pairs()
 
     def take(self, count: int) -> list[list[int]]:
-        """The next ``count`` sequences; the two replies of a pair follow each other."""
+        """Return the next ``count`` sequences.
+
+        The two replies of a pair follow each other.
+        """
         token_lists: list[list[int]] = []
         while len(token_lists) < count:
             record = next(self._records, None)
@@ -392,26 +434,34 @@ class Pairs:
 
 
 class Draw:
-    """Random token ids; they differ by kind of work, number of clients and turn."""
+    """Draws random token ids for the requests of a turn.
+
+    The seed depends on the kind of work, the number of clients and the turn, so no turn repeats the
+    sequences of another.
+    """
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
     def uniform(self, count: int, clients: int, turn: int) -> Requests:
-        """Sequences whose lengths are uniform between 64 and 384 tokens."""
+        """Draw lengths from a uniform distribution between 64 and 384 tokens, whose mean is 224."""
         rng = _make_random("uniform", clients, turn)
         lengths = rng.randint(64, 2 * _MEAN - 64 + 1, count).tolist()
         return Requests(self._ids(rng, lengths), [])
 
     def lognormal(self, count: int, clients: int, turn: int) -> Requests:
-        """Sequences with log-normal lengths of the same mean: a few are much longer than most."""
+        """Draw lengths from a log-normal distribution, also of mean 224: a few are very long."""
         rng = _make_random("lognormal", clients, turn)
         median = np.log(_MEAN) - _SPREAD**2 / 2
         lengths = np.exp(rng.normal(median, _SPREAD, count)).clip(8, SEQ_LENGTH)
         return Requests(self._ids(rng, lengths.astype(int).tolist()), [])
 
     def shared(self, count: int, clients: int, turn: int) -> Requests:
-        """Replies to one prompt that the untimed request, another reply, has put into the cache."""
+        """Draw replies to one prompt.
+
+        The untimed request, another reply to the prompt, has put the prompt into the server's
+        cache.
+        """
         rng = _make_random("shared", clients, turn)
         (prompt,) = self._ids(rng, [PROMPT])
         texts = [[*prompt, *reply] for reply in self._ids(rng, [REPLY] * (count + 1))]

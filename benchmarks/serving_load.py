@@ -43,7 +43,11 @@ def main() -> None:
 
 
 async def send_load(load: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a load; return status, seconds and rewards of each request (None: not in time)."""
+    """Send requests from concurrent clients; the module's docstring describes ``load``.
+
+    Returns:
+        Status, seconds and rewards of each request; None for a request without an answer in time.
+    """
     check(load)
     requests = [
         (load["url"] + request["path"], request["body"].encode()) for request in load["requests"]

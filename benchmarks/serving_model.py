@@ -18,7 +18,10 @@ _CHATML = (
 
 
 def prepare_reward_model(source: Path, work: Path, reads: str = "last_token") -> Path:
-    """Write ``work / "reward.nemo"``, the base model ``source`` with a random head, if missing."""
+    """Write ``work / "reward.nemo"``: the base model ``source`` with a random head.
+
+    An existing file is kept. ``reads`` is the setting ``model.head.reads``.
+    """
     _, base = prepare_model(source, work)
     reward_model = work / "reward.nemo"
     if not reward_model.is_file():
@@ -27,7 +30,7 @@ def prepare_reward_model(source: Path, work: Path, reads: str = "last_token") ->
 
 
 def export(reward_model: Path, folder: Path) -> Path:
-    """Export the reward model into a Hugging Face folder by ``nemo-aligner export``, if missing."""
+    """Export the reward model to a Hugging Face folder, as vLLM loads; an existing one is kept."""
     if not folder.is_dir():
         command = [sys.executable, "-m", "nemo_aligner", "export"]
         paths = ["--input", str(reward_model), "--output", str(folder)]

@@ -56,7 +56,7 @@ class Server:
         return ready.read_text().strip()
 
     def wait_for_health(self, url: str) -> str:
-        """Wait until ``url`` answers a health check; return it."""
+        """Wait until the server at ``url`` answers a health check, and return ``url``."""
         while True:
             self._wait_on()
             with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
@@ -72,12 +72,15 @@ class Server:
         raise WorkerFailed(f"it did not start: {reason}\n{self.last_line()}")
 
     def last_line(self) -> str:
-        """The last line of the server's log that is not empty."""
+        """Return the last line of the server's log that is not empty, for an error message."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "its log is empty")
 
     def resident_mib(self) -> float:
-        """Sum of the resident memory of the server's processes; shared pages count repeatedly."""
+        """Sum the resident memory of the server's processes, in MiB.
+
+        Memory that processes share counts once for each of them.
+        """
         total = 0
         for process in self._family():
             with suppress(psutil.NoSuchProcess):
@@ -85,7 +88,7 @@ class Server:
         return total / _MIB
 
     def stop(self) -> None:
-        """Terminate the server, then kill what is left of its processes."""
+        """Terminate the server, and kill those of its processes that do not end."""
         family = self._family()
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -93,7 +96,7 @@ class Server:
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        # Children of a server that died by itself are still in its process group.
+        # If the server died by itself, its children may still run: kill its whole process group.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -108,13 +111,15 @@ class Server:
 
 @dataclass(frozen=True)
 class Load:
-    """The result of a load: per request status, seconds and rewards.
+    """The answers of a server to a number of requests that ``Clients.put`` has sent.
 
     Attributes:
-        seconds: of the whole load.
+        seconds: time from the first request to the last answer.
+        statuses: HTTP status of each request.
         latencies: seconds until each answer; None where it did not come in time.
+        rewards: rewards in each answer; None where it has none.
         messages: errors of up to ten requests.
-        computed: seconds of forward passes meanwhile, of our servers only.
+        computed: seconds that our server spent in forward passes meanwhile; None for vLLM.
     """
 
     seconds: float
@@ -131,17 +136,23 @@ class Load:
 
 
 def waiting_seconds(loads: Sequence[Load]) -> list[float]:
-    """Seconds of all requests that were answered."""
+    """List how many seconds each request waited for its answer.
+
+    Requests without an answer are left out.
+    """
     return [seconds for load in loads for seconds in load.latencies if seconds is not None]
 
 
 def percentile(loads: Sequence[Load], percent: float) -> float:
-    """A percentile of the seconds of all requests that were answered."""
+    """Compute a percentile of the seconds that a request waited for its answer."""
     return float(np.percentile(waiting_seconds(loads), percent))
 
 
 class Clients:
-    """The process that sends the requests to all servers."""
+    """Clients that send requests to the servers.
+
+    All of them run in one process, separate from this one.
+    """
 
     def __init__(self) -> None:
         self._worker = Worker(sys.executable, "serving_load.py", {}, threads=1)
@@ -149,7 +160,11 @@ class Clients:
     def put(
         self, url: str, requests: Sequence[dict[str, str]], clients: int, limit_s: float, count: int
     ) -> Load:
-        """Send ``count`` requests from ``clients`` clients at once, repeating ``requests``."""
+        """Send ``count`` requests to ``url`` from ``clients`` concurrent clients.
+
+        If there are fewer ``requests`` than ``count``, they are sent repeatedly. No request is sent
+        or awaited after ``limit_s`` seconds.
+        """
         load = {"url": url, "requests": requests, "clients": clients, "limit_s": limit_s}
         return Load(**self._worker.ask({**load, "count": count}))
 
@@ -159,7 +174,15 @@ class Clients:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to start and query a server: ours, or vLLM if ``python`` is its interpreter."""
+    """How to start a server, and how to query it.
+
+    Attributes:
+        name: name of the server in tables.
+        model: the reward model's file, or its Hugging Face folder for vLLM.
+        threads: number of threads that it computes with.
+        settings: further arguments of its command.
+        python: interpreter of an environment with vLLM; None for a server of ours.
+    """
 
     name: str
     model: Path
@@ -190,7 +213,7 @@ class Recipe:
         return server, server.wait_for_health(f"http://127.0.0.1:{port}")
 
     def request(self, token_ids: Sequence[int]) -> dict[str, str]:
-        """A request for the reward of a token sequence."""
+        """Build a request for the reward of one sequence, in the protocol of this server."""
         if self.is_ours:
             return kserve_request(
                 [
@@ -226,7 +249,11 @@ class Recipe:
         }
 
     def _their_environment(self) -> dict[str, str]:
-        """As many cores as ours; vLLM's variables in this environment take precedence."""
+        """Build the environment variables of vLLM's server.
+
+        It gets as many cores as ours. Variables that are already set in this process take
+        precedence.
+        """
         cores = sorted(os.sched_getaffinity(0))[: self.threads]
         chosen = {
             "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -240,9 +267,12 @@ class Recipe:
 
 
 class Contestants:
-    """The servers by name. Each is started at its first load; a failed vLLM is not tried again.
+    """The servers by name. Each is started when it gets its first requests.
 
-    ``rest_s`` seconds pass before each load: a server may still compute after its last answer.
+    A vLLM that has failed is not tried again.
+
+    Requests are sent only after a pause of ``rest_s`` seconds, because the previous server may
+    still compute after its last answer.
     """
 
     def __init__(
@@ -258,7 +288,14 @@ class Contestants:
     def ask(
         self, name: str, token_lists: Sequence[list[int]], clients: int, limit_s: float
     ) -> Load | None:
-        """Send a load to the server ``name``; None if it has no recipe or has failed.
+        """Send one request for each of ``token_lists`` to the server ``name``.
+
+        Args:
+            clients: number of clients that send at the same time.
+            limit_s: seconds after which no more answers are awaited.
+
+        Returns:
+            The answers; None if the server has no recipe or has failed.
 
         Raises:
             WorkerFailed: one of our servers has failed.
@@ -300,7 +337,7 @@ class Contestants:
 
 
 def computed_seconds(url: str) -> float:
-    """Seconds of forward passes of one of our servers since its start."""
+    """Return the seconds that one of our servers has spent in forward passes since its start."""
     from nemo_aligner.serving.client import RewardClient
 
     with closing(RewardClient(url)) as client:
@@ -321,13 +358,13 @@ def start_gateway(backend: str, work: Path) -> tuple[Server, str]:
 
 
 def kserve_request(inputs: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """A JSON request in KServe v2 whose only output is the rewards."""
+    """Build a JSON request in KServe v2 with these input tensors; it asks only for the rewards."""
     body = {"inputs": inputs, "outputs": [{"name": "rewards"}]}
     return {"path": "/v2/models/reward_model/infer", "body": json.dumps(body)}
 
 
 def tensor(name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """An input tensor of KServe v2, from rows of equal length."""
+    """Build an input tensor of a KServe v2 request from rows of equal length."""
     flat = [value for row in rows for value in row]
     return {"name": name, "datatype": datatype, "shape": [len(rows), len(rows[0])], "data": flat}
 

@@ -29,13 +29,19 @@ BUSY_CLIENTS = 64
 MAX_ROWS = 8
 _WARM_UP = 50
 _FORWARDS = 200
-_MAX_DISTINCT_REQUESTS = 5000  # a larger count repeats them
+_MAX_DISTINCT_REQUESTS = 5000  # if more requests are sent, these are repeated
 _UNKNOWN_TOKEN_ID = 10**9
 
 
 @dataclass(frozen=True)
 class TestRequest:
-    """A request with its number of rows; a malformed one must be rejected."""
+    """A request to a server.
+
+    Attributes:
+        request: its path and body.
+        rows: number of rewards that it asks for.
+        is_malformed: True if the server must reject it.
+    """
 
     request: dict[str, str]
     rows: int
@@ -98,7 +104,9 @@ def forward_seconds(model: Path, token_lists: Sequence[list[int]]) -> float:
 
 
 def check(asks: Sequence[TestRequest], load: Load) -> Load:
-    """Check that each valid request has rewards and each malformed one an error; return the load.
+    """Check that each valid request got rewards, and each malformed one an error.
+
+    ``load`` has the answers to ``asks``, and is returned.
 
     Raises:
         WorkerFailed: a request was answered otherwise.
@@ -164,7 +172,7 @@ def _measure_soak(
 
 
 def uniform_requests(count: int) -> list[TestRequest]:
-    """Requests with four sentences of equal length each."""
+    """Make requests with four sentences each; all sentences have the same number of words."""
     rng = random.Random(1)
     return [
         _sentences_request([_draw_words(rng, 12) for _ in range(4)])
@@ -173,7 +181,10 @@ def uniform_requests(count: int) -> list[TestRequest]:
 
 
 def mixed_requests(count: int, seed: int) -> list[TestRequest]:
-    """Requests of all kinds and sizes; every third is malformed, in a different way each time."""
+    """Make requests of all kinds and sizes, in an order that ``seed`` determines.
+
+    Every third request is malformed, in a different way each time.
+    """
     rng = random.Random(seed + 2)
     asks = []
     for number in range(_limit_count(count)):

@@ -21,7 +21,8 @@ import torch
 Row = dict[str, Any]
 Event = Mapping[str, Any]
 
-# A kernel belongs to the first class one of whose strings occurs in its lower-case name.
+# Strings in kernel names, by class. A kernel belongs to the first class that has a string which
+# occurs in its lower-case name.
 CLASSES: dict[str, tuple[str, ...]] = {
     # This class must come first: torch.compile names a kernel after all operators that it fuses.
     # The remaining names are those of Liger and of models/pointwise/triton_kernels.py.
@@ -47,7 +48,13 @@ _NAME_LENGTH = 90
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The events of one step, and how many layers and micro-batches it had."""
+    """The trace of one training step.
+
+    Attributes:
+        events: events of torch's profiler.
+        device: ``cuda`` or ``cpu``.
+        layers, micro_batches: how many the step had, to compute times for each.
+    """
 
     events: Sequence[Event]
     device: str
@@ -84,7 +91,10 @@ class StepTrace:
             yield {**row, "note": kernel_class(name)}
 
     def _host_rows(self) -> Iterator[Row]:
-        """Rows of the host's time for kernel launches and for waiting on the device."""
+        """Yield rows with the host's time for launching kernels and for waiting on the device.
+
+        There are none on a CPU.
+        """
         host = [e for e in self.events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
         launches = [event for event in host if "launch" in event["name"].lower()]
         waits = [event for event in host if "synchronize" in event["name"].lower()]
@@ -147,8 +157,8 @@ def _shorten_name(name: str) -> str:
 def trace(step: Callable[[], object]) -> list[Event]:
     """Profile ``step``; return its events: kernels and launches of a GPU, or CPU operators.
 
-    On a GPU operators are not recorded: that makes the host several times slower, so that a step
-    would wait for the host where it usually does not.
+    On a GPU operators are not recorded: recording them makes the host several times slower, so that
+    the GPU would wait for the host where it usually does not.
     """
     gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity

@@ -14,7 +14,10 @@ UP_TO = "up to"
 
 @dataclass(frozen=True)
 class Variant:
-    """Values of the settings under ``model.`` that have these names."""
+    """A combination of settings that step_variants.py measures.
+
+    The fields are named like the settings under ``model.`` whose values they hold.
+    """
 
     pointwise_kernels: str = "eager"
     cuda_graphs: bool = False
@@ -22,7 +25,10 @@ class Variant:
 
 
 def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
-    """The variant with the most tokens/s on texts of varying lengths; None without such rows."""
+    """Return the variant with the most tokens/s on texts of varying lengths.
+
+    None if no row has such texts.
+    """
     measured = [row for row in rows if row.get("tokens/s") and row["texts"].startswith(UP_TO)]
     if not measured:
         return None

@@ -23,8 +23,8 @@ from nemo_aligner.training.learner import RewardLearner
 Row = dict[str, Any]
 Point = dict[str, Any]
 _WARM_UP = 2
-_GRAPHS_WARM_UP = 5  # a graph is captured when a size of a pack occurs for the second time
-# These compile for up to half a minute at their first use, so they are measured last.
+_GRAPHS_WARM_UP = 5  # a graph is captured when a pack's size occurs for the second time
+# These kernels compile for up to half a minute at their first use, so they are measured last.
 _SLOW_TO_START = ("compile", "liger")
 
 
@@ -35,9 +35,10 @@ class Experiment:
     Attributes:
         base: the point that all variants change.
         sizes: the values of ``micro_batch_tokens``, the usual one first, the smallest last.
-        fixed: lengths and numbers of pairs of texts that have all one length, which come last.
+        fixed: (length, number of pairs) of further measurements, which come last. In each, all
+            texts have the same length.
         run: measures ``time_variant`` at a point; its row has a ``note`` if it failed.
-        seconds_left: of this part's time.
+        seconds_left: returns how much of the part's time is left.
     """
 
     base: Point
@@ -66,7 +67,8 @@ class Experiment:
             variant = replace(fastest(rows) or usual, micro_batch_tokens=size)
             texts = {"sequence_length": length, "pairs": pairs, "spread": False}
             yield from self._add(rows, variant, **texts)
-        # On a CPU these would invoke a C++ compiler, which takes longer than all other variants.
+        # Leave out the slow kernels on a CPU: they would invoke a C++ compiler, which takes longer
+        # than all other variants.
         for choice in slow if torch.cuda.is_available() else ():
             yield from self._add(rows, replace(usual, pointwise_kernels=choice))
         for size in smaller:

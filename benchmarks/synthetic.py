@@ -97,7 +97,10 @@ def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[s
 
 
 def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
-    """The plan from which planning/ predicts the cost of a point."""
+    """Build the plan from which planning/ predicts the cost of the point ``job``.
+
+    ``expert_load`` is the load of the busiest expert relative to the mean (``Plan.expert_load``).
+    """
     local_pairs = -(-job["pairs"] // job["dp"])
     budget = job["micro_batch_tokens"]
     packs = even_packs(local_pairs, job["sequence_length"], budget, job["prefix"])
@@ -117,7 +120,7 @@ def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
 
 
 def shape_and_plan(point: Mapping[str, Any]) -> tuple[ModelShape, Plan]:
-    """The shape and the plan from which planning/ predicts what a point costs."""
+    """Return the model's shape and the plan, from which planning/ predicts the cost of a point."""
     return ModelShape.from_config(point["model"]), plan_of(point)
 
 
@@ -143,7 +146,7 @@ def compare_memory(
 
 
 def divide(number: float | None, divisor: float | None) -> float | None:
-    """The quotient; None where either number is missing."""
+    """Divide two numbers; None if either is missing, so that the table shows a dash."""
     return None if number is None or divisor is None else number / divisor
 
 
@@ -237,7 +240,7 @@ def build_synthetic_learner(
 def _model_options(job: Mapping[str, Any]) -> ModelConfig:
     pointwise = job.get("pointwise_kernels")
     return ModelConfig(
-        # With other packages' kernels a row's reward may depend on its pack in the last bits.
+        # With kernels of other packages, the last bits of a reward may depend on the pack.
         batch_invariant=pointwise in (None, "eager", "triton"),
         freeze_layers=job["freeze_layers"],
         optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
@@ -287,7 +290,8 @@ def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     expert_load = _measure_expert_load(learner)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
     saved = [0]
-    # In a separate step: a hook on saved tensors prolongs their lives.
+    # Count saved bytes in a separate step: the hook on saved tensors keeps them alive for longer,
+    # which would change the peak.
     with _count_saved_bytes(learner.model, saved), without_overlap(learner._ddp.ddp_config):
         learner.train_step(1)
     return {
@@ -301,7 +305,10 @@ def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
 
 
 def _measure_expert_load(learner: RewardLearner) -> float:
-    """``Plan.expert_load`` of the previous step, over the layers that compute every token."""
+    """Return the expert load (``Plan.expert_load``) that the previous step had.
+
+    Only layers that compute every token are counted.
+    """
     if not routers(learner.model):
         return 1.0
     load = take_load(learner.model, learner.model.config.num_layers)[:-1]
@@ -311,10 +318,10 @@ def _measure_expert_load(learner: RewardLearner) -> float:
 
 @contextmanager
 def without_overlap(config: Any) -> Iterator[None]:
-    """Turn off reducing gradients during the backward pass.
+    """Turn off reducing gradients during the backward pass, for a block with saved-tensor hooks.
 
-    Megatron-core notes on a weight that its gradient can be reduced early; hooks on saved tensors
-    hide that note.
+    megatron-core marks each weight whose gradient can be reduced early, and the hooks hide the
+    mark.
     """
     overlap, config.overlap_grad_reduce = config.overlap_grad_reduce, False
     yield
@@ -322,7 +329,7 @@ def without_overlap(config: Any) -> Iterator[None]:
 
 
 def _unique_storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of ``tensors`` by address, without duplicates."""
+    """Collect the storages of ``tensors`` by their addresses, so that views count only once."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 
@@ -396,7 +403,8 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
-        # An unknown argument existed before the block: count it as 0 bytes, also if it is returned.
+        # A tensor not seen before that comes as an argument existed before the block: count it as 0
+        # bytes, even if the operation returns it.
         self._note((arguments, options), is_new=False)
         result = function(*arguments, **(options or {}))
         self._note(result, is_new=True)
@@ -424,13 +432,14 @@ class _LiveBytes(TorchDispatchMode):
 def _stopwatch(seconds: dict[str, float]) -> Callable[..., Any]:
     """Return a wrapper that adds a function's seconds to ``seconds[part]``.
 
-    On a GPU each part waits for the device.
+    On a GPU the wrapper waits for the device before it reads the clock.
     """
     inside: list[str] = []
 
     def wrap(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
-            if inside:  # a recomputed layer runs a backward pass inside the backward pass
+            # Recomputation runs a backward pass inside the backward pass; count only the outer one.
+            if inside:
                 return function(*arguments, **options)
             begun = now()
             inside.append(part)

@@ -85,7 +85,7 @@ def main() -> None:
     for measured in _run_turns(arguments, ours, peers):
         rows = measure(measured)
         failures = [f"{name}: {failure}" for name, failure in measured.failures.items()]
-        # Written after each run, so that stopping this program loses little.
+        # Write the results after each run, so that stopping this program loses little.
         write_json(arguments.output, {**about, "rows": rows, "failures": failures})
     print(f"\n{render(rows)}", *failures, sep="\n\n", flush=True)
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
@@ -108,7 +108,13 @@ def _make_settings(arguments: argparse.Namespace, nemo: Path, precision: str) ->
 
 @dataclass
 class MeasuredRuns:
-    """Results of the runs so far, ours and those of each TRL; one that failed has no runs."""
+    """Results of the runs so far.
+
+    Attributes:
+        ours: result of each of our runs.
+        trl: results of each TRL's runs, by its name.
+        failures: how a TRL has failed, by its name. It is not run again.
+    """
 
     ours: list[dict[str, Any]]
     trl: dict[str, list[dict[str, Any]]]
@@ -271,7 +277,8 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
 def train_trl(job: dict[str, Any]) -> dict[str, Any]:
     """Train the same steps by TRL's RewardTrainer; the environment need not have our package.
 
-    The fastest of the job's batch sizes is returned; one that runs out of memory is skipped.
+    All batch sizes of the job are tried, and the result of the fastest is returned. A batch size
+    that runs out of memory is skipped.
     """
     import torch
 
@@ -353,8 +360,8 @@ def _train_trl(job: dict[str, Any], batch_size: int) -> dict[str, Any]:
 def _fastest_attention() -> str:
     """The name of an attention implementation of transformers that runs FlashAttention 2.
 
-    Without the package flash-attn it is torch's kernel. That one supports no mask, and needs none:
-    sequences are padded on the right, and attention is causal.
+    Without the package flash-attn it is torch's kernel. torch's kernel supports no mask. None is
+    needed, because sequences are padded on the right and attention is causal.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import AttentionInterface
@@ -368,13 +375,13 @@ def _fastest_attention() -> str:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return sdpa_attention_forward(module, query, key, value, None, **options)
 
-    # The name must not contain "flash", which transformers would take for its own kernels.
+    # The name must not contain "flash": transformers would then use its own FlashAttention code.
     AttentionInterface.register("causal_sdpa", attend)
     return "causal_sdpa"
 
 
 class _Clock:
-    """Seconds and loss of every optimizer step."""
+    """Records the seconds and the loss of every optimizer step of TRL's trainer."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -17,5 +17,5 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
 if __name__ == "__main__":
-    # The first of the settings, so that one from the command line replaces it.
+    # Put this setting first, so that one from the command line replaces it.
     sys.exit(main(["serve", "server.triton_port=5600", *sys.argv[1:]]))

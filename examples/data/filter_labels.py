@@ -144,23 +144,30 @@ def judge(
         }
         judged = {"digest": digest, "margins": margins}
         result.write_text(json.dumps(judged), encoding="utf-8")
-        shutil.rmtree(folder)  # gigabytes of checkpoints
+        shutil.rmtree(folder)  # delete the checkpoints, which take gigabytes
     for number, pair in enumerate(heldout, start=1):
         pair.margin = judged["margins"].get(str(number), math.nan)
 
 
 def reading_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those settings of training that also say how ``evaluate`` reads pairs."""
+    """Select the settings of training that also say how ``evaluate`` reads pairs.
+
+    ``model.data.NAME`` becomes ``data.NAME``, as ``evaluate`` calls it.
+    """
     shared = {field.name for field in fields(EvaluateDataConfig)}
     names = {key: key.removeprefix("model.data.") for key in settings if "model.data." in key}
     return {f"data.{name}": settings[key] for key, name in names.items() if name in shared}
 
 
 def set_probabilities(pairs: Sequence[Pair]) -> str:
-    """Set ``p_wrong`` of every pair with a margin; return a line with the models' accuracy."""
+    """Set ``p_wrong`` of every pair that was judged.
+
+    Returns:
+        A line for people: the number of judged pairs, and the models' accuracy on them.
+    """
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     margins = margins[~margins.isnan()]
-    # NaN where the models are no better than chance, or never wrong: no label can be doubted.
+    # NaN if the models are no better than chance, or never wrong; then no label is doubted.
     temperature = fit_temperature(margins)
     is_useful = temperature > 0
     for pair in pairs:
@@ -177,10 +184,14 @@ def set_probabilities(pairs: Sequence[Pair]) -> str:
 
 
 def weigh(pair: Pair, confidence: float) -> str:
-    """Return the line with ``label_margin``, the probability of a right label if it is doubted."""
+    """Return the line of a pair, with ``label_margin`` as the weight of its label.
+
+    If ``p_wrong`` is at least ``confidence``, the existing margin (or 1) is multiplied by ``1 -
+    p_wrong``, so that a doubted label counts less.
+    """
     row = json.loads(pair.line)
     weight = 1 - pair.p_wrong if pair.p_wrong >= confidence else 1.0
-    margin = row.get("label_margin")  # null is a missing label, as no label
+    margin = row.get("label_margin")  # null means the same as no ``label_margin``
     row["label_margin"] = round(weight * (1.0 if margin is None else margin), 6)
     return json.dumps(row, ensure_ascii=False)
 
@@ -192,12 +203,15 @@ def describe_doubted(pair: Pair) -> dict[str, Any]:
 
 
 def reply_of(side: Any) -> str:
-    """The last message's content; a side that is text is returned whole."""
+    """Return the content of the last message; a side that is text is returned whole."""
     return side if isinstance(side, str) else str(side[-1]["content"])
 
 
 def share_longer_chosen(pairs: Sequence[Pair]) -> str:
-    """Render how often the longer reply was chosen; a large difference shows a length bias."""
+    """Render in which share of the pairs the longer reply was chosen.
+
+    If this share differs much between kept and doubted pairs, the models have a length bias.
+    """
     rows = [json.loads(pair.line) for pair in pairs]
     longer = [len(reply_of(row["chosen"])) > len(reply_of(row["rejected"])) for row in rows]
     return f"{sum(longer) / len(longer):.1%}" if longer else "none"

@@ -25,7 +25,7 @@ from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ServingError
 
-_ROWS_AT_ONCE = 16  # of log-probabilities over the whole vocabulary
+_ROWS_AT_ONCE = 16  # replies whose logits over the whole vocabulary are computed at once
 # The template of the quickstart's reward model. SmolLM2's own template adds a system prompt.
 _CHATML = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}
@@ -52,7 +52,7 @@ class Replies:
     texts: list[str]
 
     def rows(self, rows: Tensor) -> Replies:
-        """The replies with these indices ``[M]``."""
+        """Select the replies with the indices ``rows [M]``."""
         return Replies(
             self.tokens[rows],
             self.attention[rows],
@@ -63,7 +63,10 @@ class Replies:
 
 
 class Policy:
-    """A causal language model of which the upper layers are trained."""
+    """The policy: a causal language model of which only the upper layers are trained.
+
+    It also holds the reference model, which is the policy before training.
+    """
 
     def __init__(self, path: Path, frozen_layers: int, most_tokens: int) -> None:
         """Load ``path``, a folder that transformers saved or a GGUF file.
@@ -125,7 +128,10 @@ class Policy:
         )
 
     def log_probs(self, replies: Replies, model: torch.nn.Module | None = None) -> Tensor:
-        """Log-probabilities ``[N, T]`` of the replies' tokens, by the policy or by ``model``."""
+        """Compute the log-probabilities ``[N, T]`` of the tokens of N replies.
+
+        They are those of the policy or, if it is given, of ``model``.
+        """
         logits = _logits(model or self.model, replies)
         chosen = replies.tokens[:, -logits.shape[1] :]
         return torch.log_softmax(logits, -1).gather(-1, chosen[..., None])[..., 0]
@@ -180,7 +186,7 @@ class HeldOut:
 
 
 def judge(reward: RewardFunction, replies: Replies) -> Tensor:
-    """Rewards ``[N]`` float32 from the server; NaN for a reply that it rejects."""
+    """Get the rewards ``[N]`` float32 of N replies; NaN for a reply that the server rejects."""
     prompts = [[{"role": "user", "content": prompt}] for prompt in replies.prompts]
     turns = [[{"role": "assistant", "content": text}] for text in replies.texts]
     return torch.tensor(reward(prompts, turns))
@@ -229,14 +235,18 @@ def print_table(at_start: HeldOut, at_end: HeldOut, seconds: float) -> None:
 
 
 def read_prompts(file: Path, limit: int | None = None) -> list[str]:
-    """The distinct prompts of a file of pairs, in order; at most ``limit``."""
-    with file.open(encoding="utf-8") as lines:  # splitlines() would break at more than "\n"
+    """Read the distinct prompts of a file of pairs, in order; at most ``limit`` of them."""
+    # Read line by line: str.splitlines would break at more than "\n".
+    with file.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     return list(dict.fromkeys(row["prompt"] for row in rows))[:limit]
 
 
 def connect_reward(options: argparse.Namespace) -> RewardFunction:
-    """Return a function that gets rewards from the server of the options.
+    """Connect to the reward server that the options name.
+
+    Returns:
+        A function that gets the rewards of replies from it.
 
     Raises:
         SystemExit: a file is missing, or the server does not answer.

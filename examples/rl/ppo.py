@@ -32,8 +32,8 @@ _EPOCHS = 2
 class Batch:
     """Replies of the policy with their advantages, values and returns.
 
-    All tensors are ``[N, T]`` and 0 after the end of a reply. ``log_probs`` has an autograd graph,
-    which the first epoch uses.
+    All tensors are ``[N, T]``, for N replies of at most T tokens, and 0 after the end of a reply.
+    ``log_probs`` has an autograd graph, which the first epoch uses.
     """
 
     replies: Replies
@@ -44,7 +44,10 @@ class Batch:
 
 
 def compute_advantages(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Generalised advantages ``[N, T]`` without discount (Schulman et al. 2016, 1506.02438)."""
+    """Compute generalised advantages ``[N, T]`` (Schulman et al. 2016, arXiv 1506.02438).
+
+    There is no discount. ``rewards`` and ``values`` of each token and ``mask`` are ``[N, T]``, too.
+    """
     next_values = torch.zeros_like(values)
     next_values[:, :-1] = values[:, 1:] * mask[:, 1:]
     errors = (rewards + next_values - values) * mask
@@ -93,7 +96,7 @@ def read_values(critic: RewardCriticClient, replies: Replies) -> Tensor:
 
 
 def make_token_lists(replies: Replies) -> list[list[int]]:
-    """Prompts with their replies as token ids, without padding."""
+    """Return the token ids of each prompt with its reply, without padding."""
     return [
         row[attention.bool()].tolist()
         for row, attention in zip(replies.tokens, replies.attention, strict=True)
@@ -101,7 +104,7 @@ def make_token_lists(replies: Replies) -> list[list[int]]:
 
 
 def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
-    """Train the critic on the server on the batch; return its loss."""
+    """Let the critic on the server take training steps on the batch, and return its loss."""
     lists = make_token_lists(batch.replies)
     shape = (len(lists), max(map(len, lists)))
     tokens = np.zeros(shape, dtype=np.int64)
@@ -117,7 +120,10 @@ def train_critic(critic: RewardCriticClient, batch: Batch) -> float:
 
 
 def train_policy(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """Update the policy by PPO's clipped objective, on the whole batch in each epoch."""
+    """Update the policy by PPO's clipped objective.
+
+    Each of the two epochs takes one step on the whole batch.
+    """
     mask, old_log_probs = batch.replies.mask, batch.log_probs.detach()
     for epoch in range(_EPOCHS):
         log_probs = policy.log_probs(batch.replies) if epoch else batch.log_probs

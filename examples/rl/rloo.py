@@ -21,7 +21,8 @@ from torch import Tensor
 def advantages(rewards: Tensor) -> Tensor:
     """Advantages ``[prompts, K]``: each reward minus the mean of the prompt's other rewards.
 
-    A NaN reward has advantage 0 and does not count, and so has a reward without others.
+    A NaN reward has advantage 0 and is left out of the mean. If a prompt has only one reward, its
+    advantage is 0, too.
     """
     is_valid = ~rewards.isnan()
     total, count = rewards.nansum(1, keepdim=True), is_valid.sum(1, keepdim=True)
@@ -32,7 +33,13 @@ def advantages(rewards: Tensor) -> Tensor:
 def step(
     policy: Policy, optimizer: torch.optim.Optimizer, replies: Replies, rewards: Tensor, kl: float
 ) -> None:
-    """One update on replies ``[prompts * K]`` with rewards ``[prompts, K]``."""
+    """Update the policy once, on K replies to each prompt.
+
+    Args:
+        replies: ``prompts * K`` replies; the K replies to a prompt follow each other.
+        rewards: their rewards, ``[prompts, K]``.
+        kl: factor of the penalty for divergence from the reference.
+    """
     log_probs = policy.log_probs(replies)
     with torch.no_grad():
         reference = policy.log_probs(replies, policy.reference)

@@ -303,7 +303,7 @@ class RewardModel:
         return evaluate_source(config, self._source())
 
     def _source(self) -> RewardSource:
-        """Load the model if necessary, and return it as a source of rewards."""
+        """Load the model unless it is loaded, and return it as the source of its rewards."""
         return _SESSION.load(self, self._config)
 
 
@@ -438,7 +438,8 @@ _SESSION = _Session()
 def _close_at_exit() -> None:
     """Unload all models at exit, except after an error on one of several ranks.
 
-    Then other ranks may have left the process group already, and destroying it could block.
+    After such an error, other ranks may have left the process group already, so that destroying it
+    could block.
     """
     if find_process(os.environ).world_size == 1 or getattr(sys, "last_value", None) is None:
         release_models()

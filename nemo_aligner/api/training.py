@@ -106,7 +106,7 @@ def run_training(
 
 
 def _add_arguments(settings: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` and those of ``arguments`` that are not None, all by their keys."""
+    """Return ``settings`` with every entry of ``arguments`` that is not None added by its key."""
     extra_settings = {key: value for key, value in arguments.items() if value is not None}
     _check_not_twice(settings, extra_settings)
     return {**settings, **extra_settings}
@@ -122,9 +122,9 @@ def _check_not_twice(settings: Mapping[str, Any], keys: Iterable[str]) -> None:
 
 
 def _write_as_files(data: Any, folder: Path, part: str) -> list[str]:
-    """Return the data files of ``train``, ``validation`` or ``test``.
+    """Return the paths of the data files of ``part``: ``train``, ``validation`` or ``test``.
 
-    If ``data`` is records instead of files, they are written to files.
+    If ``data`` is records instead of paths, the records are first written to a file in ``folder``.
     """
     if isinstance(data, Mapping):
         if part == "train":
@@ -188,7 +188,7 @@ def _check_finished(outcome: Outcome) -> None:
 def _open_trained_model(config: TrainConfig) -> RewardModel:
     """Return the model of a finished run, with the run's parallel layout and numerics.
 
-    So it computes rewards in the same way as the run's validations did.
+    With these settings the model computes rewards exactly as the run's validations did.
     """
     model, folder = config.model, Path(config.exp_manager.explicit_log_dir)
     settings = {

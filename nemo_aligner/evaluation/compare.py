@@ -26,7 +26,12 @@ from nemo_aligner.utils.errors import DataError
 
 @dataclass(frozen=True)
 class Share:
-    """Accuracy of a model on some pairs, with its 95% Wilson interval from ``low`` to ``high``."""
+    """Accuracy of a model on some pairs.
+
+    Attributes:
+        accuracy: mean credit for the pairs (``Prediction.right``), 0 to 1.
+        low, high: its 95% Wilson interval.
+    """
 
     accuracy: float
     low: float
@@ -62,7 +67,12 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Flip:
-    """A pair on which the two models disagree; ``record`` names its file and line."""
+    """A pair on which the two models disagree.
+
+    Attributes:
+        record: file and line of the pair, as the first file names them.
+        first, second: predictions of the two models.
+    """
 
     record: str
     first: Prediction
@@ -112,11 +122,14 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
 
 
 def _match_rows(first: Predictions, second: Predictions) -> list[tuple[int, int]]:
-    """Match the rows of two tables that show the same pair; return their indices.
+    """Match the rows of two tables that are about the same pair.
 
-    Rows with the same samples match, whatever file they come from. If one model was evaluated with
-    other words around its prompts, or on raw strings, its samples of the same pair differ. Such
-    rows match if their file name, line and replies are the same.
+    Rows with the same samples match, even if they come from different files. If one model was
+    evaluated with other words around its prompts, or on raw strings, its samples of the same pair
+    differ. Such rows match if their file name, line and replies are the same.
+
+    Returns:
+        For each match, the index in ``first`` and the index in ``second``.
     """
     by_content: dict[str, deque[int]] = {}
     for index, row in enumerate(second.rows):
@@ -132,7 +145,7 @@ def _match_rows(first: Predictions, second: Predictions) -> list[tuple[int, int]
         candidate = by_name.get(Path(first.names[index]).name) if index not in partners else None
         if candidate is not None and _is_reworded(row, second.rows[candidate]):
             partners[index] = candidate
-            # A row has only one partner, so it cannot match a second time.
+            # A row has only one partner, so remove it: it must not match a second time.
             del by_name[Path(first.names[index]).name]
     return sorted(partners.items())
 
@@ -142,7 +155,10 @@ def _content_key(row: Prediction) -> str:
 
 
 def _is_reworded(first: Prediction, second: Prediction) -> bool:
-    """Check that the samples differ only in the words around the last question."""
+    """True if two rows have the same replies and question, with other words around the question.
+
+    Rows differ in this way if one model was evaluated with other words around its prompts.
+    """
     first_samples, second_samples = first.item.texts, second.item.texts
     has_same_sides = first.item.num_right == second.item.num_right and len(first_samples) == len(
         second_samples
@@ -152,7 +168,7 @@ def _is_reworded(first: Prediction, second: Prediction) -> bool:
 
 def _have_same_words(first: Text, second: Text) -> bool:
     if isinstance(first, str) and isinstance(second, str):
-        return False  # In two raw strings nothing marks where the reply begins.
+        return False  # nothing in a raw string marks where the reply begins
     for raw, conversation in ((first, second), (second, first)):
         if isinstance(raw, str):
             has_question = _find_last_question(conversation) in raw
@@ -167,7 +183,10 @@ def _find_last_question(text: Text) -> str:
 
 
 def _compare_verdicts(source: str, verdicts: np.ndarray) -> ComparedRow:
-    """Compare the credits ``[N, 2]`` of the first and the second model on N pairs."""
+    """Compare two models on the N pairs of ``source``.
+
+    ``verdicts [N, 2]`` are the credits of the first and the second model for each pair.
+    """
     shares = [
         Share(float(right.mean()), *wilson_interval(float(right.sum()), right.size))
         for right in verdicts.T
@@ -245,7 +264,7 @@ def _shorten_reply(samples: Sequence[Text], limit: int = 200) -> str:
 
 
 def write_rows(path: Path, compared: PairedComparison) -> None:
-    """Write the rows, the number of flips and the pairs left out as one JSON object."""
+    """Write the rows, the number of flips and the number of unmatched pairs as one JSON object."""
     content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),

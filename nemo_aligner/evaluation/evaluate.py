@@ -90,7 +90,7 @@ class EvalResult:
 
     @property
     def kind(self) -> RecordKind:
-        """Whether the records are comparisons or ratings."""
+        """Whether the records are comparisons or ratings, found from the predictions."""
         return RecordKind.rating if self.predictions.is_rated else RecordKind.comparison
 
     @property
@@ -281,7 +281,11 @@ def _evaluate_steps(
 def _measure_step_lengths(
     source: RewardSource, ratings: Sequence[Rating], scored: Sequence[StepRewards]
 ) -> list[int]:
-    """Measure the length that each of the S rewards covers, as training counts it."""
+    """Measure the length of the text that each reward covers, counted as in training.
+
+    Returns:
+        One length for each of the rewards of all records, one record after another.
+    """
     assert source.contract is not None
     separator = source.contract.step_separator
     steps = [
@@ -307,7 +311,10 @@ def default_threshold(source: RewardSource) -> float:
 
 
 def _collect_last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
-    """Collect the labels of the last ``steps`` steps, ``[steps, columns]``, NaN where missing."""
+    """Collect the labels of a record's last ``steps`` steps, ``[steps, columns]``.
+
+    A missing label is NaN, and so are all labels of a step without labels.
+    """
     unlabelled: list[tuple[float | None, ...]] = [(None,) * columns] * steps
     labelled = [row or unlabelled[0] for row in label_rows(record)]
     rows = [*unlabelled, *labelled][-steps:]
@@ -317,7 +324,10 @@ def _collect_last_labels(record: Rating, steps: int, columns: int) -> list[list[
 def _compute_metrics(
     source: RewardSource, rewards: np.ndarray, records: Sequence[Comparison] | Sequence[Rating]
 ) -> dict[str, float]:
-    """Compute the metrics of the trainer's validation from the rewards of samples ``[N, A]``."""
+    """Compute the metrics of the trainer's validation from one reward per sample.
+
+    ``rewards [N, A]`` are those of all samples of ``records``, in order.
+    """
     is_rated = isinstance(records[0], Rating)
     kind = RecordKind.rating if is_rated else RecordKind.comparison
     attributes = source.attributes if is_rated else ("reward",)
@@ -348,7 +358,8 @@ def evaluate_file(
         path: the file of records.
         reader: how to read the file; its ``kind`` may demand comparisons or ratings.
         swapped: True to exchange chosen and rejected in every comparison before anything reads it.
-            Accuracy must then become 1 - accuracy, else the order of replies leaks into scores.
+            Accuracy must then become 1 - accuracy, otherwise the scores depend on the order of the
+            replies, which is a leak.
 
     Raises:
         DataError: the file cannot be read or has the wrong kind of records, more of them are
@@ -382,7 +393,12 @@ def evaluate_file(
 
 
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
-    """Reject labels of steps if the model scores no steps, and ratings if ``aggregate`` is set."""
+    """Check that the records of a file fit what the model scores.
+
+    Raises:
+        DataError: the file has labels of steps, but the model scores no steps.
+        ConfigError: the file has ratings, but a custom ``aggregate`` is set.
+    """
     has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
     if has_labels and not source.has_steps:
         raise DataError(
@@ -471,7 +487,7 @@ def _check_finite(
 
     Args:
         scores: rewards of all records, one after another, ``[S, A]``.
-        counts: number of rewards of each record; None for one of each sample.
+        counts: number of rewards of each record; None if every sample has one reward.
     """
     if not records:
         raise DataError("there is no record to evaluate")

@@ -89,7 +89,14 @@ class Prediction:
     def of_pair(
         cls, record: str, source: str, texts: tuple[Text, ...], rewards: np.ndarray
     ) -> Prediction:
-        """Build the prediction for a pair; ``texts`` and ``rewards [2]`` are chosen, rejected."""
+        """Build the prediction for a pair, with the credit that its rewards give.
+
+        Args:
+            record: file and line of the pair.
+            source: source of the pair.
+            texts: the chosen sample, then the rejected one.
+            rewards: their rewards, ``[2]``.
+        """
         prediction = cls(Item("", source, texts), rewards, record=record)
         return replace(prediction, right=(float(np.sign(prediction.margin)) + 1) / 2)
 
@@ -109,7 +116,7 @@ class Prediction:
 
     @property
     def closest(self) -> tuple[int, int]:
-        """Index of the right reply with the lowest reward, and of the wrong one with the highest.
+        """Indices of the right reply with the lowest reward and the wrong reply with the highest.
 
         If this pair is ordered correctly, so is every pair of a right and a wrong reply.
         """
@@ -119,13 +126,16 @@ class Prediction:
 
     @property
     def margin(self) -> float:
-        """Lowest reward of a right reply minus highest reward of a wrong one."""
+        """Lowest reward of a right reply minus highest reward of a wrong one.
+
+        For a pair, this is the reward of the chosen reply minus that of the rejected one.
+        """
         right, wrong = self.closest
         return float(self.rewards[right]) - float(self.rewards[wrong])
 
     @property
     def sides(self) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
-        """The samples with right replies, and those with wrong replies."""
+        """The samples with right replies, then those with wrong replies; a pair has one of each."""
         return self.item.texts[: self.item.num_right], self.item.texts[self.item.num_right :]
 
 
@@ -152,7 +162,11 @@ class Predictions:
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """Rewards, float64: ``[N, A]`` if rated, else ``[N, 2]`` of the replies in ``closest``."""
+        """Rewards as float64.
+
+        They are ``[N, A]`` for rated replies. Otherwise they are ``[N, 2]``: the rewards of the
+        right and the wrong reply that ``Prediction.closest`` selects.
+        """
         rewards = [
             row.rewards if self.is_rated else row.rewards[[*row.closest]] for row in self.rows
         ]
@@ -165,7 +179,10 @@ class Predictions:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Lengths of the replies in characters, int64: ``[N, 1]`` if rated, else ``[N, 2]``."""
+        """Lengths of the replies in characters, int64: the replies whose rewards ``rewards`` has.
+
+        They are ``[N, 1]`` for rated replies, otherwise ``[N, 2]``.
+        """
         columns = [(0,) if self.is_rated else row.closest for row in self.rows]
         lengths = [
             [len(reply_of(row.item.texts[index])) for index in indices]
@@ -175,12 +192,19 @@ class Predictions:
 
     @cached_property
     def right(self) -> np.ndarray:
-        """Credit of each row, ``[N]`` float64; see ``Prediction.right``."""
+        """How far each of the N rows is right, ``[N]`` float64.
+
+        For a pair it is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0. A
+        benchmark defines its own credit. It is NaN for a rated reply.
+        """
         return np.array([row.right for row in self.rows], dtype=float)
 
     @cached_property
     def names(self) -> list[str]:
-        """Name of each row, ``file:line``; the second pair of a record gets ``, pair 2``."""
+        """Name of each row, ``file:line``.
+
+        A record with several rows has several pairs, so its second row is ``file:line, pair 2``.
+        """
         counters: dict[str, Iterator[int]] = {}
         names = []
         for row in self.rows:
@@ -190,18 +214,31 @@ class Predictions:
         return names
 
     def as_metrics(self) -> PairRewards:
-        """Convert pairs to the input of ``nemo_aligner.metrics``, with lengths in characters."""
+        """Convert rows with verdicts to the input of the functions in ``nemo_aligner.metrics``.
+
+        Each row becomes a pair of the two replies in ``Prediction.closest``, with lengths in
+        characters.
+        """
         return PairRewards.of(torch.from_numpy(self.rewards), torch.from_numpy(self.lengths))
 
     def by_source(self) -> list[tuple[str, np.ndarray]]:
-        """Group rows as (name, indices ``[n]``): ``all``, then each source if there are several."""
+        """Group the rows by their source, to compute figures for each source.
+
+        Returns:
+            (name, indices of rows ``[n]``): all rows as ``all`` and then, if there are several
+            sources,
+            the rows of each source.
+        """
         sources = np.array([row.item.source for row in self.rows])
         names = sorted(set(sources.tolist()))
         groups = [(name or "none", np.flatnonzero(sources == name)) for name in names]
         return [(ALL, np.arange(len(sources))), *(groups if len(names) > 1 else [])]
 
     def draw(self, count: int) -> Predictions:
-        """Sample ``count`` rows at most, in their order; every call draws the same rows."""
+        """Return a random sample of at most ``count`` rows, in the order of the table.
+
+        Every call with the same ``count`` draws the same rows.
+        """
         if count >= len(self.rows):
             return self
         drawn = sorted(random.Random(0).sample(range(len(self.rows)), count))
@@ -370,7 +407,10 @@ def _get_numbers(value: Mapping[str, Any], key: str, name: str) -> np.ndarray:
 
 
 def _parse_sample(value: Any) -> Text:
-    """Check a sample that evaluate wrote: a string, a list of messages, or an object with both."""
+    """Check a sample of an ``output_rewards`` file, and convert it for scoring.
+
+    It is a string, a list of messages, or an object of messages with tools or documents.
+    """
     # Only an object, which has tools or documents next to its messages, needs to be converted.
     if isinstance(value, Mapping):
         return read_text(value)

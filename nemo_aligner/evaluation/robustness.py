@@ -6,7 +6,7 @@ should not flip. If only the rejected reply changes, it should not win because o
 verdicts do flip: Liu et al. 2024 (RM-Bench, arXiv 2410.16184), Wu et al. 2025 (reWordBench, arXiv
 2503.11751).
 
-The file has the check, the transformations of replies, and the output as a table and as JSON.
+The module has the check, the transformations of replies, and the output as a table and as JSON.
 """
 
 from __future__ import annotations
@@ -68,7 +68,15 @@ class RobustnessRow:
 
 @dataclass(frozen=True)
 class BestOfLength:
-    """Mean reward and mean length, in characters, of the reply with the highest reward among n."""
+    """Figures of the reply with the highest reward among n, as means over all pairs.
+
+    If length grows with n, the reward favours long replies.
+
+    Attributes:
+        n: number of replies to choose from.
+        reward: mean reward of the chosen reply.
+        characters: its mean length.
+    """
 
     n: int
     reward: float
@@ -115,7 +123,7 @@ def check_pairwise(task: Task) -> None:
     """Reject a benchmark whose items are not pairs, or whose replies are all code.
 
     Raises:
-        ConfigError: the sample item of the benchmark shows this.
+        ConfigError: the benchmark's items are not pairs, or all its replies are code.
     """
     item = task.read(task.sample)
     if not isinstance(item, Item) or len(item.texts) != 2 or item.num_right != 1 or item.is_code:
@@ -194,8 +202,8 @@ def _score_changed(
 def change_reply(text: Text, change: Callable[[str], str]) -> Text:
     """Apply ``change`` to the last turn of a conversation.
 
-    A raw string is returned unchanged, because it may consist of a prompt only. So is a
-    conversation whose reply only calls tools.
+    A raw string is returned unchanged, because it may consist of a prompt only. A conversation
+    whose reply only calls tools is returned unchanged, too.
     """
     if isinstance(text, str):
         return text
@@ -205,7 +213,8 @@ def change_reply(text: Text, change: Callable[[str], str]) -> Text:
     return with_messages(text, [*history, {**last, "content": change(last["content"])}])
 
 
-# Which replies a row of the table changes, as a mask over the two columns of ``[N, 2]`` rewards.
+# The replies that a row of the table changes: their name, and a mask over the two columns of ``[N,
+# 2]`` rewards.
 _SIDES = ((BOTH, np.array([True, True])), (REJECTED, np.array([False, True])))
 
 
@@ -216,7 +225,15 @@ def _measure_effect(
     side: tuple[str, np.ndarray],
     margin_std: float,
 ) -> RobustnessRow:
-    """Compare ``previous [N, 2]`` rewards with those after the transformation of one side."""
+    """Measure the effect of one transformation on N pairs, for one row of the table.
+
+    Args:
+        previous: rewards before the transformation, ``[N, 2]``.
+        changed: the pairs after the transformation of both replies.
+        name: name of the transformation.
+        side: which replies to count as changed, as an entry of ``_SIDES``.
+        margin_std: standard deviation of the margins before any change.
+    """
     changed_side, columns = side
     is_changed = changed.is_changed & columns
     applies = is_changed.any(axis=1)
@@ -262,15 +279,21 @@ def _measure_best_of(pairs: Predictions) -> list[BestOfLength]:
 
 
 def _mean_of_best(n: int, rewards: np.ndarray, values: np.ndarray) -> float:
-    """Average over N pairs the value of the best of n by reward; both arrays are ``[N, 2]``."""
+    """Average over N pairs the expected value of the best of n replies of a pair.
+
+    Args:
+        n: 1 for a random reply of the pair, 2 for the reply with the higher reward.
+        rewards: rewards of the replies, ``[N, 2]``.
+        values: what to average, such as lengths, ``[N, 2]``.
+    """
     expected_values = [best_of(n, *pair) for pair in zip(rewards, values, strict=True)]
     return float(np.mean(expected_values))
 
 
 # Transformations: changes of tone, markdown and length that keep the content of a reply.
 #
-# Each returns the reply unchanged if there is nothing to change. None changes fenced code. Only
-# ``shortened`` removes content, at the end.
+# Each function returns the reply unchanged if there is nothing to change. No function changes
+# fenced code. Only ``shortened`` removes content, at the end.
 
 _FENCE = "```"
 _AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)")
@@ -360,7 +383,7 @@ def shorten(reply: str) -> str:
 
 
 def _split_blocks(text: str) -> list[str]:
-    """Split into paragraphs and complete code blocks, each with the blank lines that follow it."""
+    """Split a reply into paragraphs and complete code blocks, with the blank lines after each."""
     blocks = [""]
     for part in _AFTER_BLANK_LINE.split(text):
         # After an odd number of fences a code block is still open, so the blank line is part of it.
@@ -372,7 +395,10 @@ def _split_blocks(text: str) -> list[str]:
 
 
 def _split_sentences(block: str) -> list[str]:
-    """Split into sentences, each with its leading white space; they join to ``block`` again."""
+    """Split a paragraph into sentences, each with the white space before it.
+
+    Concatenated, the sentences are ``block`` again.
+    """
     *pieces, last = _AFTER_SENTENCE.split(block)
     if last.strip() or not pieces:
         return [*pieces, last]
@@ -412,7 +438,7 @@ T = TypeVar("T")
 
 
 def robustness_json(robustness: Robustness) -> dict[str, Any]:
-    """Convert results to plain values for JSON."""
+    """Convert the results to plain values for JSON, which ``read_robustness`` reads back."""
     return asdict(robustness)
 
 

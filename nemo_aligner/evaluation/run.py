@@ -1,7 +1,7 @@
 """One evaluation, from its settings to the printed table, the files and the report.
 
-``evaluate`` is the entry point of ``nemo-aligner evaluate``. ``evaluate_source`` is that of the
-Python API, whose model is already loaded.
+``evaluate`` is the entry point of ``nemo-aligner evaluate``. ``evaluate_source`` is the entry point
+of the Python API, whose model is already loaded.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def _check_settings(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
 
 
 def _check_reader_unset(config: EvaluateConfig) -> None:
-    """Reject settings on how to read records, because a benchmark's file has a fixed form.
+    """Reject settings of ``data`` that say how to read records, if a benchmark is evaluated.
+
+    They would have no effect, because a benchmark's file has a fixed form.
 
     Raises:
         ConfigError: such a setting is not at its default.

@@ -62,7 +62,7 @@ class TaskResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All figures by name."""
+        """The values of all rows of the table, by the name of the row."""
         return {row.name: row.value for row in self.rows}
 
     @property
@@ -148,7 +148,11 @@ class ChosenThreshold:
     texts: Sequence[Text]
 
     def describe(self, path: str, result: TaskResult) -> str:
-        """Describe the threshold's origin for people, and warn if ``result`` has the same items."""
+        """Describe for people on which file the threshold was chosen, and how well it does there.
+
+        The text has a warning if ``result``, the evaluation with this threshold, has the same
+        items.
+        """
         measured = {repr(row.item.texts[0]) for row in result.predictions.rows}
         shared = sum(repr(text) in measured for text in self.texts)
         warning = f", {shared} of them also measured here" if shared else ""
@@ -182,7 +186,11 @@ def choose_threshold(task: Task, path: str | Path, source: RewardSource) -> Chos
 def _score_items(
     task: Task, path: str | Path, source: RewardSource, left_out: Counter[str]
 ) -> list[tuple[int, Item, np.ndarray]]:
-    """Score the items of a file; return line number, item and rewards of those that got rewards."""
+    """Score the items of a file, and count the dropped ones in ``left_out`` by reason.
+
+    Returns:
+        Line number, item and rewards of every item whose samples all got rewards.
+    """
     numbered_items = list(_read_items(task, path, source.encoder, left_out))
     items = [item for _, item in numbered_items]
     if not items:
@@ -208,14 +216,23 @@ def _score_items(
 
 
 def _compute_rewards(task: Task, items: Sequence[Item], source: RewardSource) -> list[np.ndarray]:
-    """Compute rewards by item: ``[S]`` of its steps or ``[K]`` of its samples; NaN if rejected."""
+    """Compute the rewards of each item.
+
+    Returns:
+        For each item, the rewards of the steps of its one sample, ``[S]``, if the benchmark judges
+        steps; otherwise those of its samples, ``[K]``. A rejected sample gets NaN.
+
+    Raises:
+        ConfigError: the benchmark judges steps, but the source has no reward for each step.
+    """
     scored = None
     if source.has_steps or not task.reads_steps:
         scored = source.scorer.score_rows([text for item in items for text in item.texts])
     if scored is not None and not task.reads_steps:
         rewards = one_reward(source.rewards_of(scored), source.weights).reshape(-1)
         return np.split(rewards, np.cumsum([len(item.texts) for item in items])[:-1])
-    # A server that post-processes the rewards of samples returns none of steps.
+    # ``scored.steps`` is None if the scorer gives no rewards of steps. A server that post-processes
+    # the rewards of samples does not return them either.
     if scored is None or scored.steps is None:
         raise ConfigError(
             f"task: {task.name} judges steps, but this model has no reward for each step. Evaluate "
@@ -230,7 +247,11 @@ def _compute_rewards(task: Task, items: Sequence[Item], source: RewardSource) ->
 def _read_items(
     task: Task, path: str | Path, encoder: SampleEncoder | None, left_out: Counter[str]
 ) -> Iterator[tuple[int, Item]]:
-    """Yield (line number, item) for every item that the model can take, and count the others."""
+    """Yield (line number, item) for every item that the model can take.
+
+    The other items are counted in ``left_out`` by reason. ``encoder`` finds samples that are too
+    long; None for a server, which rejects them itself.
+    """
     for line in read_lines(path):
         parsed = _parse_line(task, line, path)
         if parsed is None:

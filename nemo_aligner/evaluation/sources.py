@@ -1,6 +1,6 @@
 """Sources of rewards to evaluate: a reward model archive, a server, or a transformers model.
 
-``RewardSource`` pairs a scorer with the weights that make one reward of several attributes.
+``RewardSource`` pairs a scorer with the weights that combine several attributes into one reward.
 ``open_source`` opens the source that the settings of ``nemo-aligner evaluate`` name.
 """
 
@@ -43,7 +43,7 @@ from nemo_aligner.utils.processes import find_process
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A scorer to evaluate, and the rules that make one number of its rewards.
+    """A scorer to evaluate, and the rules that combine a sample's rewards into one number.
 
     Attributes:
         name: the file, folder or URL, for people.
@@ -88,12 +88,12 @@ class RewardSource:
 
     @property
     def takes_ratings(self) -> bool:
-        """True if it can be evaluated on ratings; a ranking model predicts no labels."""
+        """True if the source can be evaluated on ratings; a ranking model predicts no labels."""
         return self.contract is None or self.contract.record_kind is RecordKind.rating
 
     @property
     def stops_at_overlong(self) -> bool:
-        """True if an overlong sample is an error rather than dropped."""
+        """True if an overlong sample is an error by the contract, rather than dropped."""
         return self.contract is not None and self.contract.overlong == Overlong.error.value
 
     @property
@@ -118,18 +118,29 @@ class RewardSource:
         return replace(self, aggregate=rule)
 
     def rewards_of(self, scored: ScoredRows) -> np.ndarray:
-        """Return the rewards of samples ``[N, A]``, combined from turns or steps by the rule."""
+        """Return one reward of each attribute per sample, ``[N, A]``.
+
+        If ``aggregate`` is set, it combines the rewards of each sample's turns or steps. Otherwise
+        the scorer has already combined them by the rule of the contract.
+        """
         if self.aggregate is None:
             return scored.rewards
         scale = SCORE if self.contract is None else self.contract.reward_scale
         return scored.aggregated(self.aggregate, scale)
 
     def score_as_one(self, samples: Sequence[Text]) -> np.ndarray:
-        """Score N samples; return their weighted rewards ``[N]``, NaN for a rejected sample."""
+        """Score N samples, and combine the attributes of each by their weights.
+
+        Returns:
+            Weighted rewards ``[N]``, NaN for a rejected sample.
+        """
         return one_reward(self.rewards_of(self.scorer.score_rows(samples)), self.weights)
 
     def fits(self, sample: Text) -> bool:
-        """Check that the model neither truncates nor rejects a sample; True for a server."""
+        """True if the model scores the sample whole, without truncating or rejecting it.
+
+        It is always True for a server, which tokenizes on its side.
+        """
         try:
             return self.encoder is None or not self.encoder.encode(sample).truncated
         except (OverlongError, TurnMarkError):
@@ -170,7 +181,10 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
 
 
 def sizes_of_model(config: EvaluateConfig) -> dict[str, Any]:
-    """Collect the arguments of ``initialize_layout`` for a model in this process."""
+    """Collect the parallel sizes of the model from the settings.
+
+    They are the arguments of ``initialize_layout`` for a model that runs in this process.
+    """
     return {} if config.rm_model_file is None else layout_sizes(config.model)
 
 

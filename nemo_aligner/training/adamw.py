@@ -28,7 +28,14 @@ _Piece: TypeAlias = tuple[Shard, int, int]
 
 
 class _Run(NamedTuple):
-    """A range of adjacent elements of a shard whose parameters are all in the same group."""
+    """A range of adjacent elements of a shard that one call of the kernel can update.
+
+    All its parameters are in the same group, so they have the same hyperparameters.
+
+    Attributes:
+        group: index of the group in the argument ``groups`` of ``AdamW.step``.
+        start, stop: range of the elements in the shard.
+    """
 
     group: int
     start: int
@@ -94,7 +101,7 @@ class AdamW:
             self._streamer.wait()
 
     def _operands(self, pieces: Sequence[_Piece], moments: Sequence[Tensor]) -> _Operands:
-        """Cut ``pieces`` into runs of equal hyperparameters, and collect the tensors by group.
+        """Cut ``pieces`` into ranges of equal hyperparameters, and collect their tensors by group.
 
         ``moments`` has two tensors for each piece: the first and the second moment.
         """
@@ -150,7 +157,7 @@ def _merge_segments(shard: Shard, group_of: Mapping[torch.nn.Parameter, int]) ->
 
 
 def _split_chunks(pieces: Sequence[_Piece], numel: int) -> Iterator[list[_Piece]]:
-    """Split ``pieces`` into chunks of ``numel`` elements, in order; the last may have fewer."""
+    """Split ``pieces`` into chunks of ``numel`` elements, in order; the last may be smaller."""
     chunk, room = list[_Piece](), numel
     for shard, start, stop in pieces:
         while start < stop:
@@ -202,7 +209,8 @@ class MomentStreamer:
             compute.wait_event(arrived)
             following = loads[index + 1 : index + 2]
             if following:
-                self._up.wait_stream(self._down)  # until this buffer's moments are on the host
+                # Wait until this buffer's updated moments are on the host.
+                self._up.wait_stream(self._down)
                 upcoming = self._copy_up(buffers[(index + 1) % 2], following[0])
             yield on_device
             self._down.wait_stream(compute)

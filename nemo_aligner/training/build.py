@@ -37,7 +37,8 @@ def build_learner(
 
     Args:
         run: the prepared run. Its ``layout`` must be a ``ParallelLayout``, with process groups.
-        keep_heldout: called with each validation set and its rewards, on the rank that passes it.
+        keep_heldout: function to call with each validation set and its rewards, on the rank that
+            passes it; None keeps no rewards.
 
     Returns:
         The learner, and the loaded model with its tokenizer and its config.
@@ -101,7 +102,10 @@ def build_optimized(
 
 
 def _load_model(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
-    """Load the model to train, with the initial head that the objective and the settings need."""
+    """Load the model of the base checkpoint, with a head that fits the objective and the settings.
+
+    A new head starts from random weights, or from another reward model's head.
+    """
     config, data, path = run.config, run.data, run.base.path
     options = config.model
     size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""

@@ -116,7 +116,10 @@ class CriticLearner:
 
     @property
     def tokens_per_call(self) -> int:
-        """Number of tokens from which on a call of ``values`` keeps all ranks busy."""
+        """Number of tokens that one call of ``values`` needs to keep all ranks busy.
+
+        The server collects sequences for a call up to this number.
+        """
         return self._packing.micro_batch_tokens * self._layout.dp * self._layout.pp
 
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -151,7 +154,7 @@ class CriticLearner:
         return steps
 
     def _train_step(self, batch: Rollout) -> ValueStep:
-        """Train one step on a global batch."""
+        """Train one step on the global batch ``batch``, and return its outcome."""
         start_time = time.perf_counter()
         packs = self._pack(batch)
         values = compute_gradients(self._ddp, packs, self._layout, self._objective.loss)
@@ -195,7 +198,14 @@ class CriticLearner:
     def _sum_over_ranks(
         self, values: Tensor | None, packs: Sequence[PackedBatch]
     ) -> tuple[float, int]:
-        """Return the sum of the loss and the number of tokens in it, over all ranks."""
+        """Sum the loss and count its tokens, over all ranks.
+
+        ``values`` are the outputs for the tokens of ``packs``; None on a pipeline stage without a
+        head.
+
+        Returns:
+            The sum of the loss over tokens that the mask selects, and their number.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         # All tensor and context parallel ranks have the same values, so only the first of them adds
         # its loss. Pipeline stages before the last have no values.
@@ -215,10 +225,12 @@ class CriticLearner:
 
 
 def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColumns:
-    """Collect the labels of all tokens of the sequences ``rows``, one sequence after the other.
+    """Collect the labels of all tokens of some sequences, one sequence after the other.
 
     Args:
-        lengths: number of tokens of each sequence of the batch; its padding gets no labels.
+        batch: the sequences of a training step, padded to equal length.
+        rows: indices in ``batch`` of the sequences that this rank trains on.
+        lengths: number of tokens of each sequence of the batch, without padding.
 
     Returns:
         For every token its return, its previous value, and its mask, as float32 columns.

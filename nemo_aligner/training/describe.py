@@ -71,7 +71,7 @@ def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
 def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
     """Describe the steps, the objective, and by which metric the best checkpoint is chosen.
 
-    Notes are added about settings that waste time, such as uneven work among the ranks.
+    The text has notes on settings that waste time, such as uneven work among the ranks.
     """
     config, data, total_steps = run.config, run.data, run.total_steps
     options = config.model
@@ -119,7 +119,8 @@ def _describe_imbalance(imbalance: Imbalance, steps: int, stages: int) -> list[s
     With uneven work, all ranks wait in every step for the one that has the most.
     """
     largest = {"the busiest rank": imbalance.ranks}
-    if stages > 1:  # only pipeline stages wait for the largest micro-batch
+    # In a pipeline, all stages wait for the stage that computes the largest micro-batch.
+    if stages > 1:
         largest["the largest micro-batch"] = imbalance.micro_batches
     parts = [
         f"{name} has {share - 1:.0%} more work than the mean"
@@ -190,7 +191,8 @@ def render_candidates(
     Args:
         ranked: checkpoints with a validation, the best first.
         latest: the newest checkpoint. It is listed even if it has no validation.
-        chosen: number of checkpoints, from the best on, to mark as the exported model's.
+        chosen: number of checkpoints that the exported model is made of. The first ones of
+            ``ranked`` are marked so.
     """
     monitor, tie_break = checkpoints.monitor, checkpoints.tie_break
     names = [name for name in dict.fromkeys((monitor, tie_break)) if name is not None]

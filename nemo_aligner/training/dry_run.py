@@ -182,7 +182,8 @@ def _check_output(config: TrainConfig, shape: ModelShape) -> str:
     if shape.lora is not None:  # checkpoints of a LoRA run do not contain the frozen weights
         saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)
     checkpoint_bytes = saved * (size + _OPTIMIZER_BYTES)
-    # The ``save_top_k`` best checkpoints, the newest one, and one that is being written.
+    # On disk at the same time: the ``save_top_k`` best checkpoints, the newest one, and one that is
+    # being written.
     count = config.exp_manager.checkpoint_callback_params.save_top_k + 2
     free = shutil.disk_usage(existing).free
     note = "" if count * checkpoint_bytes <= free else ": TOO LITTLE for them"

@@ -73,7 +73,10 @@ class HeldoutRewards:
         chosen: Sequence[int],
         texts: Sequence[tuple[Text, ...]],
     ) -> list[dict[str, Any]]:
-        """Build one line for each pair of replies in the ``chosen`` records."""
+        """Convert the ``chosen`` records to lines of the file, one for each pair of replies.
+
+        A record of three or more ranked replies has several pairs.
+        """
         records = dataset.records.select(chosen)
         of_samples = rewards[dataset.records.sample_rows(chosen)].numpy()
         merged = torch.from_numpy(one_reward(of_samples, self._contract.attribute_weights))
@@ -100,7 +103,7 @@ class HeldoutRewards:
         chosen: Sequence[int],
         texts: Sequence[tuple[Text, ...]],
     ) -> list[dict[str, Any]]:
-        """Build one line for each of the ``chosen`` records, which are ratings."""
+        """Convert the ``chosen`` records, which are ratings, to one line of the file each."""
         names, columns = self._contract.attributes, dataset.records.labels
         order = [columns.names.index(name) for name in names]
         # A rating may have a row of labels for each of its steps. The last row is that of the whole
@@ -171,7 +174,10 @@ def _numbers_in_line(
 
 
 def _draw_sample(count: int, size: int) -> list[int]:
-    """Draw ``size`` of ``count`` indices with a fixed seed; all indices if ``count`` is smaller."""
+    """Draw ``size`` of the indices 0 to ``count - 1`` with a fixed seed.
+
+    If ``count`` is smaller than ``size``, all indices are returned.
+    """
     if count <= size:
         return list(range(count))
     return sorted(random.Random(0).sample(range(count), size))

@@ -89,7 +89,8 @@ class RewardLearner:
             query_key_cost: work of attention for one pair of query and key, relative to the other
                 work for one token. It balances packs of long and short sequences.
             count_flops: counts a step's FLOPs over all ranks; None if no metric needs them.
-            keep_heldout: called once for each set that is measured.
+            keep_heldout: function that gets each measured set and its rewards, to keep them; None
+                keeps none.
             num_layers: number of layers of a mixture-of-experts model, to measure how evenly tokens
                 are spread over its experts; None for other models.
         """
@@ -179,14 +180,18 @@ class RewardLearner:
         return reward_gradient(self.objective, rewards, records)
 
     def _update(self, step: StepRecords, loss_scale: float | None) -> dict[str, float]:
-        """Update the weights.
+        """Update the weights, unless the gradient of the step is not finite.
+
+        Args:
+            step: the records of the step, to name those that caused an error.
+            loss_scale: the fp16 loss scale of the step; None in fp32 and bf16.
 
         Returns:
             The metric ``grad_norm`` if the weights were updated, and in fp16 the loss scale and the
             number of skipped steps.
 
         Raises:
-            TrainingError: the gradient is not finite.
+            TrainingError: the gradient is not finite, and a lower loss scale cannot help.
         """
         update = self.optimizer.step()
         # An overflow of fp16 is not an error while the loss scale can still be halved.
@@ -242,9 +247,9 @@ class RewardLearner:
     def _measure_on(
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]
     ) -> dict[str, float]:
-        """Compute the rewards and the metrics of a set.
+        """Compute the rewards of all records of a set, and from them its metrics.
 
-        ``after_part`` is called now and then with the share of the records that are done, 0 to 1.
+        ``after_part`` is called several times with the share of the records that are done, 0 to 1.
         """
         layout, budget = self._layout, self._micro_batch_tokens
         # Metrics are computed from the rewards of the whole set, because a correlation, a quantile
@@ -281,21 +286,28 @@ def compute_gradients(
 
 
 def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
-    """Describe the work on these records as that of one large pack, to count their FLOPs."""
+    """Describe the work on the records ``record_ids`` as one large pack, to count its FLOPs."""
     sizes = [measure_record(dataset, record) for record in record_ids]
     tokens, sequences, query_keys = (sum(column) for column in zip(*sizes, strict=True))
     return Packs(tokens, sequences, keys=query_keys / tokens)
 
 
 def _show_share(watch: Watch, done: int, size: int, total: int, share: float) -> None:
-    """Report progress to ``watch``: ``done`` records, and a ``share`` of the next ``size`` ones."""
+    """Report progress within a set to ``watch``.
+
+    Args:
+        done: number of records in the sets before this one.
+        size: number of records of this set.
+        total: number of records of all sets.
+        share: share of this set's records that are done, 0 to 1.
+    """
     watch(done + round(share * size), total)
 
 
 def rewards_of_samples(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
     """Combine the rewards ``[S, A]`` of turns or steps to one reward per sample ``[Q, A]`` float64.
 
-    The result equals the rewards of evaluation and of the server, which round to float32, too.
+    Rewards are combined in float32, as in evaluation and in the server, so the results are equal.
     """
     bounds = records.reward_bounds
     if how is Aggregate.last:
@@ -366,7 +378,10 @@ def validation_metric_names(
 
 
 def _describe_gradient(update: Update, loss_scale: float | None) -> str:
-    """Describe in which way a gradient is not finite, for an error."""
+    """Describe for an error in which way a gradient is not finite.
+
+    ``loss_scale`` is the fp16 loss scale of the step; None in fp32 and bf16.
+    """
     if loss_scale is None:
         return f"a gradient norm of {update.grad_norm}"
     return f"a gradient that overflows fp16 at a loss scale of {loss_scale:g}"

@@ -79,7 +79,7 @@ Callback: TypeAlias = Callable[[TrainingProgress], object]
 class MetricLoggers:
     """Sends metrics to ``metrics.jsonl``, to Lightning's loggers, and to the callback.
 
-    On ranks other than 0 it has none of them and does nothing.
+    Only rank 0 logs; on all other ranks every method does nothing.
 
     A logger may fail because its service or a disk is unreachable. It is then dropped with a
     message, and the run continues. An error of the callback ends the run, because the callback is
@@ -118,13 +118,16 @@ class MetricLoggers:
         self.close(SUCCESS if kind is None else FAILED)
 
     def close(self, status: str = SUCCESS) -> None:
-        """Close the file and all loggers; ``status`` is the outcome that the services show."""
+        """Close the file and all loggers.
+
+        ``status``, ``SUCCESS`` or ``FAILED``, is the outcome of the run that W&B and MLflow show.
+        """
         if self._file is not None:
             self._file.close()
         self._for_each_logger(lambda logger: logger.finalize(status))
 
     def _for_each_logger(self, call: Callable[[Any], None]) -> None:
-        """Call every logger, and drop those that fail."""
+        """Pass every logger to ``call``; drop a logger, with a message, if its call raises."""
         for name, logger in list(self._loggers.items()):
             try:
                 call(logger)
@@ -184,8 +187,8 @@ def _tensorboard_logger(folder: Path, start_step: int) -> Any:
         name="tensorboard",
         version="",
         default_hp_metric=False,
-        # Purging from step 0 on deletes the entries of a run that was killed before its first
-        # checkpoint and now starts again.
+        # A run that starts from step 0 purges all entries: an earlier run in this folder may have
+        # been killed before its first checkpoint.
         purge_step=start_step + 1 if start_step else 0,
     )
 
@@ -303,7 +306,7 @@ class StepProgress(Progress):
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Format metrics for people, without a prefix such as ``train/``."""
+    """Format each metric for people, by its name without a prefix such as ``train/``."""
     return [_format_metric(name.partition("/")[2], value) for name, value in metrics.items()]
 
 
@@ -314,7 +317,10 @@ def _format_metric(name: str, value: float) -> str:
 
 
 def render_best(saved: Saved | None, monitor: str | None) -> str | None:
-    """Describe the best checkpoint so far for the line of a step; None if there is none."""
+    """Describe the best checkpoint so far, for the line that shows a step.
+
+    ``monitor`` is the metric that ranks checkpoints. None if there is no checkpoint or no metric.
+    """
     if saved is None or monitor is None:
         return None
     value = show_number(saved.state.metrics[monitor])
@@ -346,7 +352,7 @@ def render_validation(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def _metrics_by_source() -> list[str]:
-    """List the metrics that the terminal also shows for each source of a validation set."""
+    """List the metrics that the terminal shows for each source as well as for the whole set."""
     return [metric.name for metric in all_metrics() if Shown.source in metric.shown]
 
 
@@ -355,7 +361,7 @@ def _metrics_by_source() -> list[str]:
 
 @dataclass(frozen=True)
 class Gauges:
-    """What can be measured on this rank's GPU. A field is None if it cannot be measured.
+    """What this rank can measure on its GPU. A field is None if it cannot be measured.
 
     Attributes:
         peak: peak FLOP/s of all ranks' GPUs together. All GPUs are assumed to be of one kind.
@@ -369,7 +375,10 @@ class Gauges:
 
     @classmethod
     def of(cls, device: torch.device | str, precision: Precision) -> Gauges:
-        """Find out what can be measured on a device; the power needs the package nvidia-ml-py."""
+        """Find out which values can be measured on ``device``.
+
+        ``precision`` selects the peak FLOP/s. Reading the power needs the package nvidia-ml-py.
+        """
         device = torch.device(device)
         if not _is_gpu(device):
             return cls()
@@ -437,7 +446,10 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def _is_readable(gauge: Callable[[], float]) -> bool:
-    """True if ``gauge`` works here: NVML may be missing, or may not support it on this GPU."""
+    """True if ``gauge`` can be read on this machine.
+
+    NVML may be missing, or this GPU may not support the value.
+    """
     try:
         gauge()
     except Exception:

@@ -54,7 +54,7 @@ class StepRecords:
 
     @cached_property
     def records(self) -> Records:
-        """Bounds and labels of the step's records."""
+        """The records' bounds and labels, which the loss needs."""
         return self.dataset.records.select(self.record_ids)
 
     def local_indices(self) -> list[int]:
@@ -198,7 +198,7 @@ def _are_finite(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
 
 
 def _blame_record(index: int, rewards: Tensor, record: Records, loss: RewardLoss) -> _Blame:
-    """Judge a record by the loss of this record alone, computed in float64."""
+    """Judge the record at ``index`` of the batch by its loss alone, computed in float64."""
     total, _ = loss(rewards.double(), record)
     return _Blame.of(index, float(total), is_certain=not bool(torch.isfinite(rewards).all()))
 
@@ -239,7 +239,10 @@ def gradient_error(
 
 
 def _has_finite_gradients(model: Any) -> bool:
-    """True if the sum of squares of this rank's gradients is finite, so that the norm is, too."""
+    """True if the norm of this rank's gradients, before clipping, is finite.
+
+    The sum of squares is tested, because the squares of large fp32 gradients overflow.
+    """
     norms = [
         parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad
     ]

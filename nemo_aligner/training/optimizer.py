@@ -112,7 +112,7 @@ class Optimizer:
         """
         overflows, norm = self._measure_gradients()
         if self._loss_scale is not None:
-            # Below the lowest scale there is none to try: the gradient itself is not finite.
+            # At the lowest scale, no lower one is left to try: the gradient itself is not finite.
             skipped = overflows and self._loss_scale.value > MIN_LOSS_SCALE
             self._loss_scale.update(overflows)
             if overflows:
@@ -120,7 +120,7 @@ class Optimizer:
                 return Update(math.nan, applied=False, skipped=skipped)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
-        factor = self._clip_grad / (norm + _EPSILON)  # clipping as in Pascanu et al. 2013
+        factor = self._clip_grad / (norm + _EPSILON)  # clip by the norm (Pascanu et al. 2013)
         if 0 < factor < 1 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
         wait_for_host_copies()  # a save may still be copying weights and moments
@@ -155,7 +155,10 @@ class Optimizer:
         return overflows > 0, math.sqrt(sum(squares))
 
     def state_tensors(self) -> list[Tensor]:
-        """List this rank's fp32 weights and moments, as a view for each parameter and kind."""
+        """List this rank's fp32 weights and moments.
+
+        Each parameter has three views in a row: its weights, and its first and second moments.
+        """
         return [
             shard.state[key][segment.start : segment.stop]
             for state in self._states
@@ -273,7 +276,7 @@ class LossScale:
     hysteresis_tracker: int = _HYSTERESIS
 
     def update(self, overflows: bool) -> None:
-        """Lower or raise the scale after a step; ``overflows`` says whether fp16 overflowed."""
+        """Adapt the scale after a step; ``overflows`` is True if a gradient overflowed fp16."""
         if overflows:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
@@ -308,9 +311,15 @@ _OBJECTIVE_LR = 100.0
 
 
 class _Group(NamedTuple):
-    """The properties of a group of parameters.
+    """The properties of a group of parameters with the same hyperparameters.
 
     Groups are sorted by these fields, so dense groups come before expert groups.
+
+    Attributes:
+        is_expert: the parameters belong to experts of a mixture-of-experts model.
+        is_of_objective: the parameters are scalars that the loss learns.
+        lr_mult: multiple of the learning rate.
+        decays: the parameters have weight decay; norms and biases do not.
     """
 
     is_expert: bool
@@ -416,7 +425,7 @@ def _group_parameters(
 
 
 def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, float]:
-    """Map parameters to their multiples of the learning rate; missing parameters have 1."""
+    """Map each parameter whose multiple of the learning rate is not 1 to this multiple."""
     multiples: dict[torch.nn.Parameter, float] = {}
     if config.layer_lr_decay != 1:
         parts = [(layer, layer.layer_number) for layer in model.decoder.layers]
@@ -437,10 +446,13 @@ def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
 
 
 class _Scheduler(OptimizerParamScheduler):
-    """Megatron's scheduler, with each group's ``lr_mult`` applied during warm-up and decay."""
+    """Megatron's learning rate schedule, multiplied by each group's ``lr_mult``.
+
+    The multiple also applies during warm-up and decay.
+    """
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Return the learning rate of a group for the next step."""
+        """Return the next step's learning rate of a group, with its ``lr_mult`` applied."""
         return super().get_lr(param_group) * param_group["lr_mult"]
 
 

@@ -239,7 +239,7 @@ class ShardedState:
 
 
 def _host_memory(numel: int) -> _Flat:
-    """Allocate host memory for the weights and moments of ``numel`` elements."""
+    """Allocate host memory for ``numel`` elements of each state tensor: weight and two moments."""
     like = torch.empty(numel, dtype=torch.float32, device="meta")
     return dict(zip(_STATE, host_zeros([like] * len(_STATE)), strict=True))
 
@@ -256,7 +256,8 @@ def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedT
     tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
     for stored in tensors:
         data = stored.data
-        assert data.is_contiguous(), stored.key  # because Megatron splits parameters by rows
+        # Tensor parallelism splits parameters by rows, so a rank's rows are contiguous.
+        assert data.is_contiguous(), stored.key
         begin = data.storage_offset() - entry.data.storage_offset()
         first, last = max(start, begin) - begin, min(end, begin + data.numel()) - begin
         if first >= last:
@@ -275,7 +276,7 @@ def _select_rows(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedT
                 data=rows,
                 local_shape=tuple(rows.shape),
                 global_offset=tuple(offset),
-                axis_fragmentations=None,  # because the selected rows form no regular grid
+                axis_fragmentations=None,  # None, because the selected rows form no regular grid
             ),
             slice(first - above * row, last - above * row),
         )

@@ -75,7 +75,7 @@ class PreparedRun:
 
     @cached_property
     def loader(self) -> TrainLoader:
-        """Batches of this data parallel rank; in a dry run, of the first rank.
+        """Loader of this data parallel rank's batches; in a dry run, of the first rank's.
 
         Raises:
             ConfigError: a batch has fewer records than there are data parallel ranks.
@@ -236,7 +236,7 @@ def _build_data(
 ) -> TrainingData:
     """Build the run's scoring contract, and tokenize the data by it; every rank calls it.
 
-    ``resumed`` is the contract of the run that is resumed; None for a new run.
+    ``resumed`` is the contract in the checkpoint from which the run resumes; None for a new run.
 
     Raises:
         ConfigError, DataError: see ``build_contract``, ``continue_contract``,
@@ -356,7 +356,9 @@ def _find_monitor(
 
 
 def _find_mode(mode: MonitorMode | None, monitor: str | None) -> MonitorMode:
-    """Return which values of the metric ``monitor`` are better: ``mode``, or if None the default.
+    """Return whether smaller or larger values of the metric ``monitor`` are better.
+
+    This is ``mode`` if it is set, otherwise the default for the metric.
 
     Raises:
         ConfigError: ``mode`` is the wrong direction for the metric.

@@ -237,7 +237,7 @@ def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
 
 
 def changes_since(latest: Saved, fresh: RunState) -> list[str]:
-    """Describe each setting and validation set that has changed since a checkpoint, on one line."""
+    """Describe what has changed since a checkpoint: a line for each setting or validation set."""
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
     old, new = latest.state.validated_on or {}, fresh.validated_on or {}
@@ -349,7 +349,10 @@ class RunFacts:
 
 
 def describe_file(report: FileReport) -> dict[str, Any]:
-    """Convert the summary of a data file to plain JSON values; the run prints it as a table."""
+    """Convert the summary of a data file to plain JSON values, for the run's report.
+
+    The run prints the same summary as a table.
+    """
     return {
         "name": report.name,
         "path": report.path,

@@ -224,7 +224,7 @@ def export(
 
 
 def _can_export(contract: ScoringContract) -> bool:
-    """True if ``nemo-aligner export`` can write this model as a Hugging Face reward model."""
+    """True if ``nemo-aligner export`` can write a model with this contract for transformers."""
     try:
         check_plain_reading(contract, "", "")
     except CheckpointError:
@@ -278,7 +278,8 @@ def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) 
 def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContract:
     """Add the mean and standard deviation of the model's rewards to the scoring contract.
 
-    They were measured on the first validation set. Without one the contract stays unchanged.
+    The checkpoint ``chosen`` has them from its validation, on the first validation set. If there is
+    no such set, the contract stays unchanged.
     """
     metrics = chosen.state.metrics
     first = next((name for name in metrics if "/reward_mean/" in name), None)

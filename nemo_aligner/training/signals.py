@@ -54,7 +54,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run stops, as a text for messages, and with which exit code its process ends."""
+    """Why a run stops.
+
+    Attributes:
+        text: the reason for messages, such as ``Ctrl-C``.
+        exit_code: exit code of the process.
+    """
 
     text: str
     exit_code: int = 0
@@ -156,7 +161,7 @@ class SignalHandler:
             raise self._exit_exception(self._signal) from None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: remember the first one, and raise if the run must end at once.
+        """Handle a signal: remember the first as the reason to stop, or raise to end the run now.
 
         Python calls this in the main thread.
         """

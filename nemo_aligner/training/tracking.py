@@ -145,7 +145,7 @@ def _open_service(name: str, *arguments: Any) -> tuple[Any, str]:
 
 
 def close_loggers(loggers: Iterable[Any], status: str) -> None:
-    """Close Lightning's loggers after an error, and ignore errors of closing them."""
+    """Close Lightning's loggers after an error; errors while closing are ignored."""
     for logger in loggers:
         with suppress(Exception):
             logger.finalize(status)
@@ -208,7 +208,7 @@ class MetricsFile:
             ) from error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; the object cannot be used afterwards."""
         self._lines.close()
 
 
@@ -236,7 +236,10 @@ def _parse_row(line: str) -> dict[str, Any] | None:
 
 
 def _cut_after(path: Path, last_step: int) -> None:
-    """Delete the lines of steps after ``last_step`` from the file; all lines if that is 0."""
+    """Delete the lines of steps after ``last_step`` from the file.
+
+    If ``last_step`` is 0, all lines are deleted.
+    """
     rows = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
     write_lines(path, map(json.dumps, rows))
 

@@ -53,7 +53,10 @@ class _LeftEarlyError(Exception):
 
 
 class Logger(Protocol):
-    """What the trainer needs of a logger; ``MetricLoggers`` is one, and benchmarks have another."""
+    """Interface of the logger that the trainer calls.
+
+    A run uses ``MetricLoggers``; benchmarks use a logger that records other figures.
+    """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics after ``step``, the number of steps done."""
@@ -62,7 +65,12 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its last step, and why it stopped (None if it is complete)."""
+    """How a run ended.
+
+    Attributes:
+        step: number of steps done.
+        stopped_by: why the run stopped early; None if it is complete.
+    """
 
     step: int
     stopped_by: StopReason | None = None
@@ -147,7 +155,7 @@ class SupervisedTrainer:
         return Outcome(self._step, self._find_stop_reason() if stopped else None)
 
     def _describe_resume(self) -> str:
-        """Describe from which step the same command would continue after an error."""
+        """Describe, for an error, from which step the same command would continue."""
         latest = self._checkpoints.latest()
         if latest is None:
             return "this run has no checkpoint yet"
@@ -155,7 +163,7 @@ class SupervisedTrainer:
 
     def _run(self) -> bool:
         """Run the loop; return True if a signal or the time limit stopped it."""
-        # A resumed run may already have a best checkpoint.
+        # A resumed run may already have a best checkpoint to show.
         self._find_best()
         stopping = self._begin()
         while not self._is_over and not stopping:
@@ -175,7 +183,10 @@ class SupervisedTrainer:
         return stopping
 
     def _begin(self) -> bool:
-        """Validate before the first step if a validation is due; True if the run has to stop."""
+        """Validate before the first step, if a validation is due.
+
+        The checkpoint of a resumed run then gets the metrics. Returns True if the run has to stop.
+        """
         if not self._owes_validation:
             return False
         metrics = self._validate()
@@ -192,7 +203,7 @@ class SupervisedTrainer:
         return is_last and not self._owes_validation
 
     def _train(self) -> None:
-        """Train one step, and log and show its metrics."""
+        """Train the next step, log its metrics, and show them in the terminal."""
         is_first = self._step == self._start.step
         task = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(task) if is_first else nullcontext():
@@ -291,7 +302,7 @@ class SupervisedTrainer:
         )
 
     def _find_best(self) -> None:
-        """Update the description of the best checkpoint that the lines of steps show."""
+        """Find the best checkpoint so far, and format it for the lines that show the steps."""
         self._best = render_best(self._checkpoints.leader(), self._checkpoints.monitor)
 
     def _publish(self) -> None:
@@ -318,7 +329,10 @@ class SupervisedTrainer:
         return at_end or (interval is not None and self._step % interval == 0)
 
     def _save_is_due(self, metrics: Mapping[str, float]) -> bool:
-        """True if ``save_interval`` is due, or if the metrics are among the best ones so far."""
+        """True if the step is a multiple of ``save_interval``, or its metrics are among the best.
+
+        Without the second rule, a good checkpoint between two intervals would be lost.
+        """
         return self._is_due(self._loop.save_interval) or self._checkpoints.is_among_best(metrics)
 
     def _check_in(self) -> bool:
@@ -413,15 +427,18 @@ class EarlyStopping:
     since: int = 0
 
     def restore(self, state: RunState) -> None:
-        """Set best value and count to those of a saved state, to resume its run."""
+        """Continue with the best value and the count of a saved state, when its run resumes."""
         self.best, self.since = state.best_value, state.validations_since_best
 
     def store_in(self, state: RunState) -> RunState:
-        """Return ``state`` with this best value and count, to be saved."""
+        """Return ``state`` with the best value and the count, so that a checkpoint keeps them."""
         return replace(state, best_value=self.best, validations_since_best=self.since)
 
     def count_validation(self, metrics: Mapping[str, float]) -> None:
-        """Record a validation's value of the metric, if it has one; NaN is no improvement."""
+        """Record a validation: update the best value, or count one more without an improvement.
+
+        NaN is no improvement. ``metrics`` without the watched metric are ignored.
+        """
         if self.monitor is None or self.monitor not in metrics:
             return
         value = metrics[self.monitor]
@@ -438,10 +455,10 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
-        """True if the run has to end because of early stopping."""
+        """True if ``allowed`` validations in a row were no improvement, so the run must end."""
         return self.allowed is not None and self.since >= self.allowed
 
     def describe(self) -> str:
-        """Describe why a run has ended, for people."""
+        """Describe for people why early stopping has ended the run."""
         best = "none" if self.best is None else f"{self.best:.4f}"
         return f"{self.since} validations in a row without a better {self.monitor} than {best}"

@@ -51,7 +51,10 @@ def fit(text: str) -> str:
 
 
 def fit_row(name: str, text: object, column: int) -> str:
-    """Format a row of a two-column table: the name, and ``text`` wrapped from ``column`` on."""
+    """Format a row of a table for the terminal: ``name``, then ``text`` from ``column`` on.
+
+    ``text`` is wrapped to the width of the terminal; all its lines begin at ``column``.
+    """
     # NULs replace the name while the row is wrapped, because textwrap might break the line between
     # the words of the name.
     start = name.ljust(column)
@@ -185,7 +188,10 @@ class Progress:
         self._last_line = self._since
 
     def begin(self) -> None:
-        """Restart the clock from which the pace is computed."""
+        """Restart the clock from which the pace is computed.
+
+        Call it if earlier work, such as loading, must not count.
+        """
         self._since = self._now()
 
     def move(self, done: int) -> None:
@@ -204,7 +210,7 @@ class Progress:
 
     def _show_postfix(self, done: int) -> None:
         parts = [text for text in (self.time_left(done), self._activity) if text]
-        self._bar.set_postfix_str(", ".join(parts))  # this also redraws the bar
+        self._bar.set_postfix_str(", ".join(parts))  # set_postfix_str also redraws the bar
 
     def _open_bar(self) -> Any:
         return tqdm(
@@ -228,7 +234,10 @@ class Progress:
         return per_item * (self._total - done)
 
     def line_is_due(self) -> bool:
-        """Tell if the last log line is ten seconds old; if so, the next ten seconds start now."""
+        """True if the last log line is at least ten seconds old.
+
+        If it is, the next ten seconds start now, because the caller prints a line.
+        """
         now = self._now()
         if now - self._last_line < LINE_SECONDS:
             return False

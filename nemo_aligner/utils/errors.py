@@ -62,7 +62,10 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(text: object) -> str:
-    """Join the lines of a message of another program to one line of limited length."""
+    """Join the lines of a text, and cut it to the length that a message may quote.
+
+    It is for messages of other programs, which may have many lines.
+    """
     return writable(" ".join(str(text).split())[:_MAX_LINE_LENGTH])
 
 
@@ -70,7 +73,8 @@ def shown(value: object) -> str:
     """Return the ``repr`` of a value for an error message, cut to a limited length."""
     try:
         return short(repr(value))
-    except (ValueError, RecursionError):  # repr of an int of 5,000 digits, or of deep nesting
+    # ``repr`` raises for an int of 5,000 digits, and for deep nesting.
+    except (ValueError, RecursionError):
         return type(value).__name__
 
 

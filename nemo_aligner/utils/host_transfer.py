@@ -109,7 +109,10 @@ class Arriving(Generic[T]):
         return cls(lambda: True, lambda: value)
 
     def then(self, function: Callable[[T], U]) -> Arriving[U]:
-        """Return an object whose ``wait`` also applies ``function``, in the thread that waits."""
+        """Return an ``Arriving`` whose value is ``function`` applied to this value.
+
+        ``function`` runs in the thread that calls ``wait``.
+        """
         return Arriving(self.has_arrived, lambda: function(self.wait()))
 
 
@@ -152,12 +155,18 @@ def wait_for_host_copies() -> None:
 
 @cache
 def _get_copy_stream() -> torch.cuda.Stream | None:
-    """Return the stream of all copies, which makes them finish in order; None without a GPU."""
+    """Return the CUDA stream of all copies to the host; None without a GPU.
+
+    Copies on the same stream finish in the order in which they start.
+    """
     return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
 def _do_nothing() -> None:
-    """Return at once: the ``Wait`` of copies without a GPU, which are complete already."""
+    """Return at once.
+
+    ``start_host_copies`` returns it without a GPU, because the copies are complete already.
+    """
 
 
 # Page-locked host memory, which a GPU can read and write while its kernels run.
@@ -181,12 +190,15 @@ def host_zeros(like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def room_for(like: Sequence[Tensor]) -> int:
-    """Return how many bytes of memory ``pieces_of`` needs for the tensors ``like``."""
+    """Return how many bytes ``pieces_of`` needs for views like the tensors ``like``."""
     return sum(map(_aligned_bytes, like))
 
 
 def pieces_of(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut ``memory``, a uint8 tensor, into views with the shapes and dtypes of ``like``."""
+    """Cut ``memory``, a uint8 tensor, into one view for each tensor in ``like``.
+
+    Each view has the shape and dtype of its tensor.
+    """
     pieces, start = [], 0
     for tensor in like:
         piece = memory[start : start + tensor.nbytes]

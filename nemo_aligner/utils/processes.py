@@ -129,10 +129,12 @@ def leave_together(code: int) -> int:
 
 
 def _wait_as_speaker() -> str:
-    """Return the prefix of an error message if the ranks have not agreed who reports the error.
+    """Wait until this rank may report an error, and return the prefix of its message.
 
-    This happens before the process group exists. Most likely all ranks have the same error, so all
-    but rank 0 first wait for the launcher to end them.
+    It is for errors on which the ranks have not agreed which rank reports them.
+
+    Such errors occur before the process group exists. Most likely all ranks have the same error, so
+    all but rank 0 first wait for the launcher to end them.
     """
     if is_first_rank():
         return ""
@@ -141,7 +143,10 @@ def _wait_as_speaker() -> str:
 
 
 def _wait_to_be_ended() -> None:
-    """Sleep, so that the launcher sees another rank's exit first and ends this process."""
+    """Sleep, so that the launcher has time to end this process.
+
+    The launcher does so when another rank, which reports the error, exits first.
+    """
     if is_launched():
         with suppress(KeyboardInterrupt):
             time.sleep(HOLD_BACK_S)
@@ -246,7 +251,7 @@ def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
 
 
 def verb_command(verb: str, *arguments: str) -> list[str]:
-    """Return the arguments for ``subprocess`` that run a verb with the current Python."""
+    """Return the command line, for ``subprocess``, of ``nemo-aligner VERB`` with this Python."""
     return [sys.executable, "-m", "nemo_aligner", *verb.split(), *arguments]
 
 

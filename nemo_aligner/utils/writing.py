@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import CheckpointError, one_line
 
-# Parts of error messages that mean a full disk. Those in _CUT_OFF are of torch's zip writer, which
-# hides the system's error. That in _FULL is the system's error, which safetensors quotes.
+# Parts of error messages that mean a full disk. torch's zip writer raises the texts in _CUT_OFF and
+# hides the system's error. safetensors quotes the system's error, which is the text in _FULL.
 _CUT_OFF = ("unexpected pos", "PytorchStreamWriter failed", "iostream error")
 _FULL = ("No space left on device",)
 

@@ -27,7 +27,7 @@ from nemo_aligner.utils.errors import ConfigError
 
 
 def check_report(setting: str) -> None:
-    """Check that a report can be drawn; callers do this before they compute anything.
+    """Check that matplotlib is installed, before a run or an evaluation that ends with a report.
 
     Args:
         setting: the setting that turns the report on, for the error message.

@@ -71,7 +71,13 @@ class LegendKey:
 
 @dataclass(frozen=True)
 class PlotLine:
-    """Line of a figure through the points ``(x, y)``; ``marked`` draws a dot on each point."""
+    """Line of a figure.
+
+    Attributes:
+        key: entry of the legend, with the line's colour and dashes.
+        x, y: coordinates of the points, of equal length.
+        marked: True to draw a dot on each point.
+    """
 
     key: LegendKey
     x: Sequence[float]
@@ -81,7 +87,7 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawn figure: its SVG, the entries of its legend, and a note below it."""
+    """A figure as SVG, with its title, the entries of its legend, and a note below it."""
 
     title: str
     svg: str
@@ -91,7 +97,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Values to draw as a histogram, ``[N]``, and their legend entry."""
+    """One of the sets of values in a histogram, ``[N]``, and its entry in the legend."""
 
     key: LegendKey
     values: np.ndarray = field(repr=False)
@@ -200,7 +206,7 @@ def _draw_histogram(
 def reliability_diagram(
     name: str, bins: Sequence[tuple[LegendKey, Sequence[ConfidenceBin]]]
 ) -> Drawing:
-    """Draw accuracy over confidence by bin, with 95% intervals (Wilson 1927)."""
+    """Draw accuracy over confidence, a point with its 95% interval (Wilson 1927) for each bin."""
     svg = draw(name, "reliability diagram", partial(_draw_reliability, bins))
     note = (
         "Each point is a bin; all bins have about the same number of pairs. On the diagonal the "
@@ -458,7 +464,13 @@ _MAX_OPEN_ROWS = 40
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page; all cells are text."""
+    """A table of the page.
+
+    Attributes:
+        header: names of the columns.
+        rows: cells of each row, as text.
+        title: heading above the table; "" for none.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -466,7 +478,7 @@ class PageTable:
 
     @property
     def is_folded(self) -> bool:
-        """True if the page shows it only after a click; in print it is always shown."""
+        """True if the table is so long that the page folds it; in print it is always shown."""
         return len(self.rows) > _MAX_OPEN_ROWS
 
 
@@ -489,7 +501,17 @@ class Headline:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of the page; ``nothing`` is what it says if it is empty."""
+    """A section of the page.
+
+    Attributes:
+        id: anchor of the section in links.
+        title: its heading.
+        drawings, tables: its figures and tables.
+        mistakes: (heading, mistakes) for each list of mistakes.
+        notes: paragraphs of text.
+        nothing: text to show instead if the section is empty.
+        headlines: results at a glance, on the first screen only.
+    """
 
     id: str
     title: str
@@ -502,7 +524,7 @@ class PageSection:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has at most notes; the page then shows ``nothing``."""
+        """True if the section has nothing but notes; the page then shows the text ``nothing``."""
         return not (self.headlines or self.drawings or self.tables or self.mistakes)
 
 
@@ -533,8 +555,8 @@ class Heldout:
     def longer_baseline(self) -> tuple[float, str] | None:
         """Return the accuracy of always preferring the longer reply, and the unit of lengths.
 
-        The logged figure is preferred, which usually counts tokens; without one, lengths are in
-        characters. None for rated replies.
+        If the accuracy was logged, it is returned; the logged one usually compares tokens.
+        Otherwise it is computed from lengths in characters. None for rated replies.
         """
         if self.predictions.is_rated:
             return None
@@ -544,7 +566,10 @@ class Heldout:
         return ranking.longer_reply_accuracy(self.predictions.as_metrics()), self.length_unit()
 
     def length_unit(self) -> str:
-        """Return the unit of the logged lengths of pairs; a server's evaluation has characters."""
+        """Return the unit in which the logged baseline measured lengths: tokens or characters.
+
+        An evaluation of a server has no tokenizer, so it counts characters.
+        """
         is_server = str(self.report.facts.get("checkpoint", "")).startswith("http")
         recorded = self.metric("longer_reply_accuracy")
         return "characters" if is_server or recorded is None else "tokens"
@@ -566,5 +591,5 @@ def heldout_sets(reports: Sequence[RunReport]) -> list[Heldout]:
 
 
 def select_pairs(sets: Sequence[Heldout]) -> list[Heldout]:
-    """Select the held-out sets that consist of pairs."""
+    """Select the held-out sets of pairs or benchmark items, which have verdicts."""
     return [heldout for heldout in sets if not heldout.predictions.is_rated]

@@ -90,7 +90,10 @@ def _format_task_row(row: TaskRow) -> list[str]:
 
 
 def build_rewards(sets: Sequence[Heldout]) -> PageSection:
-    """Build the section of histograms of margins and rewards; for ratings, rewards over labels."""
+    """Build the section on rewards.
+
+    For pairs it has histograms of margins and rewards; for ratings, plots of rewards over labels.
+    """
     pair_sets = select_pairs(sets)
     drawings: list[Drawing] = []
     if pair_sets:
@@ -130,7 +133,10 @@ def _draw_by_attribute(name: str, heldout: Heldout) -> Iterator[Drawing]:
 
 
 def build_calibration(sets: Sequence[Heldout]) -> PageSection:
-    """Build the section on calibration: are verdicts with larger margins right more often?"""
+    """Build the section on calibration, with a reliability diagram of the sets of pairs.
+
+    It answers whether verdicts with larger margins are right more often.
+    """
     keyed_pairs = [
         (heldout.key, heldout.predictions.as_metrics()) for heldout in select_pairs(sets)
     ]
@@ -159,7 +165,10 @@ _STEP_METRICS = ("step_accuracy", "first_error_accuracy", "first_error_f1")
 
 
 def _build_step_tables(heldout: Heldout) -> Iterator[PageTable]:
-    """Yield the table of metrics of steps, and that of calibration by position; or none."""
+    """Yield two tables on turns or steps: their metrics, and calibration by position of a step.
+
+    Yields nothing if no metrics of steps were logged for the set.
+    """
     values = [heldout.metric(name) for name in _STEP_METRICS]
     if values[0] is None:
         return
@@ -175,7 +184,10 @@ def _build_step_tables(heldout: Heldout) -> Iterator[PageTable]:
 
 
 def build_reward_and_length(sets: Sequence[Heldout]) -> PageSection:
-    """Build the section on length: do longer replies get higher rewards?"""
+    """Build the section on reward and length, for all held-out sets.
+
+    It shows whether longer replies get higher rewards.
+    """
     drawings = []
     if len(sets) > 1:
         lines = [
@@ -210,7 +222,10 @@ def build_reward_and_length(sets: Sequence[Heldout]) -> PageSection:
 
 
 def _get_lengths_and_rewards(heldout: Heldout) -> tuple[np.ndarray, np.ndarray]:
-    """Collect characters ``[N]`` and reward ``[N]`` of every reply, averaged over attributes."""
+    """Collect the length in characters ``[N]`` and the reward ``[N]`` of every reply of a set.
+
+    A reply with several attributes gets the mean of its rewards.
+    """
     predictions = heldout.predictions
     lengths, rewards = predictions.lengths, predictions.rewards
     return lengths.ravel(), rewards.mean(axis=1) if predictions.is_rated else rewards.ravel()

@@ -58,7 +58,13 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u20
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """A turn of a conversation as the page shows it; ``is_cut`` if it was too long."""
+    """A turn of a conversation as the page shows it.
+
+    Attributes:
+        role: role of its author, or the side of a reply, such as ``chosen``.
+        text: its text, without the end if it was too long.
+        is_cut: True if the text was too long.
+    """
 
     role: str
     text: str
@@ -67,7 +73,13 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownMistake:
-    """A mistake as the page shows it: the prompt once, and the replies below it."""
+    """A mistake as the page shows it.
+
+    Attributes:
+        mistake: the mistake.
+        prompt: turns of the prompt that all replies share; empty if the prompts differ.
+        replies: the replies; if the prompts differ, each with its own prompt.
+    """
 
     mistake: Mistake
     prompt: Sequence[ShownTurn]
@@ -169,7 +181,11 @@ def build_sections(reports: Sequence[RunReport]) -> list[PageSection]:
 
 
 def show_mistake(mistake: Mistake, num_mistakes: int) -> ShownMistake:
-    """Prepare a mistake for the page, which shows ``num_mistakes``; very long texts are cut."""
+    """Prepare a mistake for the page, and cut texts that are too long.
+
+    The limit of a text depends on ``num_mistakes``, the number of mistakes on the page, because the
+    page must stay small.
+    """
     limit = min(_MAX_CHARACTERS_OF_A_TEXT, _MAX_CHARACTERS // (4 * max(1, num_mistakes)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
     is_shared = all(prompt == prompts[0] for prompt in prompts)
@@ -229,9 +245,11 @@ def _build_headline(heldout: Heldout, name: str) -> Headline:
 
 
 def _judge_pairs(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
-    """Compare the accuracy with the length baseline; return the figures and a verdict.
+    """Compare the accuracy on pairs with the accuracy of always preferring the longer reply.
 
-    The interval of the accuracy is Wilson's (1927) 95% interval.
+    Returns:
+        The figures, as (number, what it is), and a verdict in one sentence. The interval of the
+        accuracy is Wilson's (1927) 95% interval.
     """
     share, baseline = compute_shares(heldout.predictions)[0], heldout.longer_baseline()
     longer, unit = baseline or (0.5, "")
@@ -263,7 +281,10 @@ def _judge_pairs(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
 def _judge_ratings(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
     """Compare Pearson's r of rewards and labels with |r| of length and labels.
 
-    Both are means over attributes. Returns the figures and a verdict.
+    Both are means over attributes.
+
+    Returns:
+        The figures, as (number, what it is), and a verdict in one sentence.
     """
     predictions = heldout.predictions
     count = len(predictions.rows)
@@ -299,7 +320,8 @@ def _judge_ratings(heldout: Heldout) -> tuple[list[tuple[str, str]], str]:
 def _measure_length_baseline(heldout: Heldout) -> tuple[float, str]:
     """Return the mean |r| of labels and length, and the unit of length.
 
-    The logged value is preferred, which usually counts tokens; else length is in characters.
+    If the value was logged, it is returned; the logged one usually measures length in tokens.
+    Otherwise it is computed from lengths in characters.
     """
     logged = heldout.metric("length_only_pearson_mean")
     if logged is not None:
@@ -310,7 +332,10 @@ def _measure_length_baseline(heldout: Heldout) -> tuple[float, str]:
 
 
 def _correlate(values: np.ndarray, labels: np.ndarray) -> float:
-    """Compute Pearson's r over the entries ``[N]`` where both are present; NaN if undefined."""
+    """Compute Pearson's r of ``values [N]`` and ``labels [N]``; NaN if it is undefined.
+
+    Entries with a missing value or label (NaN) are left out.
+    """
     present = ~np.isnan(labels) & ~np.isnan(values)
     return correlation(torch.from_numpy(values[present]), torch.from_numpy(labels[present]))
 

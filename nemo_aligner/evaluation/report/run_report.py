@@ -1,6 +1,6 @@
 """Input of a report: a run's folder, or the files that ``nemo-aligner evaluate`` wrote.
 
-``read_report`` reads either as a ``RunReport``. The file also computes what several sections need
+``read_report`` reads either as a ``RunReport``. The module also computes what several sections need
 from held-out predictions: accuracy by source, and the list of mistakes.
 """
 
@@ -110,7 +110,7 @@ def _read_run(folder: Path) -> RunReport:
     if facts.is_file():
         report = replace(report, facts=_read_json_object(facts))
     evaluation = folder / ROBUSTNESS_NAME
-    # Take only the robustness from this evaluation, because the run has its own metrics.
+    # Take only the robustness results from the evaluation, because the run has its own metrics.
     if evaluation.is_file():
         report = replace(report, robustness=_read_robustness(evaluation))
     return report
@@ -187,7 +187,10 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def number_equal_names(reports: Sequence[RunReport]) -> list[RunReport]:
-    """Append a number to names that occur more than once, so that all names differ."""
+    """Append a number to each report's name that occurs more than once.
+
+    Legends and tables can then tell the reports apart.
+    """
     names = [report.name for report in reports]
     return [
         replace(report, name=f"{report.name} ({number})")
@@ -202,7 +205,14 @@ def number_equal_names(reports: Sequence[RunReport]) -> list[RunReport]:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Accuracy on the pairs of a source, with its 95% interval (Wilson 1927)."""
+    """Accuracy on the pairs of one source, or on all pairs.
+
+    Attributes:
+        source: name of the source, or ``all``.
+        pairs: number of its pairs.
+        accuracy: mean credit for the pairs (``Prediction.right``), 0 to 1.
+        low, high: 95% interval of the accuracy (Wilson 1927).
+    """
 
     source: str
     pairs: int
@@ -239,7 +249,10 @@ def compute_shares(pairs: Predictions) -> list[SourceShare]:
 
 
 def list_mistakes(predictions: Predictions, count: int) -> list[Mistake]:
-    """List the ``count`` worst mistakes: the most negative margins, or the largest errors."""
+    """List the ``count`` worst mistakes on one held-out set.
+
+    They are the pairs with the most negative margins, or the ratings with the largest errors.
+    """
     if predictions.is_rated:
         return list(_list_rating_errors(predictions, count))
     named_rows = zip(predictions.names, predictions.rows, strict=True)
@@ -259,7 +272,11 @@ def _describe_wrong_pair(name: str, row: Prediction) -> Mistake:
 
 
 def _list_rating_errors(rated: Predictions, count: int) -> Iterator[Mistake]:
-    """Yield the ratings with the largest errors; an error is the largest over the attributes."""
+    """Yield the ``count`` ratings with the largest errors.
+
+    An error is |reward - label| of the attribute where this difference is largest. Ratings without
+    an error are left out.
+    """
     errors = np.nan_to_num(np.abs(rated.rewards - rated.labels))
     for index in np.argsort(-errors.max(axis=1), kind="stable")[:count]:
         column, row = int(errors[index].argmax()), rated.rows[index]

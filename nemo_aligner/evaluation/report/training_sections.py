@@ -80,7 +80,10 @@ def _draw_metric(
 
 
 def _plot_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
-    """Yield the lines of the only run: one colour for training, and one for each validation set."""
+    """Yield the lines of ``metric`` in a figure that has only one run.
+
+    Training has one colour, and each validation set has another.
+    """
     if f"train/{metric}" in run.curves:
         key = LegendKey("train", 0, is_faint=metric in _QUALITY_METRICS)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -89,7 +92,10 @@ def _plot_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
 
 
 def _plot_several(metric: str, run: RunReport, number: int) -> Iterator[PlotLine]:
-    """Yield the lines of one of several runs: it has one colour, and its sets differ in dashes."""
+    """Yield the lines of ``metric`` for the run ``number`` of several runs in a figure.
+
+    All lines of a run have its colour; its validation sets differ in their dashes.
+    """
     if f"train/{metric}" in run.curves:
         key = LegendKey(f"{run.name}, train", number, is_faint=metric in _QUALITY_METRICS)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -161,7 +167,10 @@ def _draw_speed(name: str, reports: Sequence[RunReport]) -> Drawing | None:
 
 
 def _build_speed_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
-    """Yield rows of medians, because a run's first step, and steps during a save, take longer."""
+    """Yield the rows of the table of speed and memory, with a column for each run.
+
+    Times are medians, because a run's first step, and steps during a save, take longer.
+    """
     for title, name in (
         ("tokens per second, median", "train/tokens_per_second"),
         ("seconds per step, median", "timing/train_step"),
@@ -203,7 +212,10 @@ def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> Page
 
 
 def _build_row(name: str, values: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the row, or nothing if all values are empty."""
+    """Yield the row ``name`` with one value for each run, or nothing if all values are empty.
+
+    So the table has no row for a fact that no run has.
+    """
     if any(values):
         yield [name, *values]
 
@@ -214,7 +226,10 @@ def _count_steps(run: RunReport) -> str:
 
 
 def _describe_best(run: RunReport) -> str:
-    """Describe the best validation on each set by its main metric; ties go to the lower loss."""
+    """Describe the best validation on each set: its step and the value of the main metric.
+
+    Of validations with equal values, the one with the lower loss is taken.
+    """
     descriptions = []
     for name in list_validation_sets(run):
         main = next((metric for metric in MAIN_METRICS if f"{name}/{metric}" in run.curves), None)
@@ -245,14 +260,20 @@ def _describe_baseline(report: RunReport, sets: Sequence[Heldout]) -> str:
 
 
 def _split_descriptions(report: RunReport) -> Iterator[tuple[str, str]]:
-    """Split the lines that a run printed at its start, such as ``model: 143.4M parameters``."""
+    """Split each line that a run printed at its start into its subject and its description.
+
+    ``model: 143.4M parameters`` becomes ``model`` and ``143.4M parameters``.
+    """
     for line in report.facts.get("described", []):
         subject, _, description = line.partition(": ")
         yield (subject, description) if description else ("note", subject)
 
 
 def _list_drawn_sets(report: RunReport, is_one_of_many: bool) -> list[str]:
-    """List the held-out sets of which the run kept only a sample of the records."""
+    """Write a note for each held-out set of which the run kept only a sample of the records.
+
+    ``is_one_of_many`` is True if the page has several runs; the note then names the run.
+    """
     prefix, lines = f"{report.name}: " * is_one_of_many, []
     totals = report.facts.get("validation_records", {})
     for name, predictions in report.predictions.items():
@@ -265,7 +286,10 @@ def _list_drawn_sets(report: RunReport, is_one_of_many: bool) -> list[str]:
 
 
 def _count_records(predictions: Predictions) -> int:
-    """Count the records; a record with ranked completions has several rows, one for each pair."""
+    """Count the records behind the rows of ``predictions``.
+
+    A record with ranked completions has several rows, one for each pair.
+    """
     records = [row.record for row in predictions.rows]
     return len(records if predictions.is_rated else set(records))
 
@@ -312,7 +336,8 @@ def build_data(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on the data files: their formats, and how many records were used."""
     tables = []
     for report in reports:
-        # A run has a list of described files here, and an evaluation the name of its file.
+        # A run's facts have a list of described files under ``data``, an evaluation's the name of
+        # one file.
         files = report.facts.get("data", [])
         for file in files if isinstance(files, list) else []:
             rows = [*file["rows"], *(["malformed", line] for line in file["malformed"])]
@@ -380,6 +405,9 @@ def build_versions(reports: Sequence[RunReport]) -> PageSection:
 
 
 def _align_columns(columns: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield one row for each key of any column; a column without the key gets an empty cell."""
+    """Yield the rows of a table that has a mapping as each of its columns.
+
+    There is a row for each key of any column; a column without the key gets an empty cell.
+    """
     for key in dict.fromkeys(key for column in columns for key in column):
         yield [key, *(_format_cell(column[key]) if key in column else "" for column in columns)]

@@ -21,7 +21,7 @@ from nemo_aligner.utils.errors import DataError
 
 
 class Level(str, Enum):
-    """What a figure covers: one subset, a section of several subsets, or the whole benchmark."""
+    """What a figure of a benchmark covers: a subset, a section of subsets, or all items."""
 
     subset = "subset"
     section = "section"
@@ -33,11 +33,11 @@ class TaskRow:
     """A figure of a benchmark, one row of its table.
 
     Attributes:
-        level: what it covers.
+        level: what the figure covers.
         name: name of the row.
         value: the figure.
-        count: number of items that it is over; None for a mean of other figures.
-        low, high: its 95% interval; None if there is none.
+        count: number of items that the figure is computed from; None for a mean of other figures.
+        low, high: 95% interval of the figure; None if there is none.
     """
 
     level: Level
@@ -106,8 +106,8 @@ def read_labelled_item(
     Args:
         value: object of the file, with the key ``label``.
         prompt_key: key of the prompt.
-        orders: maps each label to the keys of the two replies, the right one's first; or to None
-            for a human tie, which has no verdict to get right.
+        orders: maps each label to the keys of the two replies, the right one's first; or to None if
+            humans judged them a tie, so that no reply is right.
         name: identifier of the item.
         subset: subset of the benchmark.
 
@@ -140,7 +140,7 @@ def read_listed_replies(value: dict[str, Any], count: int | None = None) -> tupl
         count: length that each list must have; None for any length but 0.
 
     Raises:
-        DataError: one of the two is not such a list.
+        DataError: ``chosen`` or ``rejected`` is not a list of this length.
     """
     texts: list[Text] = []
     for key in ("chosen", "rejected"):
@@ -153,7 +153,9 @@ def read_listed_replies(value: dict[str, Any], count: int | None = None) -> tupl
 
 
 def first_is_above(item: Item, rewards: np.ndarray) -> float:
-    """Judge a pair ``[2]``: 1 if its first reply, the right one, has the higher reward, else 0.
+    """Return 1 if the first reply of a pair, the right one, has the higher reward, else 0.
+
+    ``rewards`` are ``[2]``.
 
     A tie counts 0, as in RewardBench. Elsewhere in this package a tie counts one half.
     """
@@ -161,14 +163,17 @@ def first_is_above(item: Item, rewards: np.ndarray) -> float:
 
 
 def build_share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
-    """Build the row of the share that is right, with its 95% Wilson interval."""
+    """Build the row whose figure is the mean credit for ``predictions``.
+
+    Its interval is the 95% Wilson interval of a share.
+    """
     right = sum(prediction.right for prediction in predictions)
     low, high = wilson_interval(right, len(predictions))
     return TaskRow(level, name, right / len(predictions), len(predictions), low, high)
 
 
 def build_subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """Build one ``build_share_row`` for each subset, in the order of their names."""
+    """Build a row with the mean credit for each subset, in the order of their names."""
     return [
         build_share_row(Level.subset, name, members)
         for name, members in group_by_subset(predictions).items()
@@ -193,5 +198,5 @@ def build_pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
 
 
 def mean_of(rows: Iterable[TaskRow]) -> float:
-    """Compute the mean of the rows' values."""
+    """Compute the unweighted mean of the figures of ``rows``."""
     return float(np.mean([row.value for row in rows]))

@@ -50,7 +50,7 @@ def _read_best_of_n(value: dict[str, Any]) -> Item:
 
 
 def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
-    """Compute the expected score of the reply with the highest reward among n random ones of K.
+    """Compute the expected score of the best of n replies, drawn at random from K, by reward.
 
     Args:
         n: number of replies to choose from.
@@ -97,7 +97,11 @@ def _summarise_best_of_n(predictions: Sequence[Prediction]) -> list[TaskRow]:
 def _best_of_row(
     level: Level, name: str, n: int, prompts: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> TaskRow:
-    """Average ``best_of`` over prompts, each with its rewards ``[K]`` and values to average."""
+    """Build the row whose figure is the mean of ``best_of`` over prompts.
+
+    ``prompts`` has the rewards ``[K]`` of each prompt's replies and the values to average, ``[K]``.
+    The interval of the figure is bootstrapped over prompts.
+    """
     expected_values = np.array([best_of(n, rewards, values) for rewards, values in prompts])
     low, high = bootstrap_interval(expected_values)
     return TaskRow(level, name, float(expected_values.mean()), len(prompts), low, high)
@@ -130,7 +134,8 @@ def _read_ppe(value: dict[str, Any]) -> Item | None:
         build_conversation(value["prompt"], value[f"response_{number}"], f"response_{number}")
         for number in range(1, len(scores) + 1)
     ]
-    # An item lists its right replies first, but the pairs of the file are indices of its own order.
+    # An item lists its right replies first, but the pairs in the file are indices in the order of
+    # the file.
     order = sorted(range(len(scores)), key=lambda index: not scores[index])
     return Item(
         id=str(value["question_id"]),
@@ -149,7 +154,19 @@ def _check_pairs(pairs: Any) -> list[Any]:
 
 
 def _translate_pair(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[int, int]:
-    """Translate a pair of the file to indices of the item, the right reply first."""
+    """Translate a pair from indices in the file to indices in the item.
+
+    Args:
+        pair: indices of two replies in the order of the file.
+        scores: score of each reply, in the order of the file; true for a right reply.
+        order: the index in the file of each sample of the item.
+
+    Returns:
+        Indices of the two samples in the item, the right one first.
+
+    Raises:
+        DataError: the pair is not one of a right and a wrong reply.
+    """
     valid = range(len(scores))
     # Check the type, too, because 1.0 is in the range but is no index.
     are_indices = isinstance(pair, list) and all(
@@ -166,7 +183,11 @@ def _translate_pair(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> t
 
 
 def _judge_pairs(item: Item, rewards: np.ndarray) -> np.ndarray:
-    """Judge each sampled pair, bool: True if the right reply has the higher reward; no ties."""
+    """Judge each of the P pairs that the benchmark lists for an item.
+
+    Returns:
+        ``[P]`` bool, True if the right reply has the higher reward; a tie counts as wrong.
+    """
     right, wrong = np.array(item.pairs).T
     return rewards[right] > rewards[wrong]
 
@@ -194,11 +215,11 @@ def _summarise_ppe(predictions: Sequence[Prediction]) -> list[TaskRow]:
 
 
 def _pairs_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
-    """Build the row of the share of sampled pairs that are right, with its interval.
+    """Build the row of the share of listed pairs that the model orders correctly.
 
     The bootstrap resamples prompts, which may have several pairs. The share is a ratio of two sums
-    over prompts, so it resamples the linearised residuals: right pairs minus ``share * pairs`` of
-    each prompt, divided by the mean number of pairs.
+    over prompts. Therefore the bootstrap resamples its linearised residuals: right pairs minus
+    ``share * pairs`` of each prompt, divided by the mean number of pairs.
     """
     verdicts = [_judge_pairs(prediction.item, prediction.rewards) for prediction in predictions]
     counts = np.array([len(pair_verdicts) for pair_verdicts in verdicts])

@@ -159,7 +159,11 @@ def _read_hhh(value: dict[str, Any]) -> Item:
 
 
 def _order_choices(targets: Any) -> tuple[Any, Any]:
-    """Return the two choices, first the one with label 1."""
+    """Return the two choices of a record, the right one (with label 1) first.
+
+    Raises:
+        DataError: ``targets`` does not have two choices with the labels 0 and 1.
+    """
     try:
         choices, labels = targets["choices"], targets["labels"]
         (first, second), right = choices, labels.index(1)
@@ -200,14 +204,20 @@ def _read_rm_bench(value: dict[str, Any]) -> Item:
 
 
 def _read_domain(stem: str) -> dict[str, str]:
-    """Read the domain from a file's name without ending, such as ``safety-refuse_filtered``."""
+    """Read the domain of RM-Bench from the name of its file, without the ending.
+
+    An example is ``safety-refuse_filtered``.
+    """
     domain, _, suffix = stem.partition("_")
     is_domain = suffix == "filtered" and domain.partition("-")[0] in _DOMAINS
     return {"domain": domain} if is_domain else {}
 
 
 def _compute_wins(rewards: np.ndarray) -> np.ndarray:
-    """Compare rewards ``[6]`` by style: ``[3, 3]`` bool.
+    """Compare the right and the wrong replies of one item in all styles.
+
+    ``rewards [6]`` are those of the three right replies, then of the three wrong ones. The result
+    is ``[3, 3]`` bool.
 
     Entry (i, j) is True if the right reply of style i has a higher reward than the wrong reply of
     style j.

@@ -55,7 +55,7 @@ SECTIONS: dict[str, dict[str, int]] = {
         "donotanswer": 136,
     },
     "Reasoning": {
-        "math-prm": 984,  # This is the weight; the subset has 447 pairs.
+        "math-prm": 984,  # a weight, not a count: the subset has 447 pairs
         "hep-cpp": 164,
         "hep-go": 164,
         "hep-java": 164,
@@ -100,7 +100,13 @@ def _summarise_rewardbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
 def _build_section(
     section: str, weights: Mapping[str, int], rows_by_subset: Mapping[str, TaskRow]
 ) -> TaskRow:
-    """Build the row of a section: the weighted mean of those of its subsets that are present."""
+    """Build the row of a section: the weighted mean of its subsets' figures.
+
+    Args:
+        section: name of the section.
+        weights: weight of each subset of the section.
+        rows_by_subset: rows of the subsets that were evaluated; the mean leaves out the others.
+    """
     present = [name for name in weights if name in rows_by_subset]
     values = [rows_by_subset[name].value for name in present]
     mean = float(np.average(values, weights=[weights[name] for name in present]))
@@ -177,7 +183,8 @@ class _Margins:
 def ties_score(predictions: Sequence[Prediction]) -> float:
     """Compute the score of the subset ``Ties``.
 
-    The benchmark's weights add up to 1.01, so perfect rewards score slightly above 1.
+    It is a weighted sum of several figures, whose weights add up to 1.01 in the original, too. So
+    perfect rewards score slightly above 1.
     """
     refs, tied = (_collect_margins(predictions, kind) for kind in ("ref", "tied"))
     matched = [(refs[number], tied[number]) for number in refs if number in tied]
@@ -202,7 +209,10 @@ def ties_score(predictions: Sequence[Prediction]) -> float:
 
 
 def _collect_margins(predictions: Sequence[Prediction], kind: str) -> Mapping[str, _Margins]:
-    """Compute the margins of the items with identifiers ``kind:N``, by N."""
+    """Compute the margins of all prompts of one kind in the subset ``Ties``.
+
+    Their identifiers are ``kind:N``, with the kind ``ref`` or ``tied``. The result is by N.
+    """
     margins = {}
     for prediction in predictions:
         name, _, number = prediction.item.id.partition(":")

@@ -70,22 +70,33 @@ def _read_solution(value: dict[str, Any], question: str, key: str) -> Text:
 
 
 def _read_set(stem: str) -> dict[str, str]:
-    """Read the set from the name of a file without its ending, such as ``gsm8k``."""
+    """Read the set of ProcessBench from the name of its file, without the ending.
+
+    An example is ``gsm8k``. The result is empty for another name.
+    """
     return {"subset": stem} if stem in _SETS else {}
 
 
 def _judge_first_error(item: Item, rewards: np.ndarray) -> float:
-    """Return 1 if the first step below the threshold is the labelled one; rewards are ``[S]``."""
+    """Return 1 if the model finds the first wrong step of a solution, else 0.
+
+    The model's answer is the first step with a negative reward, because ``rewards [S]`` have the
+    threshold subtracted. It must be the labelled step, or none if the solution has no error.
+    """
     return float(first_error((rewards >= 0).tolist()) == item.scores[0])
 
 
 def _choose_threshold(items: Sequence[Item], rewards: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Choose the threshold with the highest F1, averaged over the sets; return both.
+    """Choose the threshold with the highest F1, averaged over the sets.
 
     A threshold judges a solution correctly if it is above the reward of the first wrong step (above
     -inf if there is none), and not above the lowest reward before that step. Verdicts change only
-    at these values, so it is enough to try one threshold between each two neighbours. If several
-    thresholds are equally good, the middle one is chosen.
+    at these bounds. So it is enough to try the lowest bound, the middle between each two adjacent
+    bounds, and a value above the highest bound. If several thresholds are equally good, the middle
+    one is chosen.
+
+    Returns:
+        The threshold and its mean F1.
 
     Raises:
         DataError: no set has solutions with an error as well as solutions without one.
@@ -211,17 +222,20 @@ def _read_prmbench(value: dict[str, Any]) -> tuple[Item, ...]:
 
 
 def _get_labels(item: Item) -> np.ndarray:
-    """Return ``[S]`` bool, True for each step that is labelled right."""
+    """Return the labels of a solution's steps, ``[S]`` bool, True for a right step."""
     return np.array(item.scores) == 1
 
 
 def _judge_all_steps(item: Item, rewards: np.ndarray) -> float:
-    """Compute the share of steps with a correct verdict; ``rewards [S]`` exclude the threshold."""
+    """Return the share of a solution's steps that the model judges correctly.
+
+    ``rewards [S]`` have the threshold subtracted, so a positive reward means a right step.
+    """
     return float(((rewards > 0) == _get_labels(item)).mean())
 
 
 def _get_verdicts(prediction: Prediction) -> np.ndarray:
-    """Return ``[S]`` bool, True for each step that the model judges right."""
+    """Return the model's verdicts on a solution's steps, ``[S]`` bool, True for a right step."""
     assert prediction.above is not None
     verdicts: np.ndarray = prediction.above > 0
     return verdicts
@@ -262,7 +276,11 @@ def _summarise_prmbench(predictions: Sequence[Prediction]) -> list[TaskRow]:
 
 
 def _compute_prm_score(figures: dict[str, float], class_name: str = "") -> float:
-    """Compute the PRMScore of a class, or of all classes, from F1 and negative F1."""
+    """Compute the PRMScore of a class, or of all classes if ``class_name`` is "".
+
+    It is the mean of ``F1`` and ``negative F1`` in ``figures``; for the class without errors it is
+    F1.
+    """
     right, wrong = figures["F1"], figures["negative F1"]
     return max(0.0, right if class_name == _CLASS_WITHOUT_ERRORS else 0.5 * right + 0.5 * wrong)
 
@@ -270,11 +288,14 @@ def _compute_prm_score(figures: dict[str, float], class_name: str = "") -> float
 def _compute_figures(
     predictions: Sequence[Prediction], original_shares: dict[str, float]
 ) -> dict[str, float]:
-    """Compute the figures over all steps of some items; means without values are left out.
+    """Compute the figures of PRMBench over all steps of some items, by name.
+
+    A mean over no values, such as a similarity that is undefined for all items, is left out.
 
     Args:
         predictions: the items with changed solutions.
-        original_shares: share of steps judged right in the original solutions, by identifier.
+        original_shares: share of steps that the model judges right in each original solution, by
+            the identifier of the item.
     """
     judged = np.concatenate([*map(_get_verdicts, predictions)])
     right = np.concatenate([_get_labels(prediction.item) for prediction in predictions])
@@ -300,7 +321,11 @@ def _compute_figures(
 
 
 def _compute_f1(predicted: np.ndarray, labelled: np.ndarray) -> float:
-    """Compute F1 from positive verdicts and labels, both ``[S]`` bool; -1 for a ratio over 0."""
+    """Compute the F1 of verdicts, treating True as positive.
+
+    ``predicted`` and ``labelled`` are verdicts and labels of all steps, ``[S]`` bool. As in the
+    original, precision, recall and F1 are -1 if their denominator is 0.
+    """
     hits = int((predicted & labelled).sum())
     precision = _divide(hits, int(predicted.sum()))
     recall = _divide(hits, int(labelled.sum()))
