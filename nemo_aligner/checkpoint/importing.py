@@ -158,7 +158,7 @@ def _summarize(
 
 
 def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """Return a note if a critic starts from other values than NeMo-Aligner's critic would.
+    """Return a note if a critic trained from this model starts from other values than in NeMo.
 
     NeMo-Aligner standardizes the weighted sum of the attributes. This package standardizes each
     attribute, which gives the same values if the weights sum to 1.

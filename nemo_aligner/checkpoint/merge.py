@@ -131,7 +131,7 @@ def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
 
 
 def _read_flat_head(folder: NemoFolder) -> Tensor:
-    """Read all tensors of a head as one vector."""
+    """Read all tensors of a head as one vector, so that heads can be compared by their cosine."""
     names = sorted(head_names(folder))
     return torch.cat([lazy_tensor(folder, HEAD_PREFIX + name).read().flatten() for name in names])
 
@@ -151,7 +151,7 @@ def _check_weights(sources: Sequence[str | Path], weights: Sequence[float]) -> N
 
 
 def _check_input(folder: NemoFolder, weight: float) -> _Input:
-    """Check that an opened archive is a reward model of this package."""
+    """Check that an opened archive is a reward model of this package; read its contract."""
     contract = contract_of(folder)
     if contract is None or HEAD not in folder.tensors:
         raise CheckpointError(
@@ -162,7 +162,10 @@ def _check_input(folder: NemoFolder, weight: float) -> _Input:
 
 
 def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
-    """Check that two models have the same shape and, except ``may_differ``, the same contract."""
+    """Raise CheckpointError if two models differ in their shape or scoring contract.
+
+    ``may_differ`` names the fields of the contract that are not compared.
+    """
     problem = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
     # LoRA may differ, because it is folded into the weights.
     last_shape, other_shape = (

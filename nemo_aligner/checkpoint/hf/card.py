@@ -29,7 +29,7 @@ def model_card(
     Args:
         name: name of the folder.
         contract: scoring contract of the exported model.
-        pad_token: the pad token.
+        pad_token: text of the pad token.
         archive: the exported archive. Checkpoints of its run in the same folder tell how the model
             was trained.
         base_license: licence of the base model.
@@ -105,5 +105,7 @@ def _describe_training(archive: Path) -> Iterator[str]:
 
 
 def _format_metric(value: float | None) -> str:
-    """Format the value of a metric; empty for a metric without a value."""
+    """Format a metric's value with 4 digits for a table; None (no value) gives an empty cell.
+
+    """
     return "" if value is None else f"{value:.4g}"

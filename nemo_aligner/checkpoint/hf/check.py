@@ -54,7 +54,7 @@ _MAX_CHECKED_TOKENS = 512
 
 
 def _alternate_turns(*contents: str) -> Text:
-    """Build a conversation in which the user and the assistant speak in turn."""
+    """Build a conversation from messages of user and assistant in turn; the user begins."""
     return [
         {"role": ("user", "assistant")[number % 2], "content": content}
         for number, content in enumerate(contents)
@@ -87,7 +87,8 @@ class CheckedText:
     Attributes:
         text: a conversation, or a raw text.
         token_ids: token ids of the whole sample.
-        scored: the last token ids, few enough for a quick check; with steps, all token ids.
+        scored: the token ids to score: the last ones of ``token_ids``, few enough for a quick
+            check. For a sample with steps, all of them.
         reads: positions in ``scored`` at which the head is read: one for each step; without steps,
             only the last position.
         steps: steps of the response, or the assistant's turns; empty for a sample with one reward.
@@ -101,7 +102,7 @@ class CheckedText:
 
 
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
-    """Tokenize those of the built-in samples that the contract accepts.
+    """Tokenize the built-in samples with the contract, and skip those that it rejects.
 
     For a contract that reads steps, the samples are responses made of steps.
 
@@ -145,7 +146,7 @@ def _encode_steps(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[C
 def _write_steps(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
     """Write the steps as a conversation and, if the contract allows, as a raw text.
 
-    Returns nothing if the step separator occurs within a step.
+    The result is empty if the step separator occurs within a step.
     """
     question = {"role": "user", "content": "2+2+3?"}
     if contract.scored_position == TURNS:
@@ -218,7 +219,7 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # local_files_only, so that a name in a config does not start a download.
+    # Set local_files_only, so that a model name in a config does not start a download.
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = open_source(folder)
     stored = {name for name in source.tensors if is_of_head(name)}
@@ -231,7 +232,8 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
         model = load_with_head(str(folder), source, head, "auto").to(current_device()).eval()
         compute_in_fp32(model)
         return tokenizer, model
-    # Loaded in the files' dtype, because transformers then maps the files instead of copying them.
+    # Load the model in the files' dtype, because transformers then maps the files instead of
+    # copying them.
     auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
     model, report = auto.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
@@ -258,7 +260,16 @@ def compare(
     texts: Sequence[CheckedText],
     logits: Tensor,
 ) -> float:
-    """Compare a loaded tokenizer and model; arguments and errors as in ``check_folder``."""
+    """Compare the token ids and logits of a transformers model with this package's.
+
+    ``check_folder`` calls this for an exported folder; the export of an adapter, for the base model
+    with the adapter folded in. The other arguments, result and errors are those of
+    ``check_folder``.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+        model: reward model of transformers.
+    """
     for text in texts:
         _check_ids(tokenizer, contract, text)
     single = [_transformers_logits(model, tokenizer, [text])[0] for text in texts]
@@ -282,6 +293,7 @@ def check_difference(
         single: the other library's logits ``[S, A]`` in batches of one.
         padded: the other library's logits ``[S, A]`` in padded batches.
         logits: this package's logits ``[S, A]``.
+        texts: the samples. S is the number of their reading positions.
 
     Raises:
         CheckpointError: a difference exceeds the tolerance.
@@ -293,7 +305,7 @@ def check_difference(
 
 
 def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) -> None:
-    """Compare transformers' token ids and positions of steps with those of the contract."""
+    """Raise CheckpointError if transformers' token ids or step positions are not the contract's."""
     text, expected = checked.text, checked.token_ids
     if not checked.steps:
         ids = _transformers_ids(tokenizer, contract, text)
@@ -403,7 +415,7 @@ def _check_logits(
     batch_kind: str, library_logits: Tensor, logits: Tensor, texts: Sequence[Text]
 ) -> None:
     difference = (library_logits - logits).abs()
-    # Written as "not within the tolerance", so that NaN counts as wrong.
+    # The condition is written as "not within the tolerance", so that NaN counts as wrong.
     wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -444,7 +456,10 @@ def class_name(model_type: str, suffix: str) -> str:
 
 
 def has_class(architecture: str, model_type: str) -> bool:
-    """Tell if transformers has this reward-model class; if not, it can load only the decoder."""
+    """Tell if transformers has the reward-model class ``architecture`` for this ``model_type``.
+
+    If not, transformers can load only the decoder, and a program has to compute the head itself.
+    """
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -543,7 +558,10 @@ def _restore_buffers(model: Any) -> None:
 
 
 class _WithoutLargeTensors(TorchFunctionMode):
-    """Context in which new matrices are created on the meta device, where they take no memory."""
+    """Context in which ``torch.empty`` creates tensors on the meta device, without memory.
+
+    A model that is built in this context has no weights, but it computes its buffers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = {"device": "meta"} if func is torch.empty else {}
@@ -551,6 +569,11 @@ class _WithoutLargeTensors(TorchFunctionMode):
 
 
 def _cast(stored: Mapping[torch.nn.Parameter, Tensor], is_running: bool) -> None:
-    """Cast parameters to fp32 before their module runs, and restore them afterwards."""
+    """Cast a module's parameters to fp32 if it ``is_running``; otherwise restore the stored data.
+
+    Args:
+        stored: for each parameter its data in the stored dtype.
+        is_running: True before the module's forward pass, False after it.
+    """
     for parameter, data in stored.items():
         parameter.data = data.float() if is_running else data

@@ -81,7 +81,8 @@ class HfRewardModel:
         seq_length: most tokens of a sample, the smaller of the model's and the tokenizer's limit;
             None for no limit.
         batch_tokens: most tokens of a batch, including padding.
-        watch: called with the numbers of finished samples and of all samples.
+        watch: called after each batch with the number of finished samples and the number of all
+            samples, to show progress.
         adds_eos: whether raw texts end with EOS, as in TRL's RewardTrainer.
         contract: scoring contract; None for a model that this package did not export.
         contract_tokenizer: tokenizer for the contract; None without a contract.
@@ -108,9 +109,9 @@ class HfRewardModel:
         return ("reward",) if is_unnamed else names
 
     def check_are_rewards(self, remedy: str) -> None:
-        """Raise CheckpointError for a classifier, whose logits are not rewards.
+        """Raise CheckpointError if the model is a classifier, whose logits are not rewards.
 
-        See ``heads.check_are_rewards``.
+        See ``heads.check_are_rewards``. ``remedy`` tells the user what to do if they are rewards.
         """
         config = self.model.config
         classes = [str(name) for name in config.architectures or []]
@@ -128,9 +129,10 @@ class HfRewardModel:
         """Tokenize a sample.
 
         Raises:
-            OverlongError: it has more than ``seq_length`` tokens.
+            OverlongError: the sample has more than ``seq_length`` tokens.
             TurnMarkError: a message contains the chat template's own markers.
-            DataError: there is no chat template, it refuses the sample, or the sample is empty.
+            DataError: there is no chat template, the template rejects the sample, or the sample is
+                empty.
         """
         if self.contract is not None and self.contract_tokenizer is not None:
             return self.contract.encode(self.contract_tokenizer, text)
@@ -274,14 +276,15 @@ def load_hf_reward_model(
             tensors of the head; otherwise the head that ``find_head`` finds.
 
     Raises:
-        CheckpointError: transformers cannot load it, it has no reward head, a weight is NaN or
-            infinite, or the scoring contract in its folder belongs to another model.
+        CheckpointError: transformers cannot load the model, the model has no reward head, a weight
+            is NaN or infinite, or the scoring contract in its folder belongs to another model.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # Done first, because transformers would query the hub for a missing folder several times.
+    # Look for the contract first, because this call reports a missing folder at once. transformers
+    # would query the hub for the folder's name several times.
     exported = find_exported_contract(name)
     dtype = torch_dtype(precision or Precision.fp32)
     try:
@@ -300,7 +303,12 @@ def load_hf_reward_model(
 
 
 def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
-    """Return the model with the scoring contract at ``path``, by which it tokenizes samples."""
+    """Return a copy of ``loaded`` that tokenizes samples by the scoring contract at ``path``.
+
+    Raises:
+        CheckpointError: the names of the rewards or the tokenizer in the folder are not those of
+            the contract.
+    """
     contract = ScoringContract.from_dict(read_json(path))
     tokenizer = load_tokenizer(path.parent)
     # The template comes from an untrusted file, and might loop forever.
@@ -317,7 +325,9 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
 
 
 def _freeze_dates(tokenizer: Any) -> Any:
-    """Return the tokenizer's chat template with a fixed date, as ``convert`` does.
+    """Return the tokenizer's chat template with a fixed date in place of today's.
+
+    A reward must not depend on the day. ``convert`` fixes the date in the same way.
 
     A tokenizer with several templates has a dict of them by name, and the result is a dict, too.
     """
@@ -334,9 +344,13 @@ _NOT_LOADED = "transformers cannot load a reward model from it: "
 
 
 def _load_model(name: str, dtype: torch.dtype) -> Any:
-    """Load transformers' reward-model class, or its decoder with a head of a layout in ``heads``.
+    """Load the reward model ``name`` with transformers, together with its trained head.
 
-    The second way is for a class that lacks tensors of the checkpoint's head.
+    transformers' ``ForSequenceClassification`` is used if it has every tensor of the checkpoint's
+    head. Otherwise transformers loads the decoder only, and ``_load_with_layout`` adds the head.
+
+    Raises:
+        CheckpointError: neither of the two can load the model.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -363,7 +377,16 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
 
 
 def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) -> Any:
-    """Load transformers' decoder with a head of one of the layouts in ``heads``."""
+    """Load transformers' decoder, and put the checkpoint's head on top (see ``heads``).
+
+    Args:
+        name: a folder, or a model's name on the hub.
+        dtype: dtype of the decoder; the head is fp32.
+        choice: which head to read, see ``find_head``.
+
+    Raises:
+        CheckpointError: there is no such head, or it reads steps or the mean of a response.
+    """
     with TemporaryDirectory() as scratch:
         source = open_source(name)
         head = find_head(source, choice)

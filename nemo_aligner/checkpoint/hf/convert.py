@@ -65,7 +65,22 @@ from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError, 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """Result of a conversion, which the command prints. ``contract`` is None for a base model."""
+    """Result of a conversion, which the command prints.
+
+    Attributes:
+        family: name of the model family.
+        parameters: number of weights in the archive.
+        dtype: dtype of the decoder's matrices.
+        layers: number of layers.
+        hidden_size: channels of a hidden state.
+        vocab_size: rows of the embedding.
+        tied: whether the output layer is tied to the embedding.
+        zero_groups: number of query groups of zeros that were added for tensor parallelism.
+        head: one line about the reward head, from ``describe_head``.
+        contract: scoring contract of the archive; None for a base model.
+        output: path of the archive.
+        notes: further lines for the user.
+    """
 
     family: str
     parameters: int
@@ -141,7 +156,8 @@ def convert_hf_to_nemo(
             options = _ContractOptions(template, seq_length, attributes, step_separator, reads)
             return _convert(opened, Path(output), dtype, tensor_parallel, head, options)
     except AlignerError as error:
-        # Errors about a folder name the file already; those about a config or a tensor do not.
+        # Messages about files begin with a path already. Messages about a setting or a tensor do
+        # not, so the source is put in front.
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
 
@@ -210,7 +226,7 @@ def _convert(
 def _select_rules(
     source: Source, config: Mapping[str, Any], labels: Sequence[str] | None, choice: str | None
 ) -> list[tuple[Rule, int | None]]:
-    """Return the decoder's rules; for a base model they include the rule of the output layer."""
+    """Return the decoder's rules with their layers; for a base model, the output layer's, too."""
     family = find_family(source.config.get("model_type"))
     has_output_layer = labels is None and not lacks_output_layer(source, choice)
     return model_rules(family, config, has_output_layer=has_output_layer)
@@ -226,7 +242,8 @@ def _head_sizes(
 
 
 def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
-    """Return a copy of the NeMo config with ``zero_groups`` more query groups, and their heads."""
+    """Return a NeMo config with ``zero_groups`` more query groups, and the heads in these groups.
+    """
     if not zero_groups:
         return {**config}
     heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -239,7 +256,11 @@ def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, A
 
 
 def _save_tokenizer(source: Source, folder: Path, vocab_size: int) -> Tokenizer:
-    """Write the tokenizer and load it, so that damage is found now and not in training."""
+    """Write the source's tokenizer into ``folder``, then load and check it.
+
+    A damaged tokenizer, or one with more tokens than the model's ``vocab_size``, then stops the
+    conversion and not a later training run.
+    """
     source.save_tokenizer(folder)
     tokenizer = load_tokenizer(folder, "tokenizer")
     _ = tokenizer.fingerprint
@@ -407,7 +428,15 @@ def _read_num_labels(source: Source, head: FoundHead) -> int:
 
 
 class _ContractOptions(NamedTuple):
-    """Options of ``convert_hf_to_nemo`` for a new contract; an option that is not set is None."""
+    """Options of ``convert_hf_to_nemo`` for a new scoring contract; None means not set.
+
+    Attributes:
+        template: chat template.
+        seq_length: tokens of the longest sample.
+        attributes: names of the rewards.
+        step_separator: text after each step of a response.
+        reads: rule that finds the tokens at which the head reads.
+    """
 
     template: str | None = None
     seq_length: int | None = None
@@ -422,7 +451,11 @@ class _ContractOptions(NamedTuple):
 
 
 def _refuse_options(source: Source, labels: list[str] | None, options: _ContractOptions) -> None:
-    """Raise CheckpointError for contract options if no new contract will be built."""
+    """Raise CheckpointError if a contract option is set, but no new contract will be built.
+
+    That is so for a base model (``labels`` is None), and for an export of this package, which has a
+    contract already.
+    """
     builds_contract = labels is not None and source.contract is None
     if not builds_contract and any(option is not None for option in options):
         reason = "a base model has none" if labels is None else f"the model has {CONTRACT_NAME}"
@@ -445,7 +478,11 @@ def _read_or_build_contract(
 
     Args:
         labels: names of the rewards; None for a base model, which has no contract.
+        precision: precision of the weights in the archive.
         longest: the model's limit for the tokens of a sample.
+        options: options for a new contract.
+        head: the model's head. If it has two outputs per step but one reward, the contract gets a
+            readout that turns the two logits into the reward.
     """
     if labels is None:
         return None
@@ -539,7 +576,10 @@ def _choose_separator(tokenizer: Tokenizer, option: str | None) -> str:
 def _check_exported_contract(
     contract: ScoringContract, labels: Sequence[str], fingerprint: str
 ) -> None:
-    """Check that labels and tokenizer of an export still agree with its contract."""
+    """Raise CheckpointError if an export's labels or tokenizer differ from its contract.
+
+    They differ if the exported folder was edited. Then the contract would promise other rewards.
+    """
     for name, value, expected in (
         ("config.json: id2label", list(labels), list(contract.attributes)),
         ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),

@@ -87,7 +87,8 @@ class ExportSummary:
         texts: number of samples that were compared.
         largest_difference: largest difference of a reward in the comparison.
         query_groups: number of query groups in the archive.
-        zero_groups: how many of them are zeros, added for tensor parallelism, and not exported.
+        zero_groups: number of query groups of zeros in the archive. They were added for tensor
+            parallelism, and are not exported.
         notes: lines for the user about how to read the exported head.
     """
 
@@ -163,7 +164,7 @@ def _export(
     load_layers_on_demand(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring samples"):
         logits = compute_reference_logits(loaded.model, texts, layout)
-    # Freed now, so that it is not in memory together with transformers' copy.
+    # Free the model now, so that it is not in memory together with transformers' copy.
     del loaded
     gc.collect()  # the modules form reference cycles
     logits = convert_logits(logits, contract, head, merge=options.merge)
@@ -225,7 +226,7 @@ _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 
 
 def _choose_class(archive: RewardArchive, head: ExportedHead, contract: ScoringContract) -> str:
-    """Return the name of the class for the archive's decoder with this head."""
+    """Return the class name for ``config.json``, from the archive's decoder and the head's form."""
     suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
     suffix = suffixes.get(head.form, REWARD_SUFFIX)
     # A reward-model class reads the last token, but this head reads the mean of a response, so only
@@ -325,7 +326,7 @@ def atomic_folder(output: Path) -> Iterator[Path]:
 
 
 class ShardWriter:
-    """Writes tensors to safetensors files of at most ``max_bytes``.
+    """Writes tensors to safetensors files of at most ``max_bytes`` in ``folder``.
 
     A tensor that is larger gets a file of its own.
     """
@@ -373,8 +374,8 @@ class ShardWriter:
         self._files.append(list(self._pending))
         tensors = {name: tensor.contiguous() for name, tensor in self._pending.items()}
         path = self._path(len(self._files))
-        # Created here to find the mode that the umask gives; safetensors creates files that only
-        # their owner may read.
+        # Create the file here to find the mode that the umask gives. safetensors creates files that
+        # only their owner may read.
         path.touch()
         mode = path.stat().st_mode
         try:
@@ -463,7 +464,10 @@ def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
-    """Set keys of a JSON file, and remove those that are None; rewrite it only if it changes."""
+    """Apply ``changes`` to the JSON file at ``path``: a value replaces a key's, None removes it.
+
+    A file that would not change is not rewritten.
+    """
     content = _read_json(path)
     changed = {k: v for k, v in {**content, **changes}.items() if v is not None}
     if changed != content:
@@ -524,7 +528,7 @@ def hf_config(
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
         **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
-        # How rewards are computed from the logits of bins.
+        # The readout tells programs how to compute rewards from the logits of bins.
         **({} if readout is None else {READOUT_KEY: json.loads(readout.to_json())}),
         # A reward is the logit plus its attribute's mean label and the head's bias.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),

@@ -83,8 +83,8 @@ class GgufCheckpoint:
         contract: content of the scoring contract, if this package exported the file.
 
     Raises:
-        CheckpointError: it is no GGUF file, its family is unknown, or it has a tensor or a field
-            that the family does not have. The caller adds the file's name.
+        CheckpointError: the file is no GGUF file, its family is unknown, or it has a tensor or a
+            field that the family does not have. The caller adds the file's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,7 +179,8 @@ class GgufCheckpoint:
 
         stored = self._stored[name]
         shape = stored.shape if part is None else stored.shape[1:]
-        # Read without a mapping, because pages of a mapped file would stay in memory.
+        # Read the data without mapping the file, because pages of a mapped file would stay in
+        # memory.
         count = math.prod(shape)
         offset = stored.offset + (part or 0) * count * stored.dtype.itemsize
         data = np.fromfile(self._path, stored.dtype, count, offset=offset)
@@ -187,7 +188,7 @@ class GgufCheckpoint:
             values = gguf.dequantize(data.reshape(shape), stored.kind)
         except NotImplementedError as error:
             raise CheckpointError(f"tensor {name}: {error}") from error
-        # A writable array, because torch warns about read-only ones.
+        # Make the array writable, because torch warns about read-only arrays.
         tensor = torch.from_numpy(np.require(values, requirements="W"))
         check_finite(tensor, f"tensor {name}")
         return tensor
@@ -226,7 +227,8 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
     try:
         architecture = check_header(path)
         if architecture is not None:
-            # Checked before the gguf package reads the vocabulary, which takes seconds.
+            # Check the architecture before the gguf package reads the vocabulary, which takes
+            # seconds.
             check_gguf_architecture(architecture)
         # GGUFReader trusts the header, so it opens the file only after the check.
         reader = gguf.GGUFReader(path)
@@ -270,10 +272,10 @@ def check_header(path: Path) -> str | None:
     """Check that the fields and tensor entries of a header lie within the file.
 
     Returns:
-        The value of ``general.architecture``; None if there is none.
+        The value of ``general.architecture``; None if the file has no such field.
 
     Raises:
-        CheckpointError: it is no GGUF file, or a count or a size is too large.
+        CheckpointError: the file is no GGUF file, or a count or a size is too large.
     """
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
@@ -317,7 +319,15 @@ class _Header:
         return self._data[self._position - size : self._position]
 
     def _skip_value(self, kind: int, items_left: int) -> int:
-        """Skip the value of a field; return how many items it has if it is an array."""
+        """Skip the value of a field.
+
+        Args:
+            kind: GGUF's number of the value's type.
+            items_left: largest number of items that an array may have here.
+
+        Returns:
+            The number of items if the value is an array, otherwise 0.
+        """
         if kind != _ARRAY:
             self._skip(self._size_of(kind))
             return 0
@@ -334,7 +344,7 @@ class _Header:
         return count
 
     def _size_of(self, kind: int) -> int:
-        """Return the size in bytes of a value of this type."""
+        """Return the size in bytes of a value of the type with GGUF's number ``kind``."""
         if kind == _STRING:
             return self._read_number("Q")
         if kind not in _SIZES:
@@ -417,8 +427,8 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as empty_folder:
         Path(empty_folder, "model.gguf").symlink_to(path.resolve())
         try:
-            # Not AutoTokenizer, which must know the model's class, and adds a token to Gemma 2's
-            # tokenizer.
+            # AutoTokenizer is not used, because it must know the model's class, and adds a token to
+            # Gemma 2's tokenizer.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
                 empty_folder,
                 gguf_file="model.gguf",
@@ -454,7 +464,11 @@ def _restore_nul(file: Path) -> None:
 
 
 def _convert_to_jinja(rerank: str) -> str:
-    """Convert a reranker's template to a chat template for a prompt and its response."""
+    """Convert a reranker's template, with ``{query}`` and ``{document}``, to a Jinja template.
+
+    In the result, a chat template, the prompt takes the query's place, and the response the
+    document's.
+    """
     parts = re.split(r"(\{query\}|\{document\})", rerank)
     turns = {"{query}": "messages[0].content", "{document}": "messages[1].content"}
     return "".join(
@@ -480,7 +494,7 @@ def _adds_bos(fields: Fields) -> bool:
 
 
 def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
-    """Add the rules that transformers dropped when it read the file."""
+    """Add the tokenizer rules in ``fields`` that transformers did not add to ``backend``."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 

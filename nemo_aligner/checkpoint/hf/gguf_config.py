@@ -82,17 +82,17 @@ class GgufFields:
         }
 
     def error(self, name: str, problem: str) -> CheckpointError:
-        """Build the error for a field: ``problem`` follows the field's value."""
+        """Build the error for the field ``name``; its text is key, value and ``problem``."""
         value = shown(self.values.get(name))
         return CheckpointError(f"{self._architecture}.{name}: got {value}, {problem}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Read a positive integer of up to 64 bits."""
+        """Read a positive integer of up to 64 bits; ``default`` if the file lacks the field."""
         value = self.values.get(name, default)
         return read_count(value, self._key(name), "a whole number from 1 on", maximum=2**64)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Read a finite number."""
+        """Read a finite number; ``default`` if the file lacks the field."""
         value = self.values.get(name, default)
         return read_number(value, self._key(name), "a number", -_MAX_FLOAT, _MAX_FLOAT)
 
@@ -224,7 +224,11 @@ def _translate_yarn(reader: GgufFields) -> dict[str, Any]:
 
 
 def _read_scaling_fields(reader: GgufFields, kind: str) -> dict[str, float]:
-    """Read the optional settings of a kind of RoPE scaling."""
+    """Read the fields that only this kind of RoPE scaling has.
+
+    Returns:
+        The values by their keys in ``rope_parameters``, without those that the file lacks.
+    """
     names = _SCALING_FIELDS[kind]
     return {key: reader.number(name) for name, key in names.items() if name in reader.values}
 

@@ -97,7 +97,7 @@ class FoundHead:
     Attributes:
         names: names of its tensors in the checkpoint, by the names of ``HeadShape.tensors``.
         outputs: number of outputs, the rows of its last layer.
-        shape: layers of the head; None for a single matrix.
+        shape: layers and biases of the head; None for a single matrix without a bias.
         description: says which head it is, for messages.
         stored: all tensors of the checkpoint.
         rows: rows of the output layer (LM head) that make up the head, by token or by index; empty
@@ -364,7 +364,10 @@ def describe_head(
 
 
 def is_of_head(name: str, source: Source | None = None) -> bool:
-    """Tell by its name if a tensor belongs to a head of any layout."""
+    """Tell by its name if a tensor belongs to a reward head of any layout.
+
+    With ``source``, the name that its ``config.json`` gives to OpenRLHF's head counts, too.
+    """
     layouts = LAYOUTS if source is None else _list_layouts(source).values()
     return name.startswith(tuple(f"{layout.last.partition('.')[0]}." for layout in layouts))
 
@@ -391,8 +394,8 @@ def _parse_rows(choice: str) -> list[str | int]:
 def _read_row_tokens(source: Source) -> list[str] | None:
     """Read the tokens of the rows from which vLLM makes a head; None if the config has none.
 
-    vLLM's setting names the losing token first. The result has the winning token first, as in
-    ``FoundHead.rows``.
+    vLLM's setting first names the token whose logit lowers the score. The result first has the
+    token whose logit raises it, as in ``FoundHead.rows``.
     """
     tokens, method = source.config.get("classifier_from_token"), source.config.get("method")
     if tokens is None:
@@ -415,7 +418,7 @@ def _count_rows(source: Source, name: str) -> int:
 
 
 def architecture_in(source: Source) -> str:
-    """Read the name of the class in ``config.json``; empty if there is none."""
+    """Read the name of the model's class (``architectures`` in ``config.json``); empty if none."""
     architectures = source.config.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")

@@ -55,7 +55,11 @@ def require_package() -> None:
 
 
 def write_modules(folder: Path, head: ExportedHead, hidden_size: int) -> None:
-    """Write the modules after the decoder: the mean, and the head's layers, all with a bias."""
+    """Write the folders of the modules after the decoder.
+
+    They are the pooling module, which computes the mean, and for each layer of ``head`` a dense
+    module with a bias. ``modules.json`` lists them.
+    """
     layers = sorted({name.rpartition(".")[0] for name in head.tensors})
     kinds = {"": "Transformer", _POOLING: "Pooling", **dict.fromkeys(layers, "Dense")}
     modules = [
@@ -118,8 +122,8 @@ def check_pooled_folder(
         prompt, reply = _split_prompt(text.text, contract, model.tokenizer)
         _check_tokens(model[0].preprocess([reply], prompt=prompt), text, contract)
         single.append(encode([reply], prompt))
-        # If RoPE depends on the longest sequence of a batch, rewards are comparable only in
-        # batches of one.
+        # If RoPE depends on the longest sequence of a batch, rewards are comparable only in batches
+        # of one. Then no padded batch is scored.
         is_length_dependent = bool(length_dependent_rope(decoder))
         padded.append(single[-1] if is_length_dependent else encode([reply, 2 * reply], prompt))
     return check_difference(torch.cat(single), torch.cat(padded), logits, texts)
@@ -138,7 +142,10 @@ def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tupl
 
 
 def _check_tokens(features: Any, checked: CheckedText, contract: ScoringContract) -> None:
-    """Compare token ids and the length of the prompt with those of the contract."""
+    """Raise CheckpointError if the token ids or the prompt's length are not the contract's.
+
+    ``features`` is the result of sentence-transformers' tokenizer for one sample.
+    """
     text, expected = checked.text, checked.token_ids
     ids, prompt_length = features["input_ids"][0].tolist(), features.get("prompt_length", 0)
     start = reply_start(expected, contract.reply_marker or ())

@@ -145,7 +145,7 @@ class RewardArchive:
         return fold_into_weight(data, low, high, self.lora.scale)
 
     def _read_lora(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
-        """Read LoRA's matrices B and A for a tensor; None if it has no adapter."""
+        """Read LoRA's matrices B and A for a rule's Megatron tensor; None if it has no adapter."""
         linear = rule.megatron.removesuffix(".weight")
         if self.lora is None or linear not in self.lora.linears:
             return None
@@ -249,15 +249,15 @@ class ExportedHead:
         *,
         are_rewards: bool = True,
     ) -> ExportedHead:
-        """Convert a head to a form.
+        """Convert the archive's head to the form in which an export writes it.
 
-        ``score`` has no bias, because transformers' class has none; a bias of the head is added to
-        the means. ``score.bias`` and ``v_head.summary`` have a bias, to which the means are added.
-        The two layers of ``Qwen2ForRewardModel`` always have biases, which may be zeros.
+        The form ``score`` has no bias, because transformers' class has none; a bias of the head is
+        added to the means. ``score.bias`` and ``v_head.summary`` have a bias, to which the means
+        are added. The two layers of ``Qwen2ForRewardModel`` always have biases, which may be zeros.
 
         Args:
             head: tensors by the names of ``HeadShape.tensors``.
-            form: name of the form; None keeps the head's.
+            form: name of the form; None means ``score``, or for two layers Qwen2ForRewardModel's.
             means: label means ``[A]``.
             are_rewards: the outputs are rewards, so a bias is a constant that may be moved to the
                 means.
@@ -328,7 +328,7 @@ def _require_biased_form(head: Mapping[str, Tensor], form: str | None, reads: st
 
 
 def _with_biases(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a head with zeros for missing biases."""
+    """Return the head's tensors, with a bias of zeros for each matrix that has none."""
     zeros = {
         name.replace("weight", "bias"): tensor.new_zeros(tensor.size(0))
         for name, tensor in head.items()
@@ -338,7 +338,7 @@ def _with_biases(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rename_tensors(head: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
-    """Return the tensors of a head by their names in a form."""
+    """Rename a head's tensors from the names of ``HeadShape.tensors`` to those of ``form``."""
     layouts = {TWO_LAYERS.last: TWO_LAYERS, VALUE_LAYER.last: VALUE_LAYER}
     names = layouts.get(form, LINEAR).names()
     return {names[head_name]: tensor for head_name, tensor in head.items()}
@@ -473,9 +473,15 @@ def _check_step_layers(
 def convert_logits(
     logits: Tensor, contract: ScoringContract, head: ExportedHead, *, merge: bool
 ) -> Tensor:
-    """Convert the archive's logits ``[N, A]``, or ``[N, A * K]`` for K bins, to the exported form.
+    """Convert logits of the archive's head to those that the exported head must compute.
 
-    The check of an export compares them with the logits of the exported folder.
+    Args:
+        logits: ``[N, A]`` for N samples or steps and A attributes, or ``[N, A * K]`` for K bins.
+        contract: scoring contract of the archive.
+        head: the exported head.
+        merge: whether the export merges the attributes into one reward.
+
+    The check of an export compares the result with the logits of the exported folder.
     """
     readout = contract.output_readout
     if readout is not None and readout.is_linear:

@@ -86,11 +86,13 @@ class Source:
 
 
 def open_source(source: str | Path) -> Source:
-    """Open a folder, a ``.gguf`` file, or a model on the hub (``org/name``, if no such folder).
+    """Open a checkpoint: a folder, a ``.gguf`` file, or a model on the hub.
+
+    A name like ``org/name`` means the hub if there is no folder with that path.
 
     Raises:
-        CheckpointError: it does not exist, is incomplete or damaged, its weights are pickled or
-            quantised, or the hub cannot be reached.
+        CheckpointError: the checkpoint does not exist, is incomplete or damaged, has pickled or
+            quantised weights, or the hub cannot be reached.
     """
     path = Path(source)
     if path.suffix.lower() == ".gguf":
@@ -175,7 +177,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    # Checked first, because an adapter would otherwise be reported as a folder without config.json.
+    # Check for an adapter first. Otherwise it would be reported as a folder without config.json.
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -271,7 +273,10 @@ def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str
 
 
 def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTensor]:
-    """Open the tensors of a single file, of the shards in an index, or of all files."""
+    """Open the tensors of a folder of safetensors, without reading their values.
+
+    ``weights`` is a single file or an index of shards; None opens all files of the folder.
+    """
     if weights is None:
         files = _list_safetensors(folder)
     elif weights.name.endswith(_INDEX_SUFFIX):
@@ -350,7 +355,8 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
     Raises:
         CheckpointError: a value is NaN or infinite.
     """
-    # Opened anew each time, because pages of a mapped file stay in memory until it is closed.
+    # The file is opened anew for each tensor, because pages of a mapped file stay in memory until
+    # it is closed.
     with safe_open(path, framework="pt") as stored:
         tensor = stored.get_tensor(name) if part is None else stored.get_slice(name)[part]
     check_finite(tensor, f"{path}: {name}")

@@ -109,7 +109,7 @@ def _prepare(
     def is_needed(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
-    # Checked first, because a GGUF file would otherwise be reported as an unreadable tar archive.
+    # Check for a GGUF file first. Otherwise it would be reported as an unreadable tar archive.
     if path.is_file():
         refuse_hugging_face(path, path)
     root = path if path.is_dir() else unpack(path, is_needed)
@@ -481,16 +481,19 @@ def write_nemo(
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
                     archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
-                # Before the weights, so that ``read_members`` stops early.
+                # The fingerprint precedes the weights, so that ``read_members`` finds it without
+                # reading past them.
                 if fingerprint is not None:
                     archive.add_text(FINGERPRINT_NAME, json.dumps({"fingerprint": fingerprint}))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_remove_owner)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_remove_owner)
-                # Last, because a tar is written in one pass, and the sums are complete only now.
+                # The checksums come last, because a tar is written in one pass, and only now they
+                # are complete.
                 archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
             stream.flush()
             os.fsync(stream.fileno())
-        # After a crash before this line the old archive is there; after this line, the new one.
+        # os.replace is atomic: after a crash, ``path`` is either the complete old archive or the
+        # complete new one.
         os.replace(partial, path)
         sync_to_disk(path.parent)
     finally:

@@ -124,7 +124,8 @@ class NemoFolder:
         folder = self.root / WEIGHTS_NAME
         if folder.is_dir():
             return folder
-        # A separate error, because "no such folder" would suggest a damaged archive.
+        # Old formats get an error of their own, because "no such folder" would suggest a damaged
+        # archive.
         for pattern in _LEGACY_WEIGHTS:
             for legacy_file in self.root.glob(pattern):
                 raise CheckpointError(
@@ -315,8 +316,8 @@ def _detect_format(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
     """Return the class for a checkpoint's format, and the checkpoint's folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
-    # Checked before Megatron's format, because a training run of this package also has torch_dist
-    # files.
+    # Check for a training run of this package before Megatron's format, because a run also has
+    # torch_dist files.
     refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
@@ -359,7 +360,7 @@ def refuse_adapter(folder: Path, source: Path) -> None:
 
 
 def _read_tracker(root: Path) -> str:
-    """Read the name of the folder that holds the latest step."""
+    """Read which folder holds the latest step, from Megatron's file with the step's number."""
     step = read_text(root / _TRACKER).strip()
     if step != "release" and not re.fullmatch(r"\d{1,15}", step):
         raise CheckpointError(f"{root / _TRACKER}: got {shown(step)}, wanted a step or 'release'")
@@ -441,8 +442,8 @@ _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_contex
 def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel`` to NeMo 1's keys.
 
-    A field whose value is a class or a function is a mapping with ``_target_``; the last part of
-    that dotted name is compared.
+    If a field's value is a class or a function, the YAML has a mapping with its dotted name under
+    ``_target_``. Only the last part of that name is looked at.
 
     Args:
         location: file and section of the settings, for errors.
@@ -519,7 +520,12 @@ def check_nemo1(config: Config, location: str) -> None:
 
 
 def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, location: str) -> None:
-    """Check that settings which this package does not implement are switched off."""
+    """Raise CheckpointError if a setting that this package does not implement is in use.
+
+    Args:
+        neutral: for each such setting the values that switch it off.
+        model: the checkpoint's settings. A setting that is absent counts as off.
+    """
     for key, values in neutral.items():
         if key in model and model[key] not in values:
             raise CheckpointError(
@@ -536,7 +542,11 @@ def _last_name(value: Any) -> Any:
 
 
 def _translate(names: Mapping[Any, str], value: Any, key: str, location: str) -> str:
-    """Look up NeMo's name for megatron-core's value of the setting ``key``."""
+    """Look up NeMo's name for megatron-core's value of the setting ``key``.
+
+    Raises:
+        CheckpointError: ``names`` does not have the value.
+    """
     try:
         return names[value]
     except (KeyError, TypeError):

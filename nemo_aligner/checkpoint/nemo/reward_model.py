@@ -217,7 +217,7 @@ def load_pretrained(
             pointwise_kernels=pointwise_kernels,
         )
         decide_together(current_device(), gather_objects)
-        # Checked first: a wrong head is then reported before the backbone is loaded.
+        # Check the head first, so that a wrong head is reported before the backbone is loaded.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         _set_adapters(model, folder, lora, seed)
@@ -228,9 +228,9 @@ def load_pretrained(
 def _set_adapters(
     model: GPTRewardModel, folder: NemoFolder, lora: LoraShape | None, seed: int
 ) -> None:
-    """Fold the archive's adapters if ``lora`` is None; else initialise adapters if it has none.
+    """Fold the archive's adapters into the loaded weights if ``lora`` is None.
 
-    The weights must be loaded already.
+    Otherwise the model trains adapters; initialise them if the archive has none.
     """
     if lora is None:
         fold_adapters(model)
@@ -386,7 +386,7 @@ def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> Scori
 
 
 def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice: str = "") -> bool:
-    """Check the archive's reward head; False if it has none. Errors end with ``advice``."""
+    """Check the shapes of the archive's reward head; False without one. Errors end in ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
         return False

@@ -63,7 +63,9 @@ class Rule:
 def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> Rule:
     """Build the rule for the weight of a norm.
 
-    Hugging Face and Megatron may each store it as gamma or as gamma - 1.
+    The weight is gamma, or gamma - 1: in Hugging Face if ``hf_is_zero_centered``, in Megatron if
+    the NeMo config sets ``layernorm_zero_centered_gamma``. If only one of them stores gamma - 1,
+    the rule adds or subtracts 1.
     """
 
     def shift(config: Config) -> int:
@@ -122,6 +124,7 @@ def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
     Args:
         kind: ``experts`` or ``shared_experts``.
+        gate, up, down: Hugging Face names of one expert's matrices.
     """
     return (
         experts_rule(f"mlp.{kind}.linear_fc1.weight", gate, up),
@@ -224,7 +227,10 @@ POST_MLP_NORM = "mlp.linear_fc2.post_layernorm.weight"
 
 
 def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """Build the rules for the norms of queries and keys; ``norm`` builds the rule of one norm."""
+    """Build the rules for the norms of queries and keys.
+
+    ``norm`` builds the rule of one norm from its Megatron name and its Hugging Face name.
+    """
     return (
         norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
         norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
@@ -237,7 +243,10 @@ ACROSS_HEADS_NORMS = tuple(replace(rule, is_by_group=True) for rule in QUERY_KEY
 
 
 def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """Build the rules outside the layers: embedding and final norm."""
+    """Build the rules outside the layers: embedding and final norm.
+
+    ``norm`` builds the rule of one norm from its Megatron name and its Hugging Face name.
+    """
     return (EMBEDDING, norm(FINAL_NORM, "model.norm.weight"))
 
 
@@ -247,7 +256,17 @@ def layer_rules_with(
     attention: tuple[Rule, ...] = (QKV, PROJECTION),
     mlp_norm: str = MLP_NORM,
 ) -> tuple[Rule, ...]:
-    """Build the rules of a layer with Llama's names: a norm before attention and before the MLP."""
+    """Build the rules of a layer with Llama's names and Llama's order of norms and blocks.
+
+    Llama has one norm before attention and one before the MLP. The arguments are the parts in which
+    other families differ.
+
+    Args:
+        norm: builds the rule of one norm from its Megatron name and its Hugging Face name.
+        mlp: rules of the MLP's matrices.
+        attention: rules of the attention's matrices.
+        mlp_norm: Megatron name of the norm before the MLP.
+    """
     return (
         norm(ATTENTION_NORM, "input_layernorm.weight"),
         *attention,
@@ -354,8 +373,9 @@ class GgufFormat:
         layer: names of the tensors of a layer.
         model: names of the tensors outside the layers.
         epsilon: GGUF field of the norms' epsilon, and its key in ``config.json``.
-        optional: fields of single families, and their keys in ``config.json``.
-        derived: function from the keys that were read to keys that GGUF has no field for.
+        optional: GGUF fields that only some families have, and their keys in ``config.json``.
+        derived: computes the settings for which GGUF has no field from those that were read; both
+            by their keys in ``config.json``.
         is_permuted: the rows of q and k are ordered for a RoPE that rotates neighbouring channels,
             not the two halves of a head.
         norm_offset: number that was added to the weights of norms.
@@ -439,7 +459,7 @@ class ModelFamily:
             their values. ``ANY`` stands for any value; a function tells if a value is supported.
         gguf: how GGUF files store the family; None if llama.cpp does not support it.
         layer_prefix: prefix of a layer's tensor names, before its number.
-        unused: suffixes of stored tensors that are not weights.
+        unused: suffixes of tensor names that a conversion skips, because they are not weights.
     """
 
     name: str

@@ -134,9 +134,9 @@ _MSCALE = "mscale_all_dim"
 
 
 def _ministral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` with the scaling of queries, and with both mscales.
+    """Return ``rope_parameters`` with the scaling of queries, and with both mscale keys.
 
-    GGUF has a single field for ``mscale`` and ``mscale_all_dim``.
+    GGUF has a single field for ``mscale`` and ``mscale_all_dim``, so its value is copied.
     """
     rope = {**config["rope_parameters"], _BETA: config[_BETA]}
     if _MSCALE in config:
@@ -246,7 +246,8 @@ def _granite_to_hf(config: Config) -> dict[str, Any]:
         "granite",
         embedding_multiplier=shape.embedding_multiplier,
         residual_multiplier=shape.residual_multiplier,
-        # Rounded to 15 digits, because NeMo's config stores its inverse square.
+        # Round to 15 digits, because NeMo's config stores the inverse square of this factor, and
+        # computing it back is not exact.
         attention_multiplier=float(f"{shape.kv_channels**-0.5 if scale is None else scale:.15g}"),
         attention_bias=False,
         mlp_bias=False,
@@ -336,9 +337,10 @@ def _phi3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _phi3_length(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy LongRoPE's original length out of ``rope_parameters``.
+    """Return LongRoPE's original length, from ``rope_parameters``, as a top-level key.
 
-    Phi-3's ``config.json`` has the length there and at the top level.
+    Phi-3's ``config.json`` has the length in both places, but the reader of GGUF files writes only
+    the one in ``rope_parameters``.
     """
     length = config["rope_parameters"].get(_LENGTH)
     return {} if length is None else {_LENGTH: length}
