@@ -1,4 +1,4 @@
-"""Names and unsharded shapes of a decoder's tensors in Megatron's naming.
+"""Names, as in Megatron, and unsharded shapes of a decoder's tensors.
 
 Converters and loaders compare checkpoints with these tables. The module also checks the names
 that a user gives to the outputs of a reward model.

@@ -117,7 +117,10 @@ def import_checkpoint(
 
 
 def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the decoder, and the names of those that are switched off."""
+    """Return the decoder's settings, and the names of the scaling settings that it switches off.
+
+    Scaling is switched off in a reward model unless ``keep_scaling``; see ``import_checkpoint``.
+    """
     settings = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
     if HEAD not in folder.tensors or keep_scaling:
         return settings, []
@@ -225,7 +228,10 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | None:
-    """Read one number for each attribute; a single number applies to all. None if not set."""
+    """Read the setting ``key`` as one number for each attribute; None if it is not set.
+
+    A single number in the settings applies to all attributes.
+    """
     values = section.get(key)
     if values is None:
         return None
@@ -257,7 +263,7 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] |
 def _find_precision(
     folder: NemoFolder, tensors: Mapping[str, LazyTensor | list[LazyTensor]]
 ) -> Precision:
-    """Return the precision that represents every value of the decoder's matrices exactly."""
+    """Return the precision of the decoder's matrices; fp32 if they have different dtypes."""
     stored = []
     for key, entry in tensors.items():
         parts = entry if isinstance(entry, list) else [entry]

@@ -38,7 +38,7 @@ from nemo_aligner.models.shape import ModelShape, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _SUM_TOLERANCE = 1e-6
-# Contract fields that are merged by a weighted sum, like the weights.
+# Fields of the contract that are merged by a weighted sum, like the model's weights.
 _SUMMED_FIELDS = ("label_means",)
 # Contract fields that may change when a finished model is trained further.
 _HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")
@@ -118,7 +118,7 @@ def _write(
 def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
     """Return a warning if models are averaged whose heads point in unrelated directions."""
     if min(model.weight for model in inputs) < 0:
-        return []  # for an extrapolation the heads may be of different kinds
+        return []  # an extrapolation may have heads of different kinds
     last, *earlier = [_read_flat_head(model.folder) for model in reversed(inputs)]
     cosine = min(float(torch.cosine_similarity(last, head, dim=0)) for head in earlier)
     if cosine >= _MIN_HEAD_COSINE:
@@ -218,7 +218,7 @@ def _merge_tensors(
 def _weighted_sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
     total = torch.zeros(parts[-1].shape, dtype=torch.float64)
     for part, weight in zip(parts, weights, strict=True):
-        # float64, because with weights such as -1 and 2 the terms are larger than their sum.
+        # Sum in float64, because with weights such as -1 and 2 the terms are larger than their sum.
         total.add_(part.read().double(), alpha=weight)
     return total.to(parts[-1].dtype)
 

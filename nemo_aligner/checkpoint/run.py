@@ -209,7 +209,7 @@ class RunCheckpoints:
         return saved[-1] if saved else None
 
     def best(self) -> Saved | None:
-        """Return the best checkpoint by ``monitor``; None if none has a value of it."""
+        """Return the best checkpoint by ``monitor``; None if no checkpoint has a value of it."""
         ranked = self.ranked()
         return ranked[0] if ranked else None
 
@@ -230,7 +230,10 @@ class RunCheckpoints:
         return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Return ``ranked()`` with checkpoints that this process wrote and has deleted since."""
+        """Return ``ranked()``, including checkpoints that this process has deleted since.
+
+        The log at the end of a run lists them all.
+        """
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
         return self._rank_checkpoints(list(by_path.values()))
 
@@ -362,7 +365,10 @@ class RunCheckpoints:
         return sorted(scored, key=order)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Return a sort key, smaller is better; None if ``monitor`` has no value."""
+        """Return a sort key, smaller is better: the value of ``monitor``, then the loss.
+
+        A value that should be large is negated. None if ``metrics`` has no value of ``monitor``.
+        """
         value = metrics.get(str(self.monitor), math.nan)
         if math.isnan(value):
             return None
@@ -372,7 +378,7 @@ class RunCheckpoints:
 
 
 def same_validation(one: RunState, other: RunState) -> bool:
-    """Tell if two runs, given by their states, validate on the same records."""
+    """Tell if the states ``one`` and ``other`` were validated on the same records."""
     if one.validated_on is not None and other.validated_on is not None:
         # The order counts, too, because the first validation set's metric ranks the checkpoints.
         return [*one.validated_on.items()] == [*other.validated_on.items()]
@@ -428,7 +434,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Tell the user which other checkpoints are complete, and how to resume from them."""
+    """Return the advice of an error: which other checkpoints are complete, how to resume there."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
@@ -484,7 +490,7 @@ def _read_saved(path: Path) -> Saved:
 
 
 def _as_json(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
+    """Return ``value`` with None (null) for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -37,7 +37,7 @@ from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
 LOCK_NAME = "run.lock"
 BEAT_S = 10.0
-# Six missed updates, because a file server may stall for a few of them.
+# This is the time of six missed updates, because a file server may stall for a few of them.
 DEAD_AFTER_S = 60.0
 _POLL_S = 1.0
 
@@ -305,7 +305,7 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
 def _read_modification_time(path: Path) -> float | None:
     """Read when a file was last modified; None if it is gone."""
     try:
-        # Opened first, because NFS may answer from its cache for a file that is not open.
+        # Open the file first, because NFS may answer from its cache for a file that is not open.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
@@ -347,7 +347,7 @@ def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
 def _is_same_file(path: Path, file: BinaryIO) -> bool:
     """Tell if ``path`` still names the open file ``file``."""
     try:
-        # Opened first, for the reason in ``_read_modification_time``.
+        # Open the file first, because NFS may answer from its cache otherwise.
         with path.open("rb") as current:
             return os.path.samestat(os.fstat(current.fileno()), os.fstat(file.fileno()))
     except FileNotFoundError:

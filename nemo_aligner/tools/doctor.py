@@ -74,7 +74,7 @@ def _wrap(text: str, first_indent: str) -> list[str]:
 
 _PACKAGE = "nemo_aligner"
 _ALWAYS_SHOWN = ("torch", "megatron-core", "transformers", "omegaconf", "numpy")
-# Optional extras of this package, and what each is for.
+# Optional extras of this package, and the purpose of each.
 _EXTRAS = {
     "serving": "the HTTP front of the servers and the gateway",
     "triton": "NVIDIA Triton next to the HTTP front",
@@ -150,7 +150,10 @@ def import_torch() -> Any:
 
 
 def _read_requirements() -> dict[str, list[Any]]:
-    """List this package's requirements on this machine by extra; "" has those without an extra."""
+    """List this package's requirements by extra; the key "" has those without an extra.
+
+    Requirements that do not apply to this machine, such as those of another platform, are left out.
+    """
     try:
         from packaging.requirements import Requirement
 
@@ -191,7 +194,10 @@ def _check_this_package() -> Finding:
 
 
 def _check_by_name() -> Iterator[Finding]:
-    """Check only that the main packages are installed, for when the requirements are not known."""
+    """Check only that the main packages are installed, because their versions are not known here.
+
+    The required versions are in the metadata of this package, which an uninstalled copy lacks.
+    """
     for name in _ALWAYS_SHOWN:
         version = version_of(name)
         if version is None:
@@ -221,7 +227,7 @@ def _check_extra(
 
     Args:
         extra: name of the extra.
-        purpose: what it is for.
+        purpose: what the extra is for.
         requirements: the packages of the extra.
         required_names: packages that are installed without any extra. They do not show that the
             user wants this extra.
@@ -268,7 +274,7 @@ def _check_triton_binary(pytriton: importlib.metadata.Distribution) -> Finding:
 # The machine: processors, memory, disk, port, compiler.
 
 _GIB = 2**30
-# Less free space than this, in bytes, is a note.
+# Bytes that should be free; with less, the check gives a note.
 _MIN_SHARED_MEMORY = 2**28
 _MIN_DISK = 10 * _GIB
 _RELEVANT_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -425,7 +431,10 @@ def _read_text(path: str) -> str:
 
 
 class Verdict(str, Enum):
-    """Verdict on a finding: ``note`` is worth knowing, ``missing`` must be fixed first."""
+    """Verdict on a finding.
+
+    ``missing`` must be fixed before this machine can train or serve; ``note`` only informs.
+    """
 
     ok = "ok"
     note = "note"
@@ -434,7 +443,14 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found: ``name: value``, with a verdict and advice; no advice if it is fine."""
+    """Result of one check, printed as ``name: value`` with the advice below it.
+
+    Attributes:
+        name: what was checked, such as a package.
+        value: what was found, such as its version.
+        verdict: whether the user has to act.
+        advice: what to do; empty if the verdict is ``ok``.
+    """
 
     name: str
     value: str

@@ -88,9 +88,10 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
 def score_everywhere(
     checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
 ) -> Scored:
-    """Score at every layout of this process group; every rank calls this once.
+    """Score ``texts`` at every layout of this process group; every rank calls this once.
 
-    The reference is scored in fp32 at the first layout.
+    The reference is scored in fp32 at the first layout. Layouts with fewer than
+    ``min_model_parallel`` ranks for each model replica are skipped.
 
     Raises:
         ConfigError: no layout of this many processes fits the model.
@@ -140,7 +141,10 @@ def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> 
 def _score_in_batches(
     checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
 ) -> dict[str, np.ndarray]:
-    """Score in batches of one, in one batch, in small packs, and from a prefix cache."""
+    """Compute the rewards ``[N, A]`` in four kinds of batches, by the kind's name.
+
+    The kinds are batches of one, one batch, small packs, and small packs with a prefix cache.
+    """
     model = load_reward_model(checkpoint, layout, precision)
     make_batch_invariant(model.model, ROWS_BY_DEVICE)
     small_budget = model.contract.seq_length
@@ -207,7 +211,10 @@ def _score_in_training(
 
 
 def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
-    """Stand in for a loss, because only the rewards of the forward pass are needed."""
+    """Return the sum and the number of rewards in place of a loss.
+
+    A training step needs a loss function, but here only the rewards of its forward pass are used.
+    """
     return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
 
 
@@ -217,7 +224,7 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# Starting new processes that do this.
+# Starting new processes that run ``score_everywhere``.
 
 
 def run_world(job: Mapping[str, Any], size: int) -> Scored:

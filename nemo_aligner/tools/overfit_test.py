@@ -29,8 +29,8 @@ from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
 _NAME = "validation-probe"
-# Bounds of the metric on the original labels, by metric: at least the first after training on them,
-# and at most the second after training on swapped labels.
+# For each metric, measured on the original labels: the least value after training on these labels,
+# and the largest value after training on swapped labels.
 BOUNDS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
@@ -42,7 +42,7 @@ class ProbedLearner(Protocol):
         ...
 
     def validate(self) -> dict[str, float]:
-        """Return the metrics of all validation sets, by ``<set>/<metric>``."""
+        """Return the metrics of all validation sets by name, ``<set>/<metric>``."""
         ...
 
 
@@ -52,10 +52,11 @@ class ProbeResult:
 
     Attributes:
         metric: name of the metric.
-        untrained: before training.
-        learned: after training on the original labels.
-        swapped: after training on swapped labels.
-        losses: (first, last) training loss with the original labels, then with swapped ones.
+        untrained: the metric before training.
+        learned: the metric after training on the original labels.
+        swapped: the metric after training on swapped labels.
+        losses: (first, last) training loss with the original labels, then the same with swapped
+            labels.
     """
 
     metric: str
@@ -79,7 +80,7 @@ def few_records(data: TrainingData, count: int) -> TrainingData:
 
 
 def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
-    """Reverse the order of rankings, and mirror ratings at the mean of their attribute."""
+    """Return the data with opposite labels: rankings reversed, ratings mirrored at their mean."""
     records = dataset.records
     if dataset.kind is RecordKind.comparison:
         return replace(dataset, records=replace(records, ranks=-records.ranks))
@@ -150,7 +151,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
 
 
 def render_probe(result: ProbeResult) -> str:
-    """Render the table and the verdict."""
+    """Render the result as a table, with the verdict in the last line."""
     high, low = BOUNDS[result.metric]
     (first, last), (first_swapped, last_swapped) = result.losses
     return "\n".join(

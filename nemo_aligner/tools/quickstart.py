@@ -238,8 +238,8 @@ def unpack_gguf(folder: Path, target: Path) -> None:
 
 # Ranks and settings that suit the machine.
 
-# Steps on a CPU. A pair of the demo set has about 60 tokens, and two cores train the demo's model
-# at some 200 tokens/s.
+# Training steps of a run on a CPU. A pair of the demo set has about 60 tokens, and two cores train
+# the demo's model at some 200 tokens/s.
 STEPS = 40
 LEARNING_RATE = 2e-4
 HELDOUT_LINES = 240
@@ -247,7 +247,11 @@ HELDOUT_LINES = 240
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """This machine; ``gpus`` is 0 to train on the CPU."""
+    """The hardware that decides how many ranks the quickstart trains with.
+
+    Attributes:
+        gpus: number of NVIDIA GPUs; with 0 the CPU trains.
+    """
 
     gpus: int
 
@@ -271,7 +275,14 @@ def find_local_machine() -> LocalMachine:
 
 
 def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list[str]:
-    """Choose all settings of the run that do not name a file.
+    """Choose the settings of the training run, except those that name a file.
+
+    Args:
+        layers: number of the model's layers.
+        is_demo: whether the run trains the demo's model on the demo set.
+
+    Returns:
+        Settings as ``key=value``.
 
     On GPUs all layers are trained in bf16, on a CPU the upper fifth of the ``layers``.
     """
@@ -351,10 +362,14 @@ def _wait_for_end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
 
 
 def render_gain(run_folder: Path, evaluation: Path) -> str:
-    """Compare the main metric of a run's first validation with that of its final evaluation.
+    """Return a line with the main metric before training and after it.
+
+    Args:
+        run_folder: folder of the run; its metrics.csv has the validation before training.
+        evaluation: JSON file of the evaluation after training.
 
     Raises:
-        DataError: the run does not have exactly one metrics.csv, or it has no such validation.
+        DataError: the run does not have exactly one metrics.csv, or the file has no validation.
     """
     results = json.loads(evaluation.read_text())
     name = "accuracy" if "accuracy" in results["metrics"] else "pearson_mean"

@@ -36,8 +36,8 @@ def model_card(
         trained_in: precision of the archive before the export, as in ``ScoringContract.dtype``.
         base: name of the base model if the folder is an adapter.
         form: form of the head (``ExportedHead.form``).
-        is_loaded_with_head: whether transformers has a class that loads decoder and head. If not,
-            the card has a program that computes the head.
+        is_loaded_with_head: whether transformers has a class that loads the decoder together with
+            the head. If not, the program in the card computes the head itself.
     """
     assert base is None or not contract.has_steps, "adapters support no rewards per step"
     environment = Environment(
@@ -89,8 +89,8 @@ def _describe_training(archive: Path) -> Iterator[str]:
         names = ", ".join(f"`{Path(file).name}`" for file in files)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
-    # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/", and not
-    # those by source ("validation-<file>/by_source/...").
+    # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/". Drop the
+    # metrics by source ("validation-<file>/by_source/...").
     metrics_by_step = [
         {key: value for key, value in state["metrics"].items() if key.count("/") == 1}
         for state in states
@@ -105,7 +105,5 @@ def _describe_training(archive: Path) -> Iterator[str]:
 
 
 def _format_metric(value: float | None) -> str:
-    """Format a metric's value with 4 digits for a table; None (no value) gives an empty cell.
-
-    """
+    """Format a metric's value with 4 digits for a table; None (no value) gives an empty cell."""
     return "" if value is None else f"{value:.4g}"

@@ -49,7 +49,7 @@ from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.utils.errors import CheckpointError, DataError
 
 TOLERANCE = 1e-4
-_RELATIVE_TOLERANCE = 1e-5  # relative to a reward, because fp32 rounds large values more
+_RELATIVE_TOLERANCE = 1e-5  # tolerance relative to a reward, because fp32 rounds large values more
 _MAX_CHECKED_TOKENS = 512
 
 
@@ -126,7 +126,7 @@ def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator
             continue  # no chat template, or one that rejects this conversation
         scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
-            continue  # the marker, by which the response is found, may have been cut off
+            continue  # the marker before the response may have been cut off
         yield CheckedText(text, ids, scored, (len(scored) - 1,))
 
 
@@ -172,7 +172,7 @@ def compute_reference_logits(
     """
     token_lists = [text.scored for text in texts]
     reads = SequenceReads.number([text.reads for text in texts]) if texts[0].steps else None
-    # All samples fit into one pack, so that the weights are read only once.
+    # Put all samples into one pack, so that the weights are read only once.
     budget = sum(map(len, token_lists))
     packs = pack_sequences(token_lists, budget, reads, model.length_dependent_rope)
     shape = (sum(len(text.reads) for text in texts), model.rm_head.weight.size(0))
@@ -443,7 +443,7 @@ def class_name(model_type: str, suffix: str) -> str:
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    # The mappings also have the classes that other packages registered with transformers.
+    # Use transformers' mappings, because they include the classes that other packages registered.
     try:
         config = CONFIG_MAPPING[model_type]
         body: Any = MODEL_MAPPING[config]
@@ -489,7 +489,7 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
     """
     parameters = dict(model.named_parameters())
     by_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
-    # With this option each key has the number of its layer.
+    # With this option each key has its layer's number. Without it one key stands for all layers.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in parameters:

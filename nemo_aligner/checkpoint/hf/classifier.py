@@ -99,7 +99,7 @@ class HfRewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the rewards; "reward" for a single output without a name."""
+        """Names of the rewards, from ``id2label``; "reward" for a single output without a name."""
         means = getattr(self.model.config, "label_means", None)
         if self._readout is not None and means:
             return tuple(means)
@@ -158,7 +158,8 @@ class HfRewardModel:
             raise NoTemplateError(
                 "this sample is a conversation, but the tokenizer has no chat template"
             )
-        # A message that contains the template's markers could imitate another turn.
+        # Reject a message that contains the template's markers, because it could imitate another
+        # turn.
         self._turn_marks.check(text)
         rendered = self._render(self._reading.adapt(text))
         return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
@@ -232,7 +233,8 @@ class HfRewardModel:
         has_no_pad = self.model.config.get_text_config().pad_token_id is None
         is_single = has_no_pad or bool(length_dependent_rope(self.model))
         rows: list[int] = []
-        # The longest samples come first, so a batch that does not fit into memory fails at once.
+        # Begin with the longest samples, so that a batch that does not fit into memory fails at
+        # once.
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
             longest = len(token_lists[rows[0]]) if rows else 0
             if rows and (is_single or longest * (len(rows) + 1) > self.batch_tokens):
@@ -291,7 +293,7 @@ def load_hf_reward_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # third-party code may raise anything
         raise CheckpointError(f"{name}: {_NOT_LOADED}{one_line(error)}") from error
-    # Llama 3's template writes today's date, with which a reward would change every day.
+    # Llama 3's template writes today's date into the prompt, so a reward would change every day.
     tokenizer.chat_template = _freeze_dates(tokenizer)
     model = _load_with_layout(name, dtype, head) if head else _load_model(name, dtype)
     model = model.to(current_device()).eval()
@@ -363,8 +365,8 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
         problem = _NOT_LOADED + one_line(error)
     else:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
-        # transformers initialises missing tensors at random, and ignores those that its class does
-        # not have.
+        # transformers initialises tensors that the checkpoint lacks at random, and ignores tensors
+        # of the checkpoint that its class lacks. Neither gives the trained rewards.
         if not missing and not any(map(is_of_head, map(str, report["unexpected_keys"]))):
             return model
         problem = "transformers' class does not have all tensors of its head"

@@ -182,7 +182,8 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # check_tensors rejects all other tensors, because they might change what the model computes.
+    # Only these tensors may be dropped. check_tensors rejects any other surplus tensor, because it
+    # might change what the model computes.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -242,8 +243,7 @@ def _head_sizes(
 
 
 def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
-    """Return a NeMo config with ``zero_groups`` more query groups, and the heads in these groups.
-    """
+    """Return a NeMo config with ``zero_groups`` more query groups, and the heads in them."""
     if not zero_groups:
         return {**config}
     heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -357,7 +357,7 @@ def _count_outputs(source: Source, head: FoundHead, labels: Sequence[str]) -> in
         if source.contract is None:
             return head.outputs
         num_outputs = ScoringContract.from_dict(source.contract).num_outputs
-        return max(num_outputs, 2)  # an export writes two outputs for one reward
+        return max(num_outputs, 2)  # an export of a single reward has two outputs
     contract = _read_bins_contract(source)
     return len(labels if contract is None else contract.output_names)
 
@@ -400,8 +400,8 @@ def _read_step_labels(
 
 
 def _read_id2label(source: Source, head: FoundHead) -> list[str]:
-    """Read the names of the outputs from ``id2label``."""
-    if head.rows:  # labels in the config do not refer to rows of the output layer
+    """Read the names of the head's outputs from ``id2label`` in ``config.json``, in order."""
+    if head.rows:  # id2label does not name rows of the output layer
         return ["reward"]
     names = source.config.get("id2label")
     try:

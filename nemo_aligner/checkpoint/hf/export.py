@@ -314,7 +314,10 @@ _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
 
 @contextmanager
 def atomic_folder(output: Path) -> Iterator[Path]:
-    """Provide a temporary folder that is renamed to ``output`` if the block succeeds."""
+    """Provide a temporary folder that is renamed to ``output`` if the block succeeds.
+
+    If the block fails, the temporary folder is removed, so ``output`` never is incomplete.
+    """
     with scratch_beside(output) as scratch:
         staging = scratch / "folder"
         staging.mkdir()
@@ -400,7 +403,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
-    """Choose a pad token and its id. If the id is the vocabulary size, the token has to be added.
+    """Choose a pad token; return its text and its id.
+
+    If the id is the vocabulary size, no existing token fits, and the caller has to add the token.
 
     transformers reads the reward at the last token that is not padding, so no sample may end with
     the pad token. The pad token is neither BOS, nor EOS, nor one of ``last_ids``.
@@ -423,10 +428,10 @@ def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, in
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
 ) -> None:
-    """Write the tokenizer's files with another pad token, class and chat template.
+    """Write the tokenizer's files, adjusted for transformers: pad token, class and chat template.
 
-    The template is that of the contract, with the ``chat_template_kwargs`` written into it. If
-    ``tokenizer.json`` lacks the pad token, transformers adds it after all others.
+    The chat template is the contract's, with the contract's ``chat_template_kwargs`` written into
+    it. If ``tokenizer.json`` lacks the pad token, transformers adds it after all others.
     """
     tokenizer.save(folder)
     changes: dict[str, Any] = {}
@@ -518,7 +523,7 @@ def hf_config(
         "num_labels": len(names),
         "id2label": names,
         "label2id": {name: number for number, name in names.items()},
-        "problem_type": "regression",  # so that vLLM returns raw scores
+        "problem_type": "regression",  # makes vLLM return raw scores
         **({_ACTIVATION_KEY: _NO_ACTIVATION} if reads_last_token else {}),
         "bos_token_id": contract.bos_id,
         "eos_token_id": contract.eos_id,

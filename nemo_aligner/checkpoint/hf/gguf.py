@@ -122,7 +122,8 @@ class GgufCheckpoint:
             hf_name: Hugging Face name. EXPERT in it stands for the number of an expert.
         """
         if EXPERT in hf_name:
-            # A tensor without columns may claim any number of rows without any bytes of data.
+            # Limit the experts, because a tensor without columns may claim any number of rows
+            # without any bytes of data.
             if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
                 raise CheckpointError(
                     f"tensor {shown(name)}: got shape {list(shape)}, wanted matrices of at most "
@@ -174,7 +175,7 @@ class GgufCheckpoint:
         return f"{self._family.layer_prefix}{block}.{self._format.layer[part]}.{kind}"
 
     def _dequantize(self, name: str, part: int | None = None) -> Tensor:
-        """Read a tensor, or the slice ``part`` of its first axis, in fp32."""
+        """Read a tensor in fp32; with ``part``, only the slice at this index of its first axis."""
         import gguf
 
         stored = self._stored[name]

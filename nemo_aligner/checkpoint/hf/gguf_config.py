@@ -21,13 +21,13 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Field with the names of a reward head's rows, in a file for llama.cpp's rank pooling.
 LABELS = "classifier.output_labels"
-# RoPE factors; GGUF stores them as tensors.
+# Names of the tensors in which GGUF stores RoPE's factors.
 ROPE_FREQS = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FREQS, _SHORT, _LONG)
 _MAX_FLOAT = sys.float_info.max
 
-# Fields that every family must have, and their keys in config.json.
+# Fields that the files of every family must have, and their keys in config.json.
 SETTINGS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -35,7 +35,7 @@ SETTINGS = {
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
 }
-# Other fields that all families may have.
+# Other fields that the files of any family may have.
 _OPTIONAL_FIELDS = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",

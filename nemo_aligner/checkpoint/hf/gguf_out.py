@@ -49,7 +49,7 @@ from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 _READER = "llama.cpp's rank pooling"
-# Name of the row of zeros; the other row has the name of the attribute.
+# Name of the classifier's row of zeros. The other row has the name of the attribute.
 _ZERO = "zero"
 _QUERY, _DOCUMENT = "{query}", "{document}"
 # For each precision: names of the gguf package's quantization type and file type.
@@ -146,7 +146,10 @@ class _Writer:
         )  # fmt: skip
 
     def write(self, name: str) -> list[str]:
-        """Write the file, read it again, and return the lines to print."""
+        """Write the file, read it again, and return the lines to print.
+
+        ``name`` is the model's name in the file's metadata.
+        """
         try:
             import gguf
         except ImportError as error:
@@ -288,13 +291,17 @@ class _Writer:
             yield name, stored
 
     def _compare_with_archive(self) -> None:
-        """Read the file as a conversion does, and compare it with the archive."""
+        """Read the written file as a conversion does, and raise CheckpointError if it differs.
+
+        Weights, settings and the token ids of a few samples must be those of the archive.
+        """
         read = GgufCheckpoint(self.scratch / _FILE)
         family = self.archive.family
         config, expected = family.to_nemo(read.config), family.to_hf(self.archive.config)
         actual = family.to_hf(config)
         for key, value in expected.items():
-            # A reward model has no output layer, so this key changes nothing.
+            # tie_word_embeddings may differ: a reward model has no output layer, so the key changes
+            # nothing.
             if actual[key] != value and key != "tie_word_embeddings":
                 raise CheckpointError(
                     f"{key}: the written file has {actual[key]}, but the archive {value}"

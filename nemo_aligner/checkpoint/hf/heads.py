@@ -74,14 +74,16 @@ PREFIX_KEY = "value_head_prefix"
 # Key of config.json with the id of the token at which InternLM2's reward models read. They append
 # this token to every sample.
 REWARD_TOKEN_KEY = "reward_token_id"
-# Key of config.json, in exports of this package: how rewards are computed from logits of bins.
+# Key of config.json in exports of this package. Its value tells how rewards are computed from
+# logits of bins.
 READOUT_KEY = "readout"
 # Suffixes of classes whose heads read each step, or each token, instead of the last token.
 TOKEN_SUFFIX, STEP_SUFFIX = "ForTokenClassification", "ForProcessRewardModel"
 # "ForPrmModel" is the suffix of Skywork-o1-Open-PRM's class.
 _STEP_CLASS_SUFFIXES = (TOKEN_SUFFIX, STEP_SUFFIX, "ForPrmModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
-# Forms in which an export can write a head of one matrix; the first is that of transformers.
+# Forms in which an export can write a head of one matrix. The first is the form of transformers'
+# own classes.
 SCORE_WITH_BIAS = "score.bias"
 LINEAR_FORMS = (LINEAR.last, SCORE_WITH_BIAS, VALUE_LAYER.last)
 # Limit for the rows of a head. A tensor without columns may claim any number of rows without any
@@ -130,7 +132,7 @@ class FoundHead:
             raise CheckpointError(
                 f"{last}: the head's other layer, {layout.hidden}.weight, is missing"
             )
-        # Read from the file's header; no weight has been read yet.
+        # The number of rows is from the file's header, so it is checked before any weight is read.
         outputs = _count_rows(source, last)
         if outputs > _MAX_OUTPUTS:
             raise CheckpointError(f"{last}: got {outputs} rows, wanted at most {_MAX_OUTPUTS}")
@@ -462,7 +464,7 @@ class BodyWithHead(torch.nn.Module):
             An object whose ``logits`` are float32 ``[S, A]``, or ``[S, T, A]`` if ``reads_all``.
         """
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        # Padding is on the right.
+        # The number of tokens gives the last position, because padding is on the right.
         last = attention_mask.sum(dim=1) - 1
         rows = torch.arange(len(hidden), device=hidden.device)
         states = (hidden if self.reads_all else hidden[rows, last]).float()
@@ -513,7 +515,7 @@ def load_with_head(name: str, source: Source, head: FoundHead, dtype: torch.dtyp
 
 
 def length_dependent_rope(model: torch.nn.Module) -> list[Any]:
-    """List the rotary embeddings of a model that depend on the length of a batch."""
+    """List a model's rotary embeddings that depend on the longest sequence of a batch."""
     kinds = "dynamic", "longrope"
     return [module for module in model.modules() if getattr(module, "rope_type", None) in kinds]
 

@@ -59,7 +59,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
-_MAX_NAME_LENGTH = 255  # limit of the usual file systems; opening a longer name is an OSError
+_MAX_NAME_LENGTH = 255  # limit of common file systems; opening a longer name raises OSError
 _DTYPES = safetensors_dtypes()
 
 
@@ -210,7 +210,8 @@ def _open_folder(folder: Path) -> Source:
     source = Source(
         config,
         tensors,
-        # The files of an export are not adjusted, because the contract has their fingerprint.
+        # Copy the tokenizer files of an export unchanged, because the contract has their
+        # fingerprint.
         partial(_copy_tokenizer, folder, is_exported=contract_fields is not None),
         contract_fields,
         notes=(*_describe_unread_weights(folder, weights), *wrapper_notes),
@@ -289,7 +290,8 @@ def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTenso
         missing = sorted(listed - stored.keys())
         if missing:
             raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
-        # Only tensors that the index lists are used: files may contain several copies of a tensor.
+        # Use only the tensors that the index lists for a file, because several files may contain
+        # the same tensor.
         tensors.update({key: stored[key] for key in listed or stored})
     return tensors
 

@@ -386,7 +386,7 @@ def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> Scori
 
 
 def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice: str = "") -> bool:
-    """Check the shapes of the archive's reward head; False without one. Errors end in ``advice``."""
+    """Check the archive's reward head; False if there is none. Errors end with ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
         return False

@@ -58,8 +58,8 @@ from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 # Sharded saves, in megatron-core's format.
 
-# The same options as in megatron-core's save: keys are flat already, and ``_torch_tensors`` has
-# dropped the replicas.
+# Options of the planner, as in megatron-core's save. Both steps are switched off, because keys are
+# flat already, and ``_torch_tensors`` has dropped the replicas.
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
 
@@ -106,7 +106,7 @@ class PendingSave:
             on_main(lambda: write_common(common, folder))
             tensors = _torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
-        # From here on nothing is collective until finish().
+        # From here until finish() this rank calls no collectives.
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
     @property
@@ -161,6 +161,9 @@ def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> WeightSums:
     """Save a sharded state dict, and wait until all ranks have written; see ``PendingSave``.
+
+    Args:
+        arrived: waits for tensors that are still being copied; None if none are.
 
     Returns:
         The sums of all weights (``weights.sums``), on every rank.
@@ -277,8 +280,8 @@ def zero_copy_slice(tensor: Tensor) -> Tensor:
     is_part = tensor.untyped_storage().size() != tensor.nbytes
     if not is_part or not tensor.is_cpu or not tensor.is_contiguous():
         return tensor
-    # Viewed as bytes, because numpy has no bf16. A tensor made from an array has a storage of just
-    # the array's bytes.
+    # View the tensor as bytes, because numpy has no bf16. A tensor made from an array has a storage
+    # of just the array's bytes.
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
 
@@ -345,7 +348,7 @@ class _ReadingPlanner(SummingPlanner):
         tensor = self._tensors[index.fqn, tuple(index.offset)]
         data = tensor.read()
         assert (tuple(data.shape), data.dtype) == (tensor.shape, tensor.dtype), index
-        # A weighted sum of models, or a conversion to fp16, may overflow.
+        # Check the values, because a weighted sum of models, or a conversion to fp16, may overflow.
         check_finite(data, f"{index.fqn}, from {list(index.offset)} on")
         # A key that stacks all layers has one more axis in the file.
         return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
@@ -392,7 +395,7 @@ _PER_LAYER = {"non_homogeneous_layers": True}
 
 
 class ShardedModel(Protocol):
-    """The methods of a Megatron module that saving and loading use."""
+    """The methods that saving and loading need of a model; every Megatron module has them."""
 
     def sharded_state_dict(
         self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...

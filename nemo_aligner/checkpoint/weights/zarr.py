@@ -60,7 +60,7 @@ class ZarrStore(TensorStore):
 def _check_chunks(path: Path, header: dict[str, Any]) -> None:
     steps = header["chunks"]
     counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
-    # Counted first, because a header may claim more chunks than a loop could visit.
+    # Count the files first, because a header may claim more chunks than a loop could visit.
     if math.prod(counts) >= len(list(path.iterdir())):  # the folder also holds the header
         raise CheckpointError(f"{path}: some of its {math.prod(counts)} chunks are missing")
     chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize

@@ -94,7 +94,11 @@ def register_family(family: ModelFamily) -> None:
 
 
 def find_family(model_type: Any) -> ModelFamily:
-    """Return the family with this ``model_type`` in ``config.json``."""
+    """Return the family with this ``model_type`` in ``config.json``.
+
+    Raises:
+        CheckpointError: there is no such family.
+    """
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
         raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {supported}")
@@ -102,7 +106,11 @@ def find_family(model_type: Any) -> ModelFamily:
 
 
 def check_gguf_architecture(architecture: Any) -> None:
-    """Raise CheckpointError if no family has this ``general.architecture`` of a GGUF file."""
+    """Raise CheckpointError if no family has this architecture.
+
+    Args:
+        architecture: value of the field ``general.architecture`` of a GGUF file.
+    """
     formats = [family.gguf for family in _FAMILIES.values() if family.gguf]
     architectures = dict.fromkeys(gguf.architecture for gguf in formats)
     if not isinstance(architecture, str) or architecture not in architectures:
@@ -128,7 +136,7 @@ def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat
             continue
         if gguf.marked_by is None:
             unmarked = family, gguf
-        # The field is 0 or missing in files of the other family.
+        # The field ``marked_by`` is 0 or missing in files of the other family.
         elif fields.get(f"{architecture}.{gguf.marked_by}"):
             return family, gguf
     assert unmarked is not None, "every architecture has a family without a mark"

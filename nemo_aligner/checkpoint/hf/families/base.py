@@ -278,7 +278,8 @@ def layer_rules_with(
 MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with()
 
 
-# Megatron's order of queries, keys and values, and added query groups of zeros.
+# Megatron's order of queries, keys and values, and query groups of zeros, which are added for
+# tensor parallelism.
 
 # Axis that is divided into query groups, by the name of the Megatron tensor.
 _GROUP_AXES = {
@@ -515,6 +516,6 @@ def _is_match(value: Any, expected: Any) -> bool:
 
 
 def describe_differences_from_llama(shape: ModelShape) -> str:
-    """Describe in which settings a decoder differs from Llama's, for an error."""
+    """List the settings in which a decoder differs from Llama's as text for an error."""
     values = {key: getattr(shape, key) for key in PLAIN}
     return ", ".join(f"{key}={value}" for key, value in values.items() if value != PLAIN[key])
