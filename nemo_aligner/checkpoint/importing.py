@@ -242,7 +242,10 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
 
 
 def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] | None:
-    """Read the head as a weight ``[A, hidden]`` and offsets ``[A]``; None for a base model."""
+    """Read NeMo-Aligner's head, folded into a weight ``[A, hidden]`` and offsets ``[A]``.
+
+    None for a base model. See ``fold_head``.
+    """
     stored = folder.tensors
     if HEAD not in stored:
         return None
@@ -327,7 +330,7 @@ def _build_contract(
 
 
 def _resolve_template(setting: str | None, tokenizer: Tokenizer) -> str:
-    """Return the text of the chat template that the option names; empty for raw texts only."""
+    """Return the chat template that ``setting`` names; empty if only raw texts are allowed."""
     if setting is None:
         raise ConfigError(
             "template: it is not set, and this reward model does not say how a conversation is "

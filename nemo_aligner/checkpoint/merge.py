@@ -49,7 +49,7 @@ _MIN_HEAD_COSINE = 0.5
 
 @dataclass(frozen=True)
 class _Input:
-    """An opened reward model and its weight in the sum."""
+    """A reward model to merge: its opened archive, and its weight in the sum."""
 
     folder: NemoFolder
     shape: ModelShape
@@ -193,7 +193,12 @@ def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> 
 def _merge_tensors(
     inputs: Sequence[_Input],
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    """Return the merged tensors outside the layers, and those of each layer, as lazy tensors."""
+    """Return lazy tensors that compute the weighted sums when they are written.
+
+    Returns:
+        The tensors outside the layers by their stored names; and for each stored name in the layers
+        one tensor of each layer.
+    """
     decoders = [lazy_decoder(model.folder, model.shape) for model in inputs]
     weights = [model.weight for model in inputs]
 

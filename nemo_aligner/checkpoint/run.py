@@ -46,8 +46,8 @@ from nemo_aligner.utils.writing import write_problem
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# Metrics on different validation records are not comparable. States of earlier versions have no
-# digests of the records; for them these settings tell if the records are the same.
+# Settings that choose the validation records. Metrics on different records are not comparable.
+# States of earlier versions have no digests of the records, so these settings are compared.
 _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
@@ -141,7 +141,10 @@ class RunCheckpoints:
         self._current: RunState | None = None
 
     def compare_with(self, current: RunState) -> None:
-        """Rank checkpoints first that were validated on the same records as ``current``."""
+        """Set the state by which later rankings compare: ``current``, of this run.
+
+        Checkpoints that were validated on other records than ``current`` rank last.
+        """
         self._current = current
 
     def is_comparable(self, saved: Saved) -> bool:
@@ -199,7 +202,7 @@ class RunCheckpoints:
         on_main(lambda: _delete_unfinished(self.folder))
 
     def list_saved(self) -> list[Saved]:
-        """List the complete checkpoints, oldest first, after publishing a pending one."""
+        """List the complete checkpoints, oldest first; a pending checkpoint is published before."""
         self.publish()
         return on_main(lambda: _list_saved(self.folder))
 
@@ -241,7 +244,7 @@ class RunCheckpoints:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
         if self._sort_key(metrics) is None:
             return False
-        # The largest step makes the newcomer lose every tie, as a checkpoint that is saved now
+        # The newcomer gets the largest step, so that it loses every tie, as a checkpoint saved now
         # would.
         state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
@@ -285,7 +288,7 @@ class RunCheckpoints:
         if self._pending is None:
             return None
         (saved, pending), self._pending = self._pending, None
-        # finish is collective, and raises on every rank or on none.
+        # finish is collective, and raises on every rank or on none, so all ranks enter this branch.
         try:
             pending.finish()
         except CheckpointError:
@@ -318,7 +321,7 @@ class RunCheckpoints:
         if self._deletion is not None:
             self._deletion.result()
         saved = _list_saved(self.folder)
-        # A run resumes from the newest checkpoint, so that stays, whatever its metric.
+        # A run resumes from the newest checkpoint, so this one stays, whatever its metric.
         retained = {
             item.path for item in (*self._rank_checkpoints(saved)[: self._save_top_k], saved[-1])
         }
@@ -434,7 +437,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Return the advice of an error: which other checkpoints are complete, how to resume there."""
+    """Return the advice for an error: how to resume without the checkpoint ``damaged``."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
@@ -443,7 +446,7 @@ def _advise_without(damaged: Path) -> str:
             "exp_manager.explicit_log_dir to a new folder to start a new run"
         )
     are_complete = "is complete" if len(names) == 1 else "are complete"
-    # A run reads the states of all its checkpoints, so one without a state would stop it again.
+    # A run reads the states of all its checkpoints, so it would stop at any that has no state.
     in_the_way = [damaged, *(path for path in other_folders if not _has_state(path))]
     return (
         f"The run can resume from another checkpoint, as {', '.join(names)} {are_complete}: move "
@@ -504,7 +507,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _partial_path(path: Path) -> Path:
-    """Return the path of a checkpoint, or of a file in it, while it is being written."""
+    """Return the path of a checkpoint, or of a state file, while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
@@ -541,7 +544,10 @@ def _amend(path: Path, state: RunState) -> None:
 
 
 def _rename_removed(path: Path) -> Path:
-    """Rename a checkpoint before it is deleted, so that a half-deleted one is not listed."""
+    """Rename a checkpoint before it is deleted, and return the new path.
+
+    A checkpoint that is deleted only in part is then not listed.
+    """
     doomed = path.with_name(path.name + ".removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

@@ -135,7 +135,7 @@ class RunLock:
         self.is_lost = False
         self._holder = holder
         self._over = threading.Event()
-        # A daemon thread, so that a process that ends with an error does not wait for it.
+        # Use a daemon thread, so that a process that ends with an error does not wait for it.
         self._heart = threading.Thread(target=self._beat, name="run lock", daemon=True)
         if holder is not None:
             self._heart.start()
@@ -161,7 +161,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Remove the file, unless another job holds the lock by now."""
+        """Remove the lock file, unless another job has taken the lock since."""
         if self._holder is None:
             return
         self._over.set()
@@ -238,7 +238,7 @@ def _acquire_lock(path: Path) -> Holder:
         is_alive = None if holder is None else holder.is_alive()
         if is_alive is None:
             is_alive = _watch_lock(path, holder)
-        if is_alive is None:  # the lock was released meanwhile
+        if is_alive is None:  # the holder has released the lock meanwhile
             continue
         if is_alive:
             raise CheckpointError(
@@ -269,7 +269,7 @@ def _create_lock(path: Path, holder: Holder) -> bool:
 
 
 def _read_holder(path: Path) -> Holder | None:
-    """Read who holds the lock; None if there is no file, or if it is still empty."""
+    """Read who holds the lock; None if there is no lock file, or if the file is still empty."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -286,7 +286,7 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
     first = _read_modification_time(path)
     if first is None:
         return None
-    # The file server set the modification time, so its age is measured by the server's clock.
+    # The file server set the modification time, so the time since then is measured by its clock.
     left_s = min(DEAD_AFTER_S, DEAD_AFTER_S - (_read_server_clock(path.parent) - first))
     if left_s > 0:
         say(
@@ -303,7 +303,7 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
 
 
 def _read_modification_time(path: Path) -> float | None:
-    """Read when a file was last modified; None if it is gone."""
+    """Read when a file was last modified, in seconds since 1970; None if the file is gone."""
     try:
         # Open the file first, because NFS may answer from its cache for a file that is not open.
         with path.open("rb") as file:
@@ -313,7 +313,10 @@ def _read_modification_time(path: Path) -> float | None:
 
 
 def _read_server_clock(folder: Path) -> float:
-    """Return the current time by the clock of the folder's file server."""
+    """Return the time by the file server's clock, in seconds since 1970.
+
+    The clocks of the server and of this machine may differ.
+    """
     probe = folder / f".{LOCK_NAME}.{uuid.uuid4().hex}"
     probe.touch()
     try:
@@ -334,8 +337,8 @@ def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
     except FileNotFoundError:
         return False
     with stale:
-        # A file server may not support flock. Then two jobs can both take the lock over, but only
-        # if they are at this point at the same moment.
+        # If a file server does not support flock, two jobs can both take the lock over, but only if
+        # they reach this line at the same moment.
         with suppress(OSError):
             fcntl.flock(stale, fcntl.LOCK_EX)
         if not _is_same_file(path, stale) or _read_holder(path) != holder:

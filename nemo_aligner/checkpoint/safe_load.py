@@ -422,7 +422,7 @@ def _enum_member(owner: Any, name: Any) -> Any:
 
 
 class _AllowListUnpickler(_PythonUnpickler):
-    """Creates only objects of the classes in ``_ALLOWED``."""
+    """Unpickler for an index that creates only objects of the classes in ``_ALLOWED``."""
 
     dispatch = _bound_dispatch(_PythonUnpickler.dispatch)
     for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no index uses these opcodes

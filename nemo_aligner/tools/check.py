@@ -191,7 +191,7 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
     Raises:
         ServingError: the server does not start, or does not answer.
     """
-    # Imported here, because a check without a server does not need the client's dependencies.
+    # Import here, because a check without a server does not need the client's dependencies.
     from nemo_aligner.serving.client.reward import RewardClient
 
     print(f"scoring in {precision} over HTTP", flush=True)

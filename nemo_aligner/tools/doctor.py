@@ -33,7 +33,7 @@ _INDENT = 10
 
 
 def examine() -> list[Finding]:
-    """Check packages, devices, memory, disk, port and compiler, the most basic first."""
+    """Run all checks, the most basic first: packages, devices, memory, disk, port, compiler."""
     torch = import_torch()
     has_gpu = torch is not None and torch.cuda.is_available()
     return [
@@ -49,7 +49,10 @@ def examine() -> list[Finding]:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Render each finding with its advice below it, then counts; lines have 80 columns at most."""
+    """Render each finding with its advice below it, then the number of each verdict.
+
+    Lines have 80 columns at most.
+    """
     lines = []
     for finding in findings:
         mark = "" if finding.verdict is Verdict.ok else finding.verdict.value.upper()
@@ -83,8 +86,8 @@ _EXTRAS = {
     "wandb": "logging to Weights & Biases",
     "mlflow": "logging to MLflow",
 }
-# The servers cannot start if packages of this extra do not fit. Packages of another extra that do
-# not fit only disable what that extra is for.
+# The servers cannot start if a package of this extra is missing or too old. For other extras, only
+# the purpose of the extra is then disabled.
 _SERVING_EXTRA = "serving"
 _PYTRITON = "nvidia-pytriton"
 _FIRST_TORCH_WITH_VARLEN = "2.10"
@@ -406,7 +409,7 @@ def check_port() -> Finding:
 
 
 def check_compiler(has_gpu: bool) -> Finding:
-    """Check for a C compiler: GPU kernels are compiled at first use; a CPU can do without."""
+    """Check for a C compiler. GPU kernels are compiled at first use; on a CPU it is optional."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     path = next(filter(None, (shutil.which(name) for name in names if name)), None)
     if path is not None:

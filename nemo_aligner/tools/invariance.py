@@ -43,7 +43,7 @@ class Scored:
     reasons: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to lists and numbers for JSON."""
+        """Convert the rewards to lists of numbers, for JSON."""
         rewards = {
             layout: {name: rows.tolist() for name, rows in variants.items()}
             for layout, variants in self.rewards.items()
@@ -53,7 +53,7 @@ class Scored:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Scored:
-        """Build from the result of ``to_dict``; rewards become float64."""
+        """Build an object from the result of ``to_dict``; rewards become float64."""
         rewards = {
             layout: {name: np.array(rows) for name, rows in variants.items()}
             for layout, variants in content["rewards"].items()
@@ -232,7 +232,7 @@ def _compute_margins(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarra
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """Render one table for each kind of comparison."""
+    """Render one table for each kind of reference, without kinds that have no rows."""
     layout_width = max(len("layout"), *(len(row.layout) for row in rows)) + 2
     variant_width = max(len("variant"), *(len(row.variant) for row in rows)) + 2
     tables = []
@@ -253,7 +253,7 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 
 def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
-    """Summarise in one line, then the worst row and the limit of each kind of comparison."""
+    """Say in one line if all rows passed, then give the worst row and the limit by kind."""
     failed = sum(not row.ok for row in rows)
     lines = ["the same everywhere" if not failed else f"FAILED in {failed} of {len(rows)} rows"]
     for compared, limit in limits.items():
@@ -278,7 +278,7 @@ def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
 
 
 def score_alone(score: Score, texts: Sequence[Any]) -> np.ndarray:
-    """Score each sample in a call of its own; return rewards ``[N, ...]``."""
+    """Score each of N samples in a call of its own; return rewards ``[N, ...]``."""
     return score_calls(score, texts, [[index] for index in range(len(texts))])
 
 

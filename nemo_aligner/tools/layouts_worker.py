@@ -69,7 +69,8 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
                 reasons.append(f"{sizes}: {error}")
                 continue
             fitting.append(sizes)
-            # Sequence parallelism splits along the tensor-parallel ranks, so it needs several.
+            # Sequence parallelism splits sequences over the tensor-parallel ranks, so it needs
+            # several.
             if tp > 1:
                 fitting.append(replace(sizes, sequence_parallel=True))
     for sizes in [sizes for sizes in fitting if sizes.dp > 1 and shape.experts is not None]:
@@ -118,7 +119,7 @@ def score_everywhere(
 def _score_at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    """Compute the rewards ``[N, A]`` of all variants at one layout, by the variant's name."""
+    """Compute the rewards ``[N, A]`` at one layout in all batches and in training, by name."""
     layout = initialize_layout(**sizes.arguments)
     rewards = _score_in_batches(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
@@ -130,7 +131,7 @@ def _score_at_layout(
 
 
 def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> np.ndarray:
-    """Compute the rewards ``[N, A]`` in fp32, each in a batch of one."""
+    """Compute the rewards ``[N, A]`` in fp32, each sample in a batch of one."""
     layout = initialize_layout(**sizes.arguments)
     scorer = load_scorer(checkpoint, layout, precision=Precision.fp32, micro_batch_tokens=2**30)
     rewards = score_alone(partial(score_all, scorer), texts)
@@ -248,7 +249,12 @@ def run_world(job: Mapping[str, Any], size: int) -> Scored:
 
 
 def main(job_path: str, result_path: str) -> int:
-    """Run one rank of ``run_world``; return its exit code."""
+    """Run one rank of ``run_world``; return its exit code.
+
+    Args:
+        job_path: JSON file with the job.
+        result_path: file to which the first rank writes the rewards.
+    """
     job = json.loads(Path(job_path).read_text())
     try:
         scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))

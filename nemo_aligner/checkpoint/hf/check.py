@@ -199,7 +199,14 @@ def check_folder(
 
 
 def _load_exported(folder: Path) -> tuple[Any, Any]:
-    """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32."""
+    """Load an exported folder with transformers, so that the model computes in fp32.
+
+    Returns:
+        transformers' tokenizer and reward model.
+
+    Raises:
+        CheckpointError: the exported tensors are not those that transformers' class has.
+    """
     try:
         tokenizer, model = _load_with_transformers(folder)
     except Exception as error:  # third-party code may raise anything
@@ -323,7 +330,7 @@ def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) 
 
 
 def _transformers_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """Tokenize a sample as the program in the model card does."""
+    """Tokenize a sample as the program in the model card does, and return the token ids."""
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids

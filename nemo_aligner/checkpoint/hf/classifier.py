@@ -165,7 +165,11 @@ class HfRewardModel:
         return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
 
     def _render(self, conversation: Messages | Conversation) -> str:
-        """Render a conversation with the tokenizer's chat template."""
+        """Render a conversation as text with the tokenizer's chat template.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template rejects the conversation.
+        """
         options: dict[str, Any] = {}
         if isinstance(conversation, Conversation):
             options = {"tools": conversation.tools, "documents": conversation.documents}

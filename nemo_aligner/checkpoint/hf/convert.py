@@ -182,8 +182,7 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # Only these tensors may be dropped. check_tensors rejects any other surplus tensor, because it
-    # might change what the model computes.
+    # check_tensors rejects other surplus tensors, because they might change the model's results.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -227,7 +226,10 @@ def _convert(
 def _select_rules(
     source: Source, config: Mapping[str, Any], labels: Sequence[str] | None, choice: str | None
 ) -> list[tuple[Rule, int | None]]:
-    """Return the decoder's rules with their layers; for a base model, the output layer's, too."""
+    """List the decoder's rules, each with its layer, or None outside the layers.
+
+    For a base model, which has no reward head, the list includes the rule of the output layer.
+    """
     family = find_family(source.config.get("model_type"))
     has_output_layer = labels is None and not lacks_output_layer(source, choice)
     return model_rules(family, config, has_output_layer=has_output_layer)
@@ -236,7 +238,7 @@ def _select_rules(
 def _head_sizes(
     source: Source, head: FoundHead | None, labels: Sequence[str] | None, hidden_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the expected shapes of a reward head's tensors, by their names in the checkpoint."""
+    """Return the expected shapes of the head's tensors by name; empty without a head."""
     if head is None or labels is None:
         return {}
     return head.sizes(hidden_size, _count_outputs(source, head, labels))

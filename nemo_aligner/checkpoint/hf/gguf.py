@@ -163,7 +163,7 @@ class GgufCheckpoint:
         return (first - second)[None]
 
     def _hf_name(self, name: str) -> str:
-        """Translate a GGUF tensor name to Hugging Face's."""
+        """Translate a GGUF tensor name to Hugging Face's; for an expert's matrix it has EXPERT."""
         part, _, kind = name.rpartition(".")
         if part in self._format.model:
             return f"{self._format.model[part]}.{kind}"
@@ -207,7 +207,7 @@ class GgufCheckpoint:
 
 
 def _read_contract(fields: Fields) -> Mapping[str, Any] | None:
-    """Read the scoring contract in the fields; None if this package did not write the file."""
+    """Parse the scoring contract in a file's metadata; None if another program wrote the file."""
     if CONTRACT_FIELD not in fields:
         return None
     try:
@@ -488,7 +488,7 @@ def _check_pre_tokenizer(fields: Fields) -> None:
 
 
 def _adds_bos(fields: Fields) -> bool:
-    """Tell if samples begin with BOS; if no field says so, the kind of tokenizer decides."""
+    """Tell if samples begin with BOS: by a field, or if it is missing by the kind of tokenizer."""
     is_default = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _IGNORE_MERGES
     has_bos = "tokenizer.ggml.bos_token_id" in fields
     return bool(fields.get("tokenizer.ggml.add_bos_token", is_default and has_bos))

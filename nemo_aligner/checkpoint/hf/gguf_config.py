@@ -190,7 +190,12 @@ def _refuse_unread_fields(reader: GgufFields, gguf: GgufFormat) -> None:
 def _translate_rope(
     reader: GgufFields, rotated: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Translate the RoPE settings to ``rope_parameters``."""
+    """Translate the RoPE settings to ``rope_parameters``.
+
+    Args:
+        rotated: number of a head's channels to which RoPE is applied.
+        tensors: the tensors of ROPE_TENSORS in the file.
+    """
     base = float(reader.number("rope.freq_base", 10000.0))
     # As in llama.cpp, a factor without a type means linear, and a missing factor means 1.
     kind = reader.values.get(_SCALING_TYPE, "linear")
@@ -278,7 +283,10 @@ def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, 
 
 
 def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Compute the divisors of RoPE's frequencies in Llama 3.1, fp32 ``[head_dim / 2]``."""
+    """Compute by what Llama 3.1 divides RoPE's frequencies, fp32 ``[head_dim / 2]``.
+
+    ``scaling`` has the keys of ``rope_parameters``, such as ``low_freq_factor``.
+    """
     frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

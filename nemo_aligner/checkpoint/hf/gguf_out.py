@@ -269,7 +269,7 @@ class _Writer:
         writer.close()
 
     def _gguf_name(self, name: str) -> str:
-        """Translate a Hugging Face tensor name to GGUF's."""
+        """Translate the Hugging Face name of a decoder's tensor to its GGUF name."""
         part, _, kind = name.rpartition(".")
         outside = {hf_name: gguf_name for gguf_name, hf_name in self.gguf.model.items()}
         if part in outside:
@@ -383,7 +383,10 @@ def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
 
 
 def _list_vocabulary(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """List the tokens and their GGUF types by id; an id without a token gets an unused token."""
+    """List the tokens and their GGUF types, both by id, up to ``size``.
+
+    An id that ``tokenizer.json`` leaves out gets a placeholder of the type "unused".
+    """
     import gguf
 
     kinds = gguf.TokenType

@@ -123,7 +123,7 @@ class FoundHead:
 
     @classmethod
     def of(cls, layout: HeadLayout, source: Source) -> FoundHead:
-        """Describe the head of ``source`` in this layout. The last layer must be there."""
+        """Describe the head of ``source``, which has at least the last layer of ``layout``."""
         names = {
             head_name: name for head_name, name in layout.names().items() if name in source.tensors
         }
@@ -145,7 +145,10 @@ class FoundHead:
 
     @classmethod
     def of_rows(cls, rows: Sequence[str | int], source: Source) -> FoundHead:
-        """Describe a head of one or two rows of the output layer, by token or by index."""
+        """Build the description of a head of one or two rows of the output layer.
+
+        ``rows`` names each row by its token or its index.
+        """
         family = find_family(source.config.get("model_type"))
         for key, neutral in _LOGIT_SETTINGS.items():
             value = source.config.get(key, 30.0 if (family.name, key) == _CAPPED else neutral)
@@ -164,7 +167,7 @@ class FoundHead:
         return cls({"weight": name}, 1, None, f"rows of {name}", source.tensors, tuple(rows))
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
-        """Return the head with rows by index: tokens are replaced by their ids."""
+        """Return the head with each token in ``rows`` replaced by its id, the row's index."""
         if not self.rows:
             return self
         name = self.names["weight"]
@@ -375,7 +378,7 @@ def is_of_head(name: str, source: Source | None = None) -> bool:
 
 
 def _list_layouts(source: Source) -> dict[str, HeadLayout]:
-    """Return all layouts by name; a config may give OpenRLHF's head another name."""
+    """Return all layouts by name, and one more if ``config.json`` renames OpenRLHF's head."""
     layouts = {layout.last: layout for layout in LAYOUTS}
     prefix = source.config.get(PREFIX_KEY)
     if prefix is None:
@@ -386,7 +389,7 @@ def _list_layouts(source: Source) -> dict[str, HeadLayout]:
 
 
 def _parse_rows(choice: str) -> list[str | int]:
-    """Parse ``lm_head:ROW`` or ``lm_head:ROW,ROW`` to tokens or indices of rows."""
+    """Parse ``lm_head:ROW`` or ``lm_head:ROW,ROW``; a row is a token or the index of a row."""
     rows = choice.removeprefix(OUTPUT_LAYER_HEAD).split(",")
     if len(rows) > 2 or not all(rows):
         raise CheckpointError(f"head: got {shown(choice)}, wanted lm_head:ROW or lm_head:ROW,ROW")
@@ -476,7 +479,10 @@ class BodyWithHead(torch.nn.Module):
 
 @contextmanager
 def quiet_about_heads() -> Iterator[None]:
-    """Suppress transformers' warning that a class and a checkpoint have different heads."""
+    """Suppress transformers' warning that a class and a checkpoint have different heads.
+
+    The callers load the head themselves, so the warning would mislead users.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -521,7 +527,7 @@ def length_dependent_rope(model: torch.nn.Module) -> list[Any]:
 
 
 def reset_dynamic_rope(model: torch.nn.Module) -> None:
-    """Reset transformers' dynamic RoPE to the state of a newly loaded model."""
+    """Reset dynamic RoPE to its state after loading, so that earlier batches do not matter."""
     for rotary in length_dependent_rope(model):
         if rotary.rope_type == "dynamic":
             rotary.inv_freq = rotary.original_inv_freq.clone()

@@ -92,7 +92,10 @@ def _write_json(path: Path, content: Any) -> None:
 def check_pooled_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
 ) -> float:
-    """Load ``folder`` with sentence-transformers, and compare as ``check.check_folder`` does."""
+    """Load ``folder`` with sentence-transformers, and compare as ``check.check_folder`` does.
+
+    Arguments, result and errors are those of ``check_folder``; ``[S, A]`` has a row per sample.
+    """
     from sentence_transformers import SentenceTransformer
 
     try:

@@ -130,13 +130,16 @@ class RewardArchive:
         return add_zero_groups(rule.group_axis, data, model_groups, self.num_query_groups)
 
     def head(self) -> dict[str, Tensor]:
-        """Read the reward head in fp32, by the names of ``HeadShape.tensors``."""
+        """Read the reward head's tensors in fp32, by the names of ``HeadShape.tensors``."""
         prefix = PREFIX + HEAD_PREFIX
         names = [key for key in self.store.tensors if key.startswith(prefix)]
         return {key.removeprefix(prefix): self.store.read(key).float() for key in names}
 
     def read(self, rule: Rule, layer: int | None) -> Tensor:
-        """Read an unsharded Megatron tensor, with LoRA folded in."""
+        """Read the unsharded Megatron tensor of a rule, with LoRA folded in.
+
+        ``layer`` is the layer's number, from 0 on; None outside the layers.
+        """
         data = self.store.read(megatron_key(rule, layer), layer)
         matrices = self._read_lora(rule, layer)
         if matrices is None or self.lora is None:

@@ -264,7 +264,10 @@ def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str]:
-    """Yield a note if a folder has a single file and also an index of shards, which is not read."""
+    """Yield a note if a folder has both a single file of weights and an index of shards.
+
+    transformers reads the single file, and so does this package.
+    """
     index = folder / _INDEX_NAME
     if weights is not None and weights != index and index.is_file():
         yield (
@@ -386,7 +389,10 @@ REWARD_SUFFIX = "ForSequenceClassification"
 def model_rules(
     family: ModelFamily, config: Config, *, has_output_layer: bool
 ) -> list[tuple[Rule, int | None]]:
-    """List the rules of a family with their layers (None outside the layers)."""
+    """List the rules of a family, each with its layer (None outside the layers).
+
+    The rule of the output layer is listed only if ``has_output_layer``: a reward model has none.
+    """
     return [
         (rule, layer)
         for rule, layer in family.rules(config)
@@ -438,7 +444,10 @@ def split_fused_experts(
     rules: Sequence[tuple[Rule, int | None]],
     tensors: Mapping[str, LazyTensor],
 ) -> Mapping[str, LazyTensor]:
-    """Replace fused tensors of all experts by one tensor for each expert, as in published files."""
+    """Replace fused tensors of all experts by one tensor for each expert, as in published files.
+
+    The result also has all tensors that are not fused.
+    """
     split = dict(tensors)
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."

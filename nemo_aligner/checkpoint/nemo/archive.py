@@ -77,7 +77,8 @@ def open_nemo(
         _ = folder.config, with_weights and folder.weights
         return folder
 
-    # The rank that unpacked has opened the folder already; the others open it here.
+    # The rank that unpacked the archive has opened the folder already; the other ranks open it
+    # here.
     prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, open_folder))
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
@@ -91,12 +92,15 @@ def open_nemo(
     _remove_unpacked(root, path)
 
 
-# The folder into which a checkpoint was unpacked, and the opened and checked checkpoint.
+# Result of ``_prepare``: the folder with the unpacked files, and the checkpoint opened in it.
 _Prepared: TypeAlias = tuple[Path, NemoFolder]
 
 
 def _remove_unpacked(root: Path, path: Path) -> None:
-    """Remove the folder into which ``path`` was unpacked; if ``path`` is a folder, it stays."""
+    """Remove ``root``, into which the archive ``path`` was unpacked.
+
+    If ``path`` is a folder, nothing was unpacked, and the folder stays.
+    """
     if root != path:
         remove_temporary(root)
 
@@ -104,7 +108,11 @@ def _remove_unpacked(root: Path, path: Path) -> None:
 def _prepare(
     path: Path, with_weights: bool, open_folder: Callable[[Path], NemoFolder]
 ) -> _Prepared:
-    """Unpack an archive, or use ``path`` itself if it is a folder, and check the contents."""
+    """Unpack an archive, or use ``path`` itself if it is a folder, and check the contents.
+
+    Returns:
+        The folder with the contents, and the checkpoint that ``open_folder`` opened in it.
+    """
 
     def is_needed(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
@@ -117,8 +125,8 @@ def _prepare(
         if root == path:
             verify_folder(root, is_needed)
         folder = open_folder(root)
-        # If there are checksums, they have covered every byte already. Otherwise the CRC-32 of each
-        # shard is compared.
+        # If the archive has checksums, they have covered every byte already. Otherwise compare the
+        # CRC-32 of each shard.
         if with_weights and not has_checksums(root):
             folder.store.check_data(read=True)
     except BaseException:
@@ -249,7 +257,14 @@ def has_checksums(root: Path) -> bool:
 def _compare_checksums(
     sums: dict[str, str], root: Path, source: Path, is_needed: Callable[[PurePosixPath], bool]
 ) -> None:
-    """Compare the sha256 of the unpacked files with ``checksums.json``, if there is one."""
+    """Raise CheckpointError if a file's sha256 differs from ``checksums.json``, if there is one.
+
+    Args:
+        sums: sha256 of each unpacked file, by its name in the archive.
+        root: folder with the unpacked files.
+        source: name of the archive in errors.
+        is_needed: tells which files were unpacked.
+    """
     if not has_checksums(root):
         return
     listed = read_json(root / CHECKSUMS_NAME, f"{source}: {CHECKSUMS_NAME}")
@@ -473,7 +488,7 @@ def write_nemo(
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    # A killed write may have left this file, which is then overwritten.
+    # A killed process may have left this file; it is overwritten.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as stream:
@@ -509,7 +524,7 @@ class _SummingTar(tarfile.TarFile):
 
     def add_text(self, name: str, text: str) -> None:
         data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # a reader would refuse a larger member
+        if len(data) > MAX_TEXT_BYTES:  # readers reject a larger member
             raise CheckpointError(f"{name}: got {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
         member = tarfile.TarInfo(f"./{name}")
         member.size = len(data)

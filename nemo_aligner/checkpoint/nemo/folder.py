@@ -72,12 +72,12 @@ class NemoFolder:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the stored tensors' names."""
+        """Prefix of all tensor names in the checkpoint, such as ``model.``."""
         return PREFIX
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """The settings in the file, without the defaults that ``config`` adds."""
+        """The checkpoint's settings by NeMo 1's keys, without the defaults that ``config`` adds."""
         replacement = self.replacement_config
         if replacement is None:
             config, location = self._read_config(), f"{self.source}: {CONFIG_NAME}"
@@ -94,7 +94,8 @@ class NemoFolder:
         ``_VOCABULARY_KEYS`` or from the tokenizer.
         """
         config = self._settings
-        # Only this package writes vocab_size, and its files need no defaults.
+        # Only this package writes vocab_size, and its files have all keys, so they need no
+        # defaults.
         if config.get("vocab_size") is not None:
             return config
         config = {**_NEMO_DEFAULTS, **config, "vocab_size": self._vocabulary[0]}
@@ -107,7 +108,7 @@ class NemoFolder:
 
     @cached_property
     def _vocabulary(self) -> tuple[Any, str]:
-        """The size of the vocabulary, and the name of its source."""
+        """The vocabulary's size, and where it is from: the name of a setting, or the tokenizer."""
         for key in _VOCABULARY_KEYS:
             if self._settings.get(key) is not None:
                 return self._settings[key], f"by {key}"
@@ -181,7 +182,7 @@ class NemoFolder:
         return read_yaml(self.root / CONFIG_NAME, f"{self.source}: {CONFIG_NAME}")
 
     def _find_tokenizer(self) -> Path:
-        """Find the folder of the checkpoint's tokenizer."""
+        """Find the folder of the checkpoint's tokenizer; CheckpointError if there is none."""
         section = self._read_config().get("tokenizer")
         section = section if isinstance(section, dict) else {}
         for key in ("type", "model"):
@@ -313,7 +314,7 @@ def folder_of(
 
 
 def _detect_format(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
-    """Return the class for a checkpoint's format, and the checkpoint's folder within ``root``."""
+    """Return the class that reads a checkpoint's format, and its folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
     # Check for a training run of this package before Megatron's format, because a run also has
@@ -535,7 +536,7 @@ def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, locati
 
 
 def _last_name(value: Any) -> Any:
-    """Return the last part of a dotted name, or of the ``_target_`` of a mapping."""
+    """Return the last part of a dotted name, or of a mapping's ``_target_``, such as ``silu``."""
     if isinstance(value, Mapping):
         value = value.get("_target_")
     return value.rpartition(".")[2] if isinstance(value, str) else value

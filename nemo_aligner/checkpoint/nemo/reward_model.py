@@ -528,7 +528,7 @@ def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
 def _check_same_outputs(
     contract: ScoringContract, other: ScoringContract, indices: list[int], location: str
 ) -> None:
-    """Check that both heads read the same tokens, and that their outputs mean the same."""
+    """Raise ConfigError if the heads read other tokens or if their outputs differ in meaning."""
     if other.scored_position != contract.scored_position:
         raise ConfigError(
             f"{location}: got a head that reads {other.scored_position}, wanted "

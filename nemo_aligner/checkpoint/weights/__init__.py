@@ -40,7 +40,7 @@ class DamagedError(CheckpointError):
 
 
 def open_weights(folder: Path) -> TensorStore:
-    """Open the weights in ``folder`` and read their index; the index is not read again."""
+    """Open the weights in ``folder``, in the format that they have, and read their index."""
     path = folder / "metadata.json"
     backend = read_json(path).get("sharded_backend")
     if not isinstance(backend, str) or backend not in _STORES:

@@ -106,7 +106,7 @@ class PendingSave:
             on_main(lambda: write_common(common, folder))
             tensors = _torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
-        # From here until finish() this rank calls no collectives.
+        # Until finish() this rank calls no more collectives.
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
     @property
@@ -199,7 +199,8 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
         and is_main_replica(entry.replica_id)
     ]
-    # The first call allocates the memory; later calls meet the tensors in the same order.
+    # The first call allocates the memory. Later calls reuse it, because the tensors come in the
+    # same order.
     if not host:
         host += host_zeros([entry.data.detach() for entry in entries])
     sources = [entry.data.detach() for entry in entries]
@@ -375,7 +376,7 @@ def save_lazy(
     lazy_tensors = {}
     for key, tensor in tensors.items():
         request[key] = ShardedTensor.from_rank_offsets(key, tensor.outline())
-        # The planner looks a shard up by its key and offsets.
+        # The planner looks a lazy tensor up by the key and offsets of its shard.
         lazy_tensors[key, (0,) * len(tensor.shape)] = tensor
     for key, stack in layers.items():
         for number, tensor in enumerate(stack):
@@ -469,14 +470,15 @@ def frozen_digest(model: ShardedModel) -> str:
     for name, entry in entries.items():
         is_tensor = isinstance(entry, ShardedTensor | ShardedTensorFactory)
         is_trained = is_of_adapter(name) or _is_head(name)
-        # One replica of each shard is summed, so the layout cannot matter.
+        # Only one replica of each shard is summed, so that the digest does not depend on the
+        # layout.
         if is_tensor and not is_trained and is_main_replica(entry.replica_id):
             total += zlib.crc32(entry.key.encode()) * _sum_as_integers(entry.data.detach())
     return f"{sum(gather_objects(total)) % 2**64:016x}"
 
 
 def _sum_as_integers(values: Tensor) -> int:
-    # A sum of integers is exact in any order.
+    # Sum the values' bits as integers, because such a sum is exact in any order.
     integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
     return int(values.view(integers).sum(dtype=torch.int64))
 

@@ -29,7 +29,7 @@ _BLOCK_WORDS_ON_GPU = 2**22
 _MODULUS = 2**64
 
 
-# Dtype and sum of each tensor, by its stored name.
+# For each tensor, by its stored name: name of the dtype, and sum.
 WeightSums: TypeAlias = dict[str, tuple[str, int]]
 
 

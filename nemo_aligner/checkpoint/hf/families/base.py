@@ -133,7 +133,10 @@ def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
-    """Build the rule for queries, keys and values, which Megatron interleaves by query group."""
+    """Build the rule for queries, keys and values, which Megatron interleaves by query group.
+
+    ``query``, ``key`` and ``value`` are the Hugging Face names of three separate tensors.
+    """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -301,7 +304,7 @@ def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int)
 
 
 def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert ``pack_qkv``; works for weights and biases."""
+    """Invert ``pack_qkv``: return q, k and v, of a weight or a bias."""
     row_shape = packed.shape[1:]
     channels = packed.shape[0] // (heads + 2 * groups)
     grouped = packed.reshape(groups, -1, *row_shape)

@@ -32,7 +32,10 @@ def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
 
 
 def qwen_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config to a Qwen's ``config.json``, with the keys of the window."""
+    """Translate a NeMo config to a Qwen's ``config.json``, with the keys of the sliding window.
+
+    ``family`` holds further keys, which override the others.
+    """
     window = settings.window_to_hf(config)
     return settings.decoder_to_hf(
         config,

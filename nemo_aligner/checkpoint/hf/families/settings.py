@@ -142,7 +142,7 @@ class HfSettings:
         self.config = config
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Read a number above 0; ``default`` if the key is absent, an error if both are missing."""
+        """Read a number above 0; ``default`` if the key is absent. Without both, raise."""
         value = self.config.get(key)
         expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
         return read_number(default if value is None else value, key, expected)
@@ -163,7 +163,7 @@ class HfSettings:
         return default if value is None else value
 
     def layers(self) -> int:
-        """Read ``num_hidden_layers``."""
+        """Read the number of layers (``num_hidden_layers``), which must be set."""
         return self.count("num_hidden_layers", limit=_MAX_LAYERS)
 
     def window(self, missing: int | None = 4096) -> int | None:
@@ -332,7 +332,12 @@ def split_rope_by_window(config: Config, local_base: str) -> tuple[dict[str, Any
 
 
 def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
-    """Translate RoPE settings to the keys of ``config.json`` for transformers 4 and 5."""
+    """Translate RoPE settings to the keys of ``config.json`` for transformers 4 and 5.
+
+    Args:
+        config: NeMo config of the model.
+        shape: shape of the same model.
+    """
     scalings = {
         "seq_len_interpolation_factor": shape.seq_len_interpolation_factor,
         "scale_positional_embedding": shape.rope_scaling and True,
@@ -442,7 +447,7 @@ def alternating_layers(layers: int) -> list[str]:
 
 
 def layer_types(config: Config) -> list[str]:
-    """Return the ``layer_types`` that a NeMo config implies."""
+    """List for each layer of a NeMo config whether it has a window, as ``layer_types`` does."""
     shape = ModelShape.from_config(config)
     windows = [shape.window_of(layer + 1) for layer in range(shape.num_layers)]
     return [FULL if window is None else SLIDING for window in windows]
