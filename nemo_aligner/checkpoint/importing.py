@@ -161,7 +161,7 @@ def _summarize(
 
 
 def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """Return a note if a critic trained from this model starts from other values than in NeMo.
+    """Return a note if NeMo-Aligner's critic would start from other values than this package's.
 
     NeMo-Aligner standardizes the weighted sum of the attributes. This package standardizes each
     attribute, which gives the same values if the weights sum to 1.

@@ -42,8 +42,8 @@ _SUM_TOLERANCE = 1e-6
 _SUMMED_FIELDS = ("label_means",)
 # Contract fields that may change when a finished model is trained further.
 _HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")
-# Least cosine of two heads that are worth averaging. It is 1.00 for runs that started from the
-# same head, and 0.02 for runs with heads drawn at random.
+# Least cosine of two heads that are worth averaging. The cosine is 1.00 for runs that started from
+# the same head, and 0.02 for runs with heads drawn at random.
 _MIN_HEAD_COSINE = 0.5
 
 

@@ -315,8 +315,8 @@ class RunCheckpoints:
     def _prune(self) -> None:
         """Delete the checkpoints that are neither the newest nor among the best.
 
-        They are renamed now, and their files are deleted in the background. An error of the
-        previous deletion is raised here.
+        The folders are renamed now, and their files are deleted in the background. If the previous
+        background deletion failed, its error is raised here.
         """
         if self._deletion is not None:
             self._deletion.result()
@@ -330,7 +330,7 @@ class RunCheckpoints:
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer state, also if another parallel layout saved them."""
+        """Restore weights and optimizer state, whatever parallel layout saved them."""
         weights = sharded_weights(model)
         request = {
             "model": weights,

@@ -1,4 +1,4 @@
-"""The lock on a run's folder, so that only one job at a time trains there.
+"""The lock on a run's folder, so that only one job at a time trains in that folder.
 
 ``run.lock`` names the job that holds it: host, process and time. Rank 0 takes the lock for all
 ranks, and updates the file's modification time every few seconds while the job lives. A killed job
@@ -79,7 +79,7 @@ class Holder:
         )
 
     def is_alive(self) -> bool | None:
-        """Tell if the process lives; None if it runs on another machine or in another container."""
+        """Tell if the holder lives; None if it runs on another machine or in another container."""
         if not self.system or self.system != _name_system():
             return None
         try:
@@ -219,7 +219,7 @@ def lock_run(folder: Path) -> Iterator[RunLock]:
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Make a folder with its parents; return those that were missing, the innermost first."""
+    """Make a folder with its parents; return the new folders, the innermost first."""
     missing = [part for part in (folder, *folder.parents) if not part.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing

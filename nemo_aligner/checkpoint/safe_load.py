@@ -361,7 +361,7 @@ def load_plain(stored: BinaryIO) -> Any:
 def bounded_torch_load() -> Iterator[None]:
     """Apply the checks of ``load_plain`` to every call of ``torch.load`` during the block.
 
-    It is for libraries that call ``torch.load`` themselves.
+    Use this for calls of libraries that call ``torch.load`` themselves, such as transformers.
     """
     load = torch.load
 

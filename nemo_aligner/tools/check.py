@@ -1,7 +1,7 @@
 """``nemo-aligner check``: does a checkpoint give the same rewards in every batch and layout?
 
 The command scores the same samples in different batches, at every parallel layout that fits, in a
-training forward pass, and over HTTP. It compares the rewards with those of a reference, and prints
+training forward pass, and over HTTP. It compares the rewards with a reference's rewards, and prints
 a table. Under torchrun the ranks of this job score; otherwise the command starts new processes.
 """
 

@@ -1,4 +1,4 @@
-"""Compares rewards of the same samples that were scored in different ways, and judges differences.
+"""Compare rewards of the same samples that were scored in different ways, and judge differences.
 
 A reward must be bit-identical in every batch. At another layout, in a training forward pass, and in
 another precision it may differ by rounding, but only up to a limit. ``nemo-aligner check`` compares
@@ -121,8 +121,8 @@ class Limits:
 
 
 # Limits, in units of the random walk of ``choose_limits``. With 64 samples, the largest measured
-# difference was 1.7 to 5 units. Training gets a higher limit, because it also rounds the residual
-# stream, which changed rewards 1.7 times as much.
+# difference was 1.7 to 5 units. The limit of training is higher, because training also rounds the
+# residual stream, which changed rewards 1.7 times as much.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
 # The limit in fp32, in the same units. It is higher, because in fp32 the sums inside a matmul
 # round, too; docs/scoring_contract.md has measurements.

@@ -1,4 +1,4 @@
-"""Scores the same samples at every parallel layout of a process group, in different batches.
+"""Score the same samples at every parallel layout of a process group, in different batches.
 
 ``score_everywhere`` does this on the ranks of the current job. ``run_world`` starts new processes
 that do it: ``python -m nemo_aligner.tools.layouts_worker JOB RESULT`` reads the job from one JSON

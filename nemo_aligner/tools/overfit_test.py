@@ -1,7 +1,7 @@
 """``nemo-aligner probe``: an overfit test that shows whether training follows its labels.
 
-It trains on a few records until the model knows them by heart, then trains again on the same
-records with swapped labels. A trainer that ignores labels, or mixes them up, fails.
+The command trains on a few records until the model knows them by heart, then trains again on the
+same records with swapped labels. A trainer that ignores labels, or mixes them up, fails.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
     """Run the probe with the settings of a training run.
 
     Args:
-        config: the settings. They are changed in place: every step sees all records, and the
+        config: the settings, which are changed in place: every step sees all records, and the
             learning rate is constant.
         records: number of records, the first ones of the training files, or of the demo set if no
             files are set.

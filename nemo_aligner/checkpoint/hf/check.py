@@ -525,8 +525,8 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
 def compute_in_fp32(model: torch.nn.Module) -> None:
     """Make every module of ``model`` compute in fp32, casting its weights only while it runs.
 
-    The results are those of the model loaded in fp32 from the same files, but only one module at a
-    time has its weights in fp32.
+    The results equal those of the same files loaded in fp32, but only one module at a time has its
+    weights in fp32.
 
     Args:
         model: a model of transformers that was loaded in the files' dtype, or a ``BodyWithHead``.
@@ -547,7 +547,7 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
 
 
 def _restore_buffers(model: Any) -> None:
-    """Replace the buffers of a transformers model by those that its class computes in fp32.
+    """Replace a transformers model's buffers by the values that its class computes in fp32.
 
     Buffers that the files do not have are computed by transformers, in the dtype in which it loads
     the model. In bf16 a Gemma scales its embeddings by 25.25, although the root of its hidden size

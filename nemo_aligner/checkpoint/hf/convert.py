@@ -135,10 +135,11 @@ def convert_hf_to_nemo(
             always fp32.
         tensor_parallel: if it does not divide the model's query groups, groups of zeros are added,
             which change no output and are never trained.
-        head: see ``find_head``. This and the next arguments are for reward models.
+        head: which head to read, see ``find_head``. This and the next arguments are for reward
+            models.
         template: chat template, as in ``model.data.template``; None means the tokenizer's.
         seq_length: tokens of the longest sample; None means the model's limit, but at most 4096.
-        attributes: names of the outputs; None means those of ``id2label``.
+        attributes: names of the outputs; None means the names in ``id2label``.
         step_separator: for one reward per step, the text after each step; None means no separator,
             or ``<extra_0>`` for a class that reads steps.
         reads: for one reward per step, the rule that finds the steps; None means ``step_marks``, if
@@ -326,7 +327,7 @@ def _read_labels(
     """Return the names of a reward model's rewards, in order; None for a base model.
 
     Args:
-        attributes: names to use instead of those of ``id2label``.
+        attributes: names to use instead of the names in ``id2label``.
     """
     if head is None:
         return None
@@ -490,8 +491,8 @@ def _read_or_build_contract(
         return None
     if source.contract is not None:
         contract = ScoringContract.from_dict(source.contract)
-        # A GGUF file has no tokenizer.json, so the source has rebuilt one. It assigns the same ids,
-        # but its bytes, and so its fingerprint, differ.
+        # A GGUF file has no tokenizer.json, so the source has rebuilt one. The rebuilt file assigns
+        # the same ids, but its bytes, and so its fingerprint, differ.
         if source.remakes_tokenizer:
             fingerprint = tokenizer.fingerprint
             contract = replace(contract, tokenizer_fingerprint=fingerprint)

@@ -286,14 +286,14 @@ def check_header(path: Path) -> str | None:
 
 
 class _Header:
-    """Reads the header of a file from its beginning, and skips values without storing them."""
+    """Reads a file's header from the beginning, to check it; skips values without storing them."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._position = data, len(_MAGIC)
         self._order = "<"
 
     def check(self) -> str | None:
-        if self._read_number("I") & 0xFFFF == 0:  # a version in the other byte order
+        if self._read_number("I") & 0xFFFF == 0:  # the number is in the other byte order
             self._order = ">"
         tensors, fields = self._read_count("tensors"), self._read_count("fields")
         # The limit is for all arrays together, because 65,536 fields of 8 million items each would
@@ -480,7 +480,7 @@ def _convert_to_jinja(rerank: str) -> str:
 
 
 def _check_pre_tokenizer(fields: Fields) -> None:
-    """Reject a pre-tokenizer that transformers would silently replace by GPT-2's."""
+    """Raise CheckpointError for a pre-tokenizer that transformers would replace by GPT-2's."""
     name = fields.get(_PRE)
     if fields.get(_MODEL) == "gpt2" and name not in _PRE_TOKENIZERS:
         supported = ", ".join(filter(None, _PRE_TOKENIZERS))

@@ -155,7 +155,13 @@ def _translate_windows(reader: GgufFields, layers: int) -> dict[str, Any]:
 def _count_rotated_channels(
     reader: GgufFields, gguf: GgufFormat, config: Mapping[str, Any], head_dim: int
 ) -> int:
-    """Return to how many of a head's ``head_dim`` channels RoPE is applied."""
+    """Return the number of a head's ``head_dim`` channels to which RoPE is applied.
+
+    Raises:
+        CheckpointError: the family does not support the number or the size of a head; or the file
+            does not tell the number, because llama.cpp's converter computed it from another size of
+            a head.
+    """
     rotated = reader.count("rope.dimension_count", head_dim)
     if reader.count("attention.value_length", head_dim) != head_dim:
         raise reader.error("attention.value_length", f"wanted {head_dim}, the length of the keys")

@@ -347,10 +347,12 @@ _SPLITS = {
 
 
 def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name (``tokenizer.ggml.pre``) for the rules in a ``tokenizer.json``.
+    """Return llama.cpp's name (``tokenizer.ggml.pre``) for a tokenizer's splitting rules.
+
+    ``content`` is the content of ``tokenizer.json``.
 
     Raises:
-        CheckpointError: llama.cpp has no such rules.
+        CheckpointError: llama.cpp does not have these rules.
     """
     model, normalizer = content["model"], content.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):

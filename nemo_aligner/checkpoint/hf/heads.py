@@ -71,8 +71,8 @@ LAYOUTS = (
 # Key of config.json with the name of OpenRLHF's head. Without the key the name is "value_head" or
 # "score".
 PREFIX_KEY = "value_head_prefix"
-# Key of config.json with the id of the token at which InternLM2's reward models read. They append
-# this token to every sample.
+# Key of config.json with the id of the token at which InternLM2's reward models read. These models
+# append the token to every sample.
 REWARD_TOKEN_KEY = "reward_token_id"
 # Key of config.json in exports of this package. Its value tells how rewards are computed from
 # logits of bins.
@@ -306,7 +306,7 @@ def check_are_rewards(problem: Any, names: Sequence[str] = (), remedy: str = "")
         remedy: what the user has to do if the outputs are rewards, for the message.
 
     Raises:
-        CheckpointError: the outputs are those of a classifier, or it is not known if they are.
+        CheckpointError: the outputs are logits of classes, or may be.
     """
     if problem not in (None, "regression"):
         raise CheckpointError(

@@ -2,8 +2,8 @@
 
 The exported folder has three kinds of modules in a row: the decoder, a pooling module, which
 ignores the tokens of the prompt, and a dense module for each layer of the head. The prompt is the
-text before the response, including the marker with which a response begins. Names and rules are
-those of sentence-transformers 6.2.
+text before the response, including the marker with which a response begins. Names and rules follow
+sentence-transformers 6.2.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class RewardArchive:
         return rule.split(data, self.config)
 
     def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-        """Invert ``split``, without adding vocabulary padding."""
+        """Invert ``split``: join Hugging Face's tensors, without adding vocabulary padding."""
         data = rule.join(parts, self.config)
         model_groups = self.config["num_query_groups"]
         return add_zero_groups(rule.group_axis, data, model_groups, self.num_query_groups)
@@ -436,7 +436,7 @@ def _read_head(
 
 
 def _merge_attributes(contract: ScoringContract) -> ScoringContract:
-    """Return the contract of a model whose attributes are merged into one reward."""
+    """Return the contract for a model whose attributes are merged into one weighted reward."""
 
     def weighted_sum(values: Sequence[float]) -> tuple[float]:
         pairs = zip(contract.attribute_weights, values, strict=True)

@@ -72,8 +72,8 @@ class Source:
         tensors: lazy tensors by their Hugging Face names.
         save_tokenizer: writes the tokenizer's files into a new folder.
         contract: content of the scoring contract, if this package exported the checkpoint.
-        remakes_tokenizer: ``save_tokenizer`` rebuilds the tokenizer's files, so the fingerprint in
-            the contract does not match them.
+        remakes_tokenizer: whether ``save_tokenizer`` rebuilds the tokenizer's files, as from a GGUF
+            file. The fingerprint in the contract does not match rebuilt files.
         notes: lines for the user about how the checkpoint was read.
     """
 
@@ -233,7 +233,10 @@ def _open_head_folders(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _extract_decoder(source: Source) -> Source:
-    """Return the text decoder of a multimodal model as a checkpoint of its own."""
+    """Return the text decoder of a multimodal model as a checkpoint of its own.
+
+    Tensors of the other parts are dropped, and a note for the user names these parts.
+    """
     decoder_names = {name: decoder_name(name) for name in source.tensors}
     tensors = {
         new_name: source.tensors[name]
@@ -331,7 +334,7 @@ def _list_safetensors(folder: Path) -> dict[str, set[str]]:
 
 
 def _read_headers(path: Path) -> dict[str, LazyTensor]:
-    """Read the header of a file, and return its tensors as lazy ones by their names."""
+    """Read the header of a safetensors file, and return its tensors, as lazy ones, by name."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as stored:

@@ -2,7 +2,8 @@
 
 ``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
 ``checksums.json`` with the sha256 of every other member; unpacking compares them. Archives of other
-programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, also a folder.
+programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, archives and
+folders.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
 
 
 def no_such_archive(source: str | Path) -> str:
-    """Return the error text for a missing archive, with a hint if it looks like a hub model."""
+    """Return the error text for a missing archive, with a hint if it is named like a hub model."""
     path = Path(source)
     missing = f"{path}: no such .nemo archive or folder"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
@@ -367,7 +368,7 @@ def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
 def _extract(
     archive: tarfile.TarFile, root: Path, path: Path, is_needed: Callable[[PurePosixPath], bool]
 ) -> dict[str, str]:
-    """Extract the needed members, and return the sha256 of every file by name."""
+    """Extract the members that are needed into ``root``, and return each file's sha256 by name."""
     free = shutil.disk_usage(root).free
     budget = max(free - _SPARE_BYTES, free // 2)
     seen: set[PurePosixPath] = set()

@@ -45,7 +45,7 @@ def build_fingerprint(sums: WeightSums, config: Mapping[str, Any]) -> str:
 
 
 def fingerprint_of_ensemble(members: Sequence[str | None]) -> str | None:
-    """Compute the fingerprint of an ensemble from those of its members, in their order.
+    """Compute an ensemble's fingerprint from its members' fingerprints, in their order.
 
     An ensemble of one model has that model's fingerprint. The result is None if a member has none.
     """

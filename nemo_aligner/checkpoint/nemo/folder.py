@@ -368,7 +368,7 @@ def _read_tracker(root: Path) -> str:
     return step if step == "release" else f"iter_{int(step):07d}"
 
 
-# Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to those of NeMo 1.
+# Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to NeMo 1's keys.
 #
 # The sources are NeMo's LlamaConfig classes and its YAML writer, a run_config.yaml that
 # Megatron-Bridge printed, megatron-core 0.16's TransformerConfig, and Megatron-LM's
@@ -574,7 +574,7 @@ def _translate_rope(model: Config) -> dict[str, Any]:
 def _read_gemma_settings(model: Config, location: str) -> dict[str, Any]:
     """Return the settings that follow from Gemma's class in NeMo 2 and Megatron-Bridge.
 
-    They have no field for these settings.
+    Neither has a field for these settings, which the name of the model's class implies.
     """
     class_name = str(_last_name(model.get("_target_")) or "")
     if "Gemma" not in class_name:

@@ -5,7 +5,7 @@
 - ``zarr``: the same interface for zarr arrays, which NeMo 1.21 to 1.23 wrote.
 - ``save``: distributed checkpoints written in the background (training runs) or one tensor at a
   time (conversions); and which weights of a run are saved, with and without LoRA.
-- ``sums``: sums over all weights that identify a model, whatever its parallel layout.
+- ``sums``: checksums that identify a model's weights, whatever its parallel layout.
 
 The functions here choose the store: ``open_weights`` for any format, ``load_weights`` for the
 checkpoints of a run, ``check_complete`` to look for missing files only.

@@ -148,8 +148,8 @@ class PendingSave:
 def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
     """Flatten a sharded state dict to this rank's tensors by stored key, for torch's planner.
 
-    The two functions called here are private to megatron-core's save, which as a whole would also
-    start writer processes.
+    The two functions called here are private parts of megatron-core's save. The complete save is
+    not used, because it would start writer processes.
     """
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, keep_only_main_replica=True
@@ -232,7 +232,8 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
             (failures,) = problems
         raise CheckpointError(f"{folder}: cannot be written: {failures}") from error
     except (OSError, CheckpointingException, RuntimeError) as error:
-        # RuntimeError also means out of memory or a lost rank, which is no problem of the disk.
+        # A RuntimeError that is not about a full disk, such as a lost rank, is not reported as a
+        # problem of the disk.
         if isinstance(error, RuntimeError) and not is_disk_full(error):
             raise
         problem = write_problem(folder, error)
@@ -293,8 +294,8 @@ T = TypeVar("T")
 def in_background(function: Callable[[], T]) -> Future[T]:
     """Run ``function`` in a new thread, which is joined when the process ends.
 
-    ``function`` must not call collectives, because their order relative to those of the foreground
-    could differ between ranks.
+    ``function`` must not call collectives: their order among the foreground's collectives could
+    differ between ranks.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
@@ -461,8 +462,8 @@ def load_into(
 def frozen_digest(model: ShardedModel) -> str:
     """Return a digest of a LoRA model's frozen weights; collective.
 
-    A run resumes only if the digest is unchanged. It is the same for every parallel layout: each
-    tensor's elements are summed as integers, and the sums are weighted by the CRC-32 of the
+    A run resumes only if the digest is unchanged. The digest is the same for every parallel layout:
+    each tensor's elements are summed as integers, and the sums are weighted by the CRC-32 of the
     tensors' names. Zero rows, which pad a vocabulary, add nothing.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))

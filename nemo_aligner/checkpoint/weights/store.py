@@ -157,7 +157,7 @@ class TensorStore(ABC):
             raise CheckpointError(f"{self.folder}: {key}: only a part of the tensor is stored")
 
     def _check_request(self, request: ShardedStateDict) -> None:
-        """Check that all requested tensors are stored, with the requested shapes."""
+        """Raise CheckpointError unless all requested tensors are stored with their shapes."""
         stored = self.tensors
         requested = [value for value in nested_values(request) if isinstance(value, ShardedTensor)]
         missing = sorted({tensor.key for tensor in requested if tensor.key not in stored})

@@ -5,7 +5,7 @@ tensor is ``sum(word[i, j, ...] * factor_0[i] * factor_1[j] * ...)`` modulo 2^64
 pseudo-random odd factor for each index of each axis. The sums of a tensor's shards add up to the
 sum of the whole tensor, whatever the layout. All factors are odd, so a change of one word always
 changes the sum; a change of several words leaves it equal only by chance. A sum identifies a model.
-It is not a cryptographic hash: somebody could construct other weights with the same sum.
+The sum is not a cryptographic hash: somebody could construct other weights with the same sum.
 """
 
 from __future__ import annotations

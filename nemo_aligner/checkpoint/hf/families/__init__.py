@@ -78,8 +78,8 @@ _FAMILIES = {family.name: family for family in _BUILT_IN}
 def register_family(family: ModelFamily) -> None:
     """Add a family from another package, for this process.
 
-    If its decoders have the same settings as those of another family, its ``to_nemo`` must write
-    its name under ``NAME_KEY``. Otherwise an export would use the other family.
+    If the NeMo configs of the family also fit another family, ``family.to_nemo`` must write the
+    family's name under ``NAME_KEY``. Otherwise an export would use the other family.
 
     Raises:
         ConfigError: another family has the same name, or the same architecture in GGUF files.

@@ -44,8 +44,8 @@ class Rule:
         join: joins the Hugging Face tensors to the Megatron tensor. Like ``split``, it gets the
             NeMo config without added query groups.
         split: splits the Megatron tensor into the Hugging Face tensors.
-        is_by_group: the first axis of the tensor is divided into query groups. It need not be set
-            for the tensors in ``_GROUP_AXES``.
+        is_by_group: the first axis of the tensor is divided into query groups. The tensors in
+            ``_GROUP_AXES`` are known to be, and need no mark.
     """
 
     megatron: str
@@ -105,7 +105,7 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
-        # The tensors are ordered by expert; those of one expert have the order of ``hf``.
+        # The tensors are ordered by expert, and within an expert as in ``hf``.
         matrices = torch.stack(list(tensors))
         return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
 
@@ -387,9 +387,10 @@ class GgufFormat:
         is_share_of_hidden: the file's number of rotated channels is a share of the hidden size
             divided by the heads, so it is wrong if heads have another size.
         has_windows: there are fields for a sliding window and the layers that have it.
-        marked_by: field that tells this family's files from those of another family with the same
-            architecture. None for the other family, and if no other family has the architecture.
-        has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
+        marked_by: field that only this family's files have, if two families share an architecture.
+            None for the second family, and for a family with an architecture of its own.
+        has_classifier: llama.cpp supports a reward head for this family: the tensor
+            ``cls.output.weight``, at the last token.
         may_have_biases: some models of the family have biases of queries, keys and values. There is
             no field for it, so the reader looks for the tensors.
         hf_family: name of the family whose tensors the file has; None for the family itself.

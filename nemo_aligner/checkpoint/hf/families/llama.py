@@ -375,10 +375,10 @@ PHI3 = ModelFamily(
 )
 
 
-# InternLM2, whose reward models are published: Llama with other names, and q, k and v fused. The
-# names and the order in wqkv (for each group its queries, key and value, like in Megatron) are
-# those of modeling_internlm2.py in the published folders. transformers has no such class, so a
-# model is exported as a Llama.
+# InternLM2 and its published reward models: Llama with other names of tensors, and q, k and v fused
+# in wqkv. The names and the order in wqkv (for each group its queries, key and value, like in
+# Megatron) are those of modeling_internlm2.py in the published folders. transformers has no such
+# class, so a model is exported as a Llama.
 
 
 def _internlm2_to_nemo(config: Config) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _to_hf(config: Config, width: str) -> dict[str, Any]:
 
 
 def _experts_of(config: Config) -> ExpertShape:
-    """Return the shape of the experts of a NeMo config."""
+    """Return the shape of the experts of a NeMo config, which must have experts."""
     experts = ModelShape.from_config(config).experts
     assert experts is not None
     return experts

@@ -12,8 +12,8 @@ from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_c
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Key of a NeMo config with the family's name. It is written if a decoder would also fit another
-# family.
+# Key of a NeMo config for the name of the model family. It is written only for a family whose
+# decoders also fit another family.
 NAME_KEY = "hf_model_type"
 
 # Settings that all families have.
