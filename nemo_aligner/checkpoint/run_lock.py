@@ -176,7 +176,8 @@ class RunLock:
             holder = _read_holder(self.path)
             self.is_lost = holder is not None and holder.token != self._holder.token
             if holder is not None and not self.is_lost:
-                with suppress(OSError):  # the file server may be reachable at the next update
+                # A failed update is no error, because the file server may be back at the next one.
+                with suppress(OSError):
                     os.utime(self.path)
 
 
@@ -213,7 +214,8 @@ def lock_run(folder: Path) -> Iterator[RunLock]:
         finally:
             lock.release()
     finally:
-        with suppress(OSError):  # rmdir fails for a folder that is not empty, which shall stay
+        # Rmdir fails for a folder that is not empty, and such a folder must stay.
+        with suppress(OSError):
             for created_folder in created_folders:
                 created_folder.rmdir()
 

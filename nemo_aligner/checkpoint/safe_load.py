@@ -425,7 +425,7 @@ class _AllowListUnpickler(_PythonUnpickler):
     """Unpickler for an index that creates only objects of the classes in ``_ALLOWED``."""
 
     dispatch = _bound_dispatch(_PythonUnpickler.dispatch)
-    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no index uses these opcodes
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # remove opcodes that no index uses
         del dispatch[_code[0]]
 
     def load_build(self) -> None:

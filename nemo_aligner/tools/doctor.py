@@ -148,7 +148,7 @@ def import_torch() -> Any:
     """Import torch; None if it is missing or broken."""
     try:
         return importlib.import_module("torch")
-    except Exception:  # A library that does not fit this machine may raise any error.
+    except Exception:  # A library that was built for another machine may raise any error.
         return None
 
 

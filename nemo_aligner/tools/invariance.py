@@ -217,7 +217,7 @@ def compare(
         changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
-        # Written so that a NaN fails: ``not difference > limit.reward`` would let it pass.
+        # The condition makes a NaN fail; ``not difference > limit.reward`` would let a NaN pass.
         ok=difference <= limit.reward and not flips,
     )
 

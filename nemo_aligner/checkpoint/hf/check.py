@@ -405,8 +405,8 @@ def _transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText
     """Compute one batch with transformers; return each sample's logits, ``[1 or steps, A]``."""
     reset_dynamic_rope(model)
     has_steps = bool(texts[0].steps)
-    # transformers' classes find the last token with padding on either side, but positions of steps
-    # are counted from the left.
+    # Positions of steps are counted from the left, so padding must be on the right. The last token
+    # is found with padding on either side.
     side = {"padding_side": "right"} if has_steps else {}
     lists = {"input_ids": [text.scored for text in texts]}
     batch = tokenizer.pad(lists, **side, return_tensors="pt").to(model.device)
@@ -500,7 +500,7 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in parameters:
-            continue  # TransformerEngine's opaque _extra_state
+            continue  # TransformerEngine's opaque _extra_state holds no weights
         number, _, name_in_layer = entry.key.removeprefix(LAYERS).partition(".")
         is_inside = entry.key.startswith(LAYERS)
         layer, key = (int(number), name_in_layer) if is_inside else (None, entry.key)
@@ -538,7 +538,8 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
             for parameter in module.parameters(recurse=False)
             if parameter.dtype != torch.float32
         }
-        # Casting the embeddings after the look-up is exact, and avoids casting the largest matrix.
+        # Cast the embeddings after the look-up. This is exact, and avoids casting the largest
+        # matrix.
         if type(module) is torch.nn.Embedding:
             module.register_forward_hook(lambda module, inputs, rows: rows.float())
         elif stored:

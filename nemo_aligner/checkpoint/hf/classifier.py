@@ -415,7 +415,8 @@ def _max_tokens(tokenizer: Any, model: Any) -> int | None:
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if positions and rope.get("rope_type") == "dynamic":  # dynamic RoPE extends the context
+    # Dynamic RoPE supports longer samples by this factor.
+    if positions and rope.get("rope_type") == "dynamic":
         positions *= rope["factor"]
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]
     return min((int(limit) for limit in limits if limit < _NO_LENGTH), default=None)

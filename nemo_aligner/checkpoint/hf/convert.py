@@ -199,8 +199,8 @@ def _convert(
         limits = stored.precision, shape.max_position_embeddings
         contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
-            # A LongRoPE or dynamic RoPE depends on the contract's seq_length; this call raises if
-            # the model does not support that length.
+            # LongRoPE and dynamic RoPE depend on the contract's seq_length. This call raises if the
+            # model does not support that length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():

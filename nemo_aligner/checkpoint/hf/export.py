@@ -219,8 +219,8 @@ def _compare_rewards(
         return check(folder, exported, texts, logits)
 
 
-# Suffixes of a class's name, by the form of its head. vLLM loads a head of two layers as
-# Qwen2ForRewardModel; a value head needs the language model's class.
+# Suffix of the class name in config.json, by the form of the head. vLLM loads a head of two layers
+# as Qwen2ForRewardModel; a value head needs the language model's class.
 _SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: LANGUAGE_MODEL_SUFFIX}
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 
@@ -346,7 +346,7 @@ class ShardWriter:
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._bytes + size > self._max_bytes:
             self._flush()
-        # A view is copied, because it would keep the larger tensor in memory.
+        # Copy a view, because it would keep the larger tensor, of which it is a part, in memory.
         is_part = tensor.untyped_storage().nbytes() > size
         self._pending[name] = tensor.clone() if is_part else tensor
         self._bytes += size

@@ -233,7 +233,7 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
             check_gguf_architecture(architecture)
         # GGUFReader trusts the header, so it opens the file only after the check.
         reader = gguf.GGUFReader(path)
-        # The vocabulary is left out, because the reader makes an array for every word.
+        # Leave out the vocabulary, because the reader makes an array for every word.
         fields = {
             key: _read_value(field)
             for key, field in reader.fields.items()

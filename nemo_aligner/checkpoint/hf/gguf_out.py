@@ -52,7 +52,7 @@ _READER = "llama.cpp's rank pooling"
 # Name of the classifier's row of zeros. The other row has the name of the attribute.
 _ZERO = "zero"
 _QUERY, _DOCUMENT = "{query}", "{document}"
-# For each precision: names of the gguf package's quantization type and file type.
+# Names of the gguf package's quantization type and file type, by precision.
 _KINDS = {
     Precision.fp32: ("F32", "ALL_F32"),
     Precision.fp16: ("F16", "MOSTLY_F16"),

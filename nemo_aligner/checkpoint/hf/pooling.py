@@ -135,7 +135,7 @@ def check_pooled_folder(
 def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
     """Split a sample into prompt and response as the program in the model card does."""
     if isinstance(text, str):
-        ids = add_special_tokens([None], contract)  # None stands for the ids of the text
+        ids = add_special_tokens([None], contract)  # None stands for the token ids of the text
         pieces = (text if token_id is None else tokenizer.decode([token_id]) for token_id in ids)
         return "", "".join(pieces)
     rendered = tokenizer.apply_chat_template(text, tokenize=False)

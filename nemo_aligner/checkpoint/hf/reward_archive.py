@@ -90,7 +90,7 @@ class RewardArchive:
         # Groups of zeros exist for tensor parallelism only, and are not exported.
         model_groups = groups - int(folder.config.get("zero_query_groups") or 0)
         config = {
-            "share_embeddings_and_output_weights": True,  # NeMo's default
+            "share_embeddings_and_output_weights": True,  # NeMo's default if the key is missing
             **folder.config,
             **{name: getattr(shape, name) for name in _OPTIONAL_KEYS},
             "num_attention_heads": shape.num_attention_heads // groups * model_groups,

@@ -174,14 +174,14 @@ MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
 _MAX_RATIO = 20  # weights hardly compress, so a higher ratio means a decompression bomb
 _ALWAYS_ALLOWED = 2**28
-_SPARE_BYTES = 2**28  # this much of the disk stays free, or half of the free space if less
+_SPARE_BYTES = 2**28  # bytes of the disk that stay free, or half of the free space if that is less
 _BLOCK = 2**20
 # Errors of tarfile for a damaged archive. RecursionError is one, because tarfile reads nested
 # headers by calling itself.
 _UNREADABLE = (
     tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError,
 )  # fmt: skip
-_MAX_FOLDER_DEPTH = 64  # a distributed checkpoint has 4 nested folders
+_MAX_FOLDER_DEPTH = 64  # the archive of a distributed checkpoint has 4 levels of folders
 
 
 def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:

@@ -44,8 +44,8 @@ _NEMO_DEFAULTS = {
     "position_embedding_type": "learned_absolute",
 }
 _PLAIN = (bool, int, float, str, type(None))
-# Keys of the vocabulary's size in the order of priority; padded_vocab_size is Megatron-LM's. If
-# none is set, the tokenizer's size is used.
+# Keys that may hold the vocabulary's size, the preferred one first; padded_vocab_size is
+# Megatron-LM's. If no key is set, the tokenizer's size is used.
 _VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
@@ -457,7 +457,7 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     gated = bool(model.get("gated_linear_unit"))
     function = _last_name(model.get("activation_func"))
     config = {
-        "position_embedding_type": "learned_absolute",  # GPTModel's default
+        "position_embedding_type": "learned_absolute",  # GPTModel's default if the key is missing
         **{key: model[key] for key in _SAME_NAMES if model.get(key) is not None},
         "encoder_seq_length": model.get("seq_length"),
         "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),

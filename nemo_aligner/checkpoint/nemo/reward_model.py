@@ -300,7 +300,8 @@ def reward_model_without_weights(
         )
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
-    shape.length_dependent_rope(contract.seq_length)  # raises if the length is not supported
+    # Raises if the model does not support this length.
+    shape.length_dependent_rope(contract.seq_length)
     if not _check_head(folder, shape, num_outputs):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     tokenizer.check_fits(shape.vocab_size)
@@ -364,7 +365,7 @@ def save_reward_model(
 
 
 def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
-    shutil.rmtree(staging, ignore_errors=True)  # a killed save may have left it behind
+    shutil.rmtree(staging, ignore_errors=True)  # a killed save may have left this folder behind
     (staging / "tokenizer").mkdir(parents=True)
     tokenizer.save(staging / "tokenizer")
 

@@ -286,8 +286,8 @@ class TorchDistStore(TensorStore):
                 if part[0] == 0 and common.is_file():
                     with common.open("rb", buffering=0) as stored:
                         check_zip(stored, str(common))
-            # raise_everywhere tells other ranks only of a CheckpointError; after an OSError they
-            # would wait.
+            # raise_everywhere tells the other ranks only of a CheckpointError. After an OSError
+            # they would wait forever.
             except OSError as error:
                 raise CheckpointError(f"{self.folder}: cannot be read: {short(error)}") from error
 

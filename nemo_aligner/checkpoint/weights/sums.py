@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 # a word would change the product by 2^63 for every odd factor, so two flips would cancel.
 _WORD = torch.int32
 _WORD_BYTES = 4
-# Number of words multiplied at once. On a CPU the block fits into the cache; on a GPU larger blocks
-# need fewer kernels.
+# Number of words that are multiplied at once. On a CPU a block of this size fits into the cache; on
+# a GPU larger blocks need fewer kernels.
 _BLOCK_WORDS = {"cpu": 2**18}
 _BLOCK_WORDS_ON_GPU = 2**22
 _MODULUS = 2**64

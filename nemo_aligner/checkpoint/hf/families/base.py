@@ -241,7 +241,7 @@ def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
 
 
 QUERY_KEY_NORMS = query_key_norms(norm_rule)
-# Rules for norms that normalize the queries (or keys) of all heads together, not of each head.
+# Rules for norms that normalize the queries (or keys) of all heads together, not head by head.
 ACROSS_HEADS_NORMS = tuple(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)
 
 

@@ -382,7 +382,7 @@ PHI3 = ModelFamily(
 
 
 def _internlm2_to_nemo(config: Config) -> dict[str, Any]:
-    # A missing bias means true in InternLM2's class.
+    # InternLM2's class has biases if the key is missing.
     HfSettings({"bias": True, **config}).only("bias", False)
     return settings.decoder_to_nemo(config)
 
