@@ -154,8 +154,8 @@ class RunCheckpoints:
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Allocate the host memory for the copies, before the first save.
 
-        The first write to a new page of memory can take ten times as long, and would delay
-        training.
+        The first write to a new page of memory can take ten times as long as later writes, and
+        would delay training at the first save.
         """
         self._copy(model, optimizer)
 
@@ -346,7 +346,7 @@ class RunCheckpoints:
         put_weights(model, state["model"], saved.path)
 
     def _read_checked(self, saved: Saved, request: dict[str, Any]) -> dict[str, Any]:
-        """Load the tensors in ``request`` from a checkpoint, after comparing its checksums.
+        """Load the tensors in ``request``, a sharded state dict, after comparing the checksums.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint is damaged. The message names the
@@ -390,7 +390,10 @@ def same_validation(one: RunState, other: RunState) -> bool:
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
-    """Check that a run resumes with the same model and data, in the same order.
+    """Raise CheckpointError if a run would resume with another model or other data.
+
+    ``fingerprint`` holds the settings that must be equal to those in the state of ``saved``; the
+    order of the data follows from them.
 
     Raises:
         CheckpointError: something differs; the message lists every difference, with both values.

@@ -279,7 +279,7 @@ _BYTES_FROM_TEXT = "_codecs.encode()"
 class _OutlineUnpickler(_PythonUnpickler):
     """Reads the pickles that torch's weights-only unpickler reads, and creates only plain data.
 
-    Everything else becomes an ``Outline``.
+    Every other object, such as a tensor, becomes an ``Outline``.
     """
 
     def find_class(self, module: str, name: str) -> Outline:

@@ -339,7 +339,7 @@ def heading(text: str) -> None:
 def run(verb: str, *arguments: str) -> None:
     """Print and run ``nemo-aligner VERB ...``.
 
-    On Ctrl-C this waits until the command ends, because training may have to save first.
+    On Ctrl-C this function waits until the command ends, because training may have to save first.
 
     Raises:
         StepFailed: the command ended with an error.

@@ -204,7 +204,7 @@ class HfRewardModel:
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
         """Compute the rewards of samples; see ``Scorer``.
 
-        The label means that an export has in its config are added.
+        For an export of this package, the label means in its ``config.json`` are added.
 
         Raises:
             DataError: with ``on_error="raise"``, as in ``encode``; the message has the index of

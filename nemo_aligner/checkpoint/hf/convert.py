@@ -280,6 +280,13 @@ def _plan_tensors(
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """Return Megatron's tensors as lazy ones, which are read and converted when they are written.
 
+    Args:
+        rules: rules of the decoder, each with its layer (None outside the layers).
+        config: NeMo config without added query groups of zeros.
+        stored: lazy Hugging Face tensors by name.
+        dtype: dtype of the result; None keeps the stored one.
+        zero_groups: number of query groups of zeros to add.
+
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
         one tensor of each layer.
@@ -368,7 +375,7 @@ def _count_outputs(source: Source, head: FoundHead, labels: Sequence[str]) -> in
 def _read_bins_contract(source: Source) -> ScoringContract | None:
     """Read the contract if this package exported a head of bins, else return None.
 
-    Such a head has several outputs for each attribute.
+    A head of bins has several outputs for each attribute, which its contract explains.
     """
     if source.contract is None or source.contract.get("readout") is None:
         return None
@@ -562,7 +569,7 @@ _STEP_TOKEN = "<extra_0>"
 def _choose_separator(tokenizer: Tokenizer, option: str | None) -> str:
     """Return the text after each step: the user's option, or Qwen's step token.
 
-    Checkpoints do not store the separator.
+    Checkpoints do not store the separator. Without the option and the token, raise CheckpointError.
     """
     if option is not None:
         return option

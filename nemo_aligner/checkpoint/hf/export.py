@@ -459,8 +459,8 @@ def write_tokenizer(
 def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that transformers 4 needs in a ``tokenizer_config.json`` of version 5.
 
-    Version 5 names a class that version 4 does not have. The class of version 4 returns token
-    types, which decoders reject, unless the settings list the model's inputs.
+    Version 5 names a tokenizer class that version 4 does not have. The class in version 4 returns
+    token types, which decoders reject, unless the settings list the model's inputs.
     """
     if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
         return {}

@@ -453,9 +453,10 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
 
 
 def _restore_nul(file: Path) -> None:
-    """Give InternLM2's token for the NUL character its name back.
+    """Rename InternLM2's token for the NUL character in ``file`` from "dragon" back to NUL.
 
-    llama.cpp's converter names it like a dragon emoji, which would be read as NUL in a sample.
+    llama.cpp's converter names the token like a dragon emoji, so a dragon in a sample would be read
+    as NUL.
     """
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]

@@ -180,9 +180,9 @@ def _count_rotated_channels(
 
 
 def _refuse_unread_fields(reader: GgufFields, gguf: GgufFormat) -> None:
-    """Raise CheckpointError for a field that is not read, unless it is off.
+    """Raise CheckpointError for a field that this module does not read, unless the field is off.
 
-    Such a field might change what the model computes.
+    A field that is on (not 0, false or empty) might change what the model computes.
     """
     readable = {*SETTINGS, *_OPTIONAL_FIELDS, *_IGNORED, *gguf.optional}
     readable |= {_WINDOW, _PATTERN} if gguf.has_windows else set()

@@ -329,8 +329,8 @@ def reads_steps(source: Source) -> bool:
 def lacks_output_layer(source: Source, choice: str | None) -> bool:
     """Tell if a checkpoint rightly has no output layer, although the embeddings are not tied.
 
-    That is so for a bare decoder, and for a reward model whose head is dropped. A base model to
-    train needs no output layer.
+    A bare decoder, and a reward model whose head is dropped, have none. They become base models to
+    train, which need no output layer.
     """
     output_layer = find_family(source.config.get("model_type")).untied.hf[0]
     drops_head = choice == NO_HEAD and any(is_of_head(name, source) for name in source.tensors)
@@ -436,7 +436,7 @@ def architecture_in(source: Source) -> str:
 class BodyWithHead(torch.nn.Module):
     """transformers' decoder with a head for which transformers has no class.
 
-    It is called like a ``ForSequenceClassification``, or, if ``reads_all``, like a
+    Callers use it like a ``ForSequenceClassification``, or, if ``reads_all``, like a
     ``ForTokenClassification``. Padding must be on the right.
     """
 

@@ -176,7 +176,7 @@ class RewardArchive:
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
         """Read a Megatron tensor, rounded as in the exported folder.
 
-        So the check of an export compares rewards of equally rounded weights.
+        The check of an export uses this, so that it compares rewards of equally rounded weights.
         """
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
@@ -459,7 +459,7 @@ def _check_step_layers(
 ) -> None:
     """Raise CheckpointError for a head of two layers that does not fit Qwen2's class for steps.
 
-    No other class reads steps with two layers.
+    Other classes that read steps have one layer.
     """
     model_type = archive.family.to_hf(archive.config)["model_type"]
     sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]

@@ -358,7 +358,9 @@ def _read_headers(path: Path) -> dict[str, LazyTensor]:
 
 
 def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
-    """Read a tensor of a safetensors file to the CPU, or the slice ``part`` of its first axis.
+    """Read a tensor of a safetensors file to the CPU.
+
+    With ``part``, read only the slice at this index of its first axis.
 
     Raises:
         CheckpointError: a value is NaN or infinite.
@@ -372,7 +374,7 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
 
 
 def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) -> None:
-    """Copy the files of a tokenizer, with all tokens in ``tokenizer.json``.
+    """Copy a tokenizer's files, and write tokens that ``tokenizer.json`` lacks into it.
 
     With ``is_exported``, the files are copied unchanged.
     """

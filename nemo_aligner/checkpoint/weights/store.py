@@ -182,7 +182,7 @@ def _list_some(names: list[str]) -> str:
 
 
 def raise_everywhere(function: Callable[[], T]) -> T:
-    """Run ``function`` on every rank, and return its result on this one; collective.
+    """Run ``function`` on every rank, and return this rank's result; collective.
 
     Raises:
         CheckpointError: on every rank, if ``function`` raised one on any rank; the message is that
@@ -496,7 +496,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     """Find the offset in bytes and the dtype of a shard's data, if the data is contiguous.
 
     Returns:
-        None if torch has to load the shard: for another byte order, for strides, or a rare dtype.
+        None if only torch can load the shard, because its byte order, strides or dtype are unusual.
     """
     outline = outline_of(stored)
     if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":

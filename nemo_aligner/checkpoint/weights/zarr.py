@@ -28,7 +28,7 @@ class ZarrStore(TensorStore):
     """Weights in zarr arrays, as megatron-core up to 0.15 could write them."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of all arrays.
+        """Read the headers of all arrays in ``folder``.
 
         Raises:
             CheckpointError: an array is compressed, filtered, or of a type other than floats.

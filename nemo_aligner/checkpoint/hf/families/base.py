@@ -176,9 +176,9 @@ def fused_qkv_rule(megatron: str, fused: str) -> Rule:
 def interleaved(rule: Rule) -> Rule:
     """Change a ``qkv_rule`` for a family whose RoPE rotates pairs of neighbouring channels.
 
-    Such a family rotates channel ``2 i`` of a head with channel ``2 i + 1``. Here that becomes
-    channel ``i``, rotated with channel ``i + r`` for ``2 r`` rotated channels. Attention scores do
-    not change, because they are sums over the channels.
+    Such a family rotates channel ``2 i`` of a head with channel ``2 i + 1``. The changed rule moves
+    these to channels ``i`` and ``i + r``, which Megatron rotates together if RoPE is applied to
+    ``2 r`` channels. Attention scores do not change, because they are sums over the channels.
     """
 
     def reorder(tensor: Tensor, config: Config, sizes: tuple[int, int]) -> Tensor:

@@ -15,8 +15,9 @@ from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     """Translate the config of a Qwen model to a NeMo config.
 
-    If the config enables a window but does not list the layers that have it (``layer_types``),
-    these are the layers from ``max_window_layers`` on.
+    If the config enables a sliding window but has no ``layer_types``, the layers from
+    ``max_window_layers`` on have the window. ``family`` holds further arguments of
+    ``decoder_to_nemo``.
     """
     reader = HfSettings(config)
     layers, size = reader.layers(), None
