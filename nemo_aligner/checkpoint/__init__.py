@@ -1,13 +1,13 @@
-"""Read and write checkpoints: of training runs, of NeMo and Megatron, and of Hugging Face.
+"""Read and write checkpoints of training runs, NeMo, Megatron and Hugging Face.
 
-In the order in which a model passes through them:
+The modules, in the order in which a model passes through them:
 
 - ``hf/`` converts a Hugging Face or GGUF model into a ``.nemo`` archive; ``importing`` does the
   same for checkpoints of NeMo and Megatron.
 - ``nemo/`` opens, checks and writes ``.nemo`` archives, and loads them into a reward model.
 - ``weights/`` reads and writes tensors in every stored format: distributed checkpoints, zarr.
-- ``run`` saves, resumes and ranks the checkpoints of a training run; ``run_folder`` names the
-  files of such a run, and ``run_lock`` keeps a second job out of its folder.
+- ``run`` saves, resumes and ranks the checkpoints of a training run; ``run_folder`` names the files
+  of a run, and ``run_lock`` keeps a second job out of a run's folder.
 - ``merge`` averages finished reward models, or extrapolates from a finished model.
 - ``hf/`` exports a finished model to Hugging Face or GGUF.
 

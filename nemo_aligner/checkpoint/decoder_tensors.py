@@ -1,4 +1,4 @@
-"""Names and unsharded shapes of a decoder's tensors in Megatron's naming.
+"""Names, as in Megatron, and unsharded shapes of a decoder's tensors.
 
 Converters and loaders compare checkpoints with these tables. The module also checks the names
 that a user gives to the outputs of a reward model.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
-# Names of tensors as Megatron writes them, without the ``model.`` of an archive.
+# Names of tensors as Megatron writes them, without the prefix ``model.`` that archives add.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # The language-model head. A reward model has a reward head instead.
@@ -30,7 +30,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def model_tensors(shape: ModelShape) -> Shapes:
-    """Return the shapes of the weights outside the layers: embedding and final norm.
+    """Return the shapes, by name, of the weights outside the layers: embedding and final norm.
 
     The embedding has no vocabulary padding. The output layer is not included.
     """
@@ -103,7 +103,7 @@ def _mixer(shape: ModelShape) -> Shapes:
 
 
 def _mlp(shape: ModelShape) -> Shapes:
-    """Return the shapes of the matrices of a dense MLP, or of the router and all experts."""
+    """Return the shapes of one layer's MLP matrices by name; for MoE, of router and all experts."""
     hidden, experts = shape.hidden_size, shape.experts
     if experts is None:
         return {
@@ -130,7 +130,7 @@ def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
 
 
 def attribute_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Strip and check the names that a user chose for the ``count`` outputs of a reward model.
+    """Strip spaces from the names that a user chose for ``count`` outputs, and check the names.
 
     Raises:
         ConfigError: there are not ``count`` different, non-empty names.

@@ -117,7 +117,10 @@ def import_checkpoint(
 
 
 def _decoder_settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the decoder, and the names of those that are switched off."""
+    """Return the decoder's settings, and the names of the scaling settings that it switches off.
+
+    Scaling is switched off in a reward model unless ``keep_scaling``; see ``import_checkpoint``.
+    """
     settings = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
     if HEAD not in folder.tensors or keep_scaling:
         return settings, []
@@ -158,7 +161,7 @@ def _summarize(
 
 
 def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """Return a note if a critic starts from other values than NeMo-Aligner's critic would.
+    """Return a note if NeMo-Aligner's critic would start from other values than this package's.
 
     NeMo-Aligner standardizes the weighted sum of the attributes. This package standardizes each
     attribute, which gives the same values if the weights sum to 1.
@@ -225,7 +228,10 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | None:
-    """Read one number for each attribute; a single number applies to all. None if not set."""
+    """Read the setting ``key`` as one number for each attribute; None if it is not set.
+
+    A single number in the settings applies to all attributes.
+    """
     values = section.get(key)
     if values is None:
         return None
@@ -236,7 +242,10 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
 
 
 def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] | None:
-    """Read the head as a weight ``[A, hidden]`` and offsets ``[A]``; None for a base model."""
+    """Read NeMo-Aligner's head, folded into a weight ``[A, hidden]`` and offsets ``[A]``.
+
+    None for a base model. See ``fold_head``.
+    """
     stored = folder.tensors
     if HEAD not in stored:
         return None
@@ -257,7 +266,7 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] |
 def _find_precision(
     folder: NemoFolder, tensors: Mapping[str, LazyTensor | list[LazyTensor]]
 ) -> Precision:
-    """Return the precision that represents every value of the decoder's matrices exactly."""
+    """Return the precision of the decoder's matrices; fp32 if they have different dtypes."""
     stored = []
     for key, entry in tensors.items():
         parts = entry if isinstance(entry, list) else [entry]
@@ -321,7 +330,7 @@ def _build_contract(
 
 
 def _resolve_template(setting: str | None, tokenizer: Tokenizer) -> str:
-    """Return the text of the chat template that the option names; empty for raw texts only."""
+    """Return the chat template that ``setting`` names; empty if only raw texts are allowed."""
     if setting is None:
         raise ConfigError(
             "template: it is not set, and this reward model does not say how a conversation is "

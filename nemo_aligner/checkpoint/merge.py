@@ -38,18 +38,18 @@ from nemo_aligner.models.shape import ModelShape, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _SUM_TOLERANCE = 1e-6
-# Contract fields that are merged by a weighted sum, like the weights.
+# Fields of the contract that are merged by a weighted sum, like the model's weights.
 _SUMMED_FIELDS = ("label_means",)
 # Contract fields that may change when a finished model is trained further.
 _HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")
-# Least cosine of two heads that are worth averaging. It is 1.00 for runs that started from the
-# same head, and 0.02 for runs with heads drawn at random.
+# Least cosine of two heads that are worth averaging. The cosine is 1.00 for runs that started from
+# the same head, and 0.02 for runs with heads drawn at random.
 _MIN_HEAD_COSINE = 0.5
 
 
 @dataclass(frozen=True)
 class _Input:
-    """An opened reward model and its weight in the sum."""
+    """A reward model to merge: its opened archive, and its weight in the sum."""
 
     folder: NemoFolder
     shape: ModelShape
@@ -118,7 +118,7 @@ def _write(
 def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
     """Return a warning if models are averaged whose heads point in unrelated directions."""
     if min(model.weight for model in inputs) < 0:
-        return []  # for an extrapolation the heads may be of different kinds
+        return []  # an extrapolation may have heads of different kinds
     last, *earlier = [_read_flat_head(model.folder) for model in reversed(inputs)]
     cosine = min(float(torch.cosine_similarity(last, head, dim=0)) for head in earlier)
     if cosine >= _MIN_HEAD_COSINE:
@@ -131,7 +131,7 @@ def _warn_of_unrelated_heads(inputs: Sequence[_Input]) -> list[str]:
 
 
 def _read_flat_head(folder: NemoFolder) -> Tensor:
-    """Read all tensors of a head as one vector."""
+    """Read all tensors of a head as one vector, so that heads can be compared by their cosine."""
     names = sorted(head_names(folder))
     return torch.cat([lazy_tensor(folder, HEAD_PREFIX + name).read().flatten() for name in names])
 
@@ -151,7 +151,7 @@ def _check_weights(sources: Sequence[str | Path], weights: Sequence[float]) -> N
 
 
 def _check_input(folder: NemoFolder, weight: float) -> _Input:
-    """Check that an opened archive is a reward model of this package."""
+    """Check that an opened archive is a reward model of this package; read its contract."""
     contract = contract_of(folder)
     if contract is None or HEAD not in folder.tensors:
         raise CheckpointError(
@@ -162,7 +162,10 @@ def _check_input(folder: NemoFolder, weight: float) -> _Input:
 
 
 def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
-    """Check that two models have the same shape and, except ``may_differ``, the same contract."""
+    """Raise CheckpointError if two models differ in their shape or scoring contract.
+
+    ``may_differ`` names the fields of the contract that are not compared.
+    """
     problem = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
     # LoRA may differ, because it is folded into the weights.
     last_shape, other_shape = (
@@ -190,7 +193,12 @@ def _check_mergeable(last: _Input, other: _Input, may_differ: Sequence[str]) -> 
 def _merge_tensors(
     inputs: Sequence[_Input],
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
-    """Return the merged tensors outside the layers, and those of each layer, as lazy tensors."""
+    """Return lazy tensors that compute the weighted sums when they are written.
+
+    Returns:
+        The tensors outside the layers by their stored names; and for each stored name in the layers
+        one tensor of each layer.
+    """
     decoders = [lazy_decoder(model.folder, model.shape) for model in inputs]
     weights = [model.weight for model in inputs]
 
@@ -215,7 +223,7 @@ def _merge_tensors(
 def _weighted_sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
     total = torch.zeros(parts[-1].shape, dtype=torch.float64)
     for part, weight in zip(parts, weights, strict=True):
-        # float64, because with weights such as -1 and 2 the terms are larger than their sum.
+        # Sum in float64, because with weights such as -1 and 2 the terms are larger than their sum.
         total.add_(part.read().double(), alpha=weight)
     return total.to(parts[-1].dtype)
 

@@ -46,8 +46,8 @@ from nemo_aligner.utils.writing import write_problem
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# Metrics on different validation records are not comparable. States of earlier versions have no
-# digests of the records; for them these settings tell if the records are the same.
+# Settings that choose the validation records. Metrics on different records are not comparable.
+# States of earlier versions have no digests of the records, so these settings are compared.
 _VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
@@ -141,7 +141,10 @@ class RunCheckpoints:
         self._current: RunState | None = None
 
     def compare_with(self, current: RunState) -> None:
-        """Rank checkpoints first that were validated on the same records as ``current``."""
+        """Set the state by which later rankings compare: ``current``, of this run.
+
+        Checkpoints that were validated on other records than ``current`` rank last.
+        """
         self._current = current
 
     def is_comparable(self, saved: Saved) -> bool:
@@ -151,8 +154,8 @@ class RunCheckpoints:
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Allocate the host memory for the copies, before the first save.
 
-        The first write to a new page of memory can take ten times as long, and would delay
-        training.
+        The first write to a new page of memory can take ten times as long as later writes, and
+        would delay training at the first save.
         """
         self._copy(model, optimizer)
 
@@ -199,7 +202,7 @@ class RunCheckpoints:
         on_main(lambda: _delete_unfinished(self.folder))
 
     def list_saved(self) -> list[Saved]:
-        """List the complete checkpoints, oldest first, after publishing a pending one."""
+        """List the complete checkpoints, oldest first; a pending checkpoint is published before."""
         self.publish()
         return on_main(lambda: _list_saved(self.folder))
 
@@ -209,7 +212,7 @@ class RunCheckpoints:
         return saved[-1] if saved else None
 
     def best(self) -> Saved | None:
-        """Return the best checkpoint by ``monitor``; None if none has a value of it."""
+        """Return the best checkpoint by ``monitor``; None if no checkpoint has a value of it."""
         ranked = self.ranked()
         return ranked[0] if ranked else None
 
@@ -230,7 +233,10 @@ class RunCheckpoints:
         return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Return ``ranked()`` with checkpoints that this process wrote and has deleted since."""
+        """Return ``ranked()``, including checkpoints that this process has deleted since.
+
+        The log at the end of a run lists them all.
+        """
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
         return self._rank_checkpoints(list(by_path.values()))
 
@@ -238,7 +244,7 @@ class RunCheckpoints:
         """Tell if a checkpoint with these metrics would be among the ``save_top_k`` best."""
         if self._sort_key(metrics) is None:
             return False
-        # The largest step makes the newcomer lose every tie, as a checkpoint that is saved now
+        # The newcomer gets the largest step, so that it loses every tie, as a checkpoint saved now
         # would.
         state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
@@ -282,7 +288,7 @@ class RunCheckpoints:
         if self._pending is None:
             return None
         (saved, pending), self._pending = self._pending, None
-        # finish is collective, and raises on every rank or on none.
+        # finish is collective, and raises on every rank or on none, so all ranks enter this branch.
         try:
             pending.finish()
         except CheckpointError:
@@ -309,13 +315,13 @@ class RunCheckpoints:
     def _prune(self) -> None:
         """Delete the checkpoints that are neither the newest nor among the best.
 
-        They are renamed now, and their files are deleted in the background. An error of the
-        previous deletion is raised here.
+        The folders are renamed now, and their files are deleted in the background. If the previous
+        background deletion failed, its error is raised here.
         """
         if self._deletion is not None:
             self._deletion.result()
         saved = _list_saved(self.folder)
-        # A run resumes from the newest checkpoint, so that stays, whatever its metric.
+        # A run resumes from the newest checkpoint, so this one stays, whatever its metric.
         retained = {
             item.path for item in (*self._rank_checkpoints(saved)[: self._save_top_k], saved[-1])
         }
@@ -324,7 +330,7 @@ class RunCheckpoints:
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer state, also if another parallel layout saved them."""
+        """Restore weights and optimizer state, whatever parallel layout saved them."""
         weights = sharded_weights(model)
         request = {
             "model": weights,
@@ -340,7 +346,7 @@ class RunCheckpoints:
         put_weights(model, state["model"], saved.path)
 
     def _read_checked(self, saved: Saved, request: dict[str, Any]) -> dict[str, Any]:
-        """Load the tensors in ``request`` from a checkpoint, after comparing its checksums.
+        """Load the tensors in ``request``, a sharded state dict, after comparing the checksums.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint is damaged. The message names the
@@ -362,7 +368,10 @@ class RunCheckpoints:
         return sorted(scored, key=order)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Return a sort key, smaller is better; None if ``monitor`` has no value."""
+        """Return a sort key, smaller is better: the value of ``monitor``, then the loss.
+
+        A value that should be large is negated. None if ``metrics`` has no value of ``monitor``.
+        """
         value = metrics.get(str(self.monitor), math.nan)
         if math.isnan(value):
             return None
@@ -372,7 +381,7 @@ class RunCheckpoints:
 
 
 def same_validation(one: RunState, other: RunState) -> bool:
-    """Tell if two runs, given by their states, validate on the same records."""
+    """Tell if the states ``one`` and ``other`` were validated on the same records."""
     if one.validated_on is not None and other.validated_on is not None:
         # The order counts, too, because the first validation set's metric ranks the checkpoints.
         return [*one.validated_on.items()] == [*other.validated_on.items()]
@@ -381,7 +390,10 @@ def same_validation(one: RunState, other: RunState) -> bool:
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
-    """Check that a run resumes with the same model and data, in the same order.
+    """Raise CheckpointError if a run would resume with another model or other data.
+
+    ``fingerprint`` holds the settings that must be equal to those in the state of ``saved``; the
+    order of the data follows from them.
 
     Raises:
         CheckpointError: something differs; the message lists every difference, with both values.
@@ -428,7 +440,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Tell the user which other checkpoints are complete, and how to resume from them."""
+    """Return the advice for an error: how to resume without the checkpoint ``damaged``."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
@@ -437,7 +449,7 @@ def _advise_without(damaged: Path) -> str:
             "exp_manager.explicit_log_dir to a new folder to start a new run"
         )
     are_complete = "is complete" if len(names) == 1 else "are complete"
-    # A run reads the states of all its checkpoints, so one without a state would stop it again.
+    # A run reads the states of all its checkpoints, so it would stop at any that has no state.
     in_the_way = [damaged, *(path for path in other_folders if not _has_state(path))]
     return (
         f"The run can resume from another checkpoint, as {', '.join(names)} {are_complete}: move "
@@ -484,7 +496,7 @@ def _read_saved(path: Path) -> Saved:
 
 
 def _as_json(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
+    """Return ``value`` with None (null) for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -498,7 +510,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _partial_path(path: Path) -> Path:
-    """Return the path of a checkpoint, or of a file in it, while it is being written."""
+    """Return the path of a checkpoint, or of a state file, while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
@@ -535,7 +547,10 @@ def _amend(path: Path, state: RunState) -> None:
 
 
 def _rename_removed(path: Path) -> Path:
-    """Rename a checkpoint before it is deleted, so that a half-deleted one is not listed."""
+    """Rename a checkpoint before it is deleted, and return the new path.
+
+    A checkpoint that is deleted only in part is then not listed.
+    """
     doomed = path.with_name(path.name + ".removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

@@ -52,9 +52,11 @@ def refuse_run(folder: Path, source: Path) -> None:
 
 
 def _find_run(folder: Path) -> tuple[str, Path | None]:
-    """Describe a folder as part of a run, and return the run's folder of checkpoints.
+    """Find the training run that a folder belongs to.
 
-    The second value is None if the folder is no part of a run.
+    Returns:
+        A description of ``folder`` for an error, and the run's folder of checkpoints; None in
+        place of the second if ``folder`` is no part of a run.
     """
     if (folder / RUN_STATE_NAME).is_file():
         return "a checkpoint of a training run", folder.parent

@@ -1,4 +1,4 @@
-"""The lock on a run's folder, so that only one job at a time trains there.
+"""The lock on a run's folder, so that only one job at a time trains in that folder.
 
 ``run.lock`` names the job that holds it: host, process and time. Rank 0 takes the lock for all
 ranks, and updates the file's modification time every few seconds while the job lives. A killed job
@@ -37,7 +37,7 @@ from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
 LOCK_NAME = "run.lock"
 BEAT_S = 10.0
-# Six missed updates, because a file server may stall for a few of them.
+# This is the time of six missed updates, because a file server may stall for a few of them.
 DEAD_AFTER_S = 60.0
 _POLL_S = 1.0
 
@@ -79,7 +79,7 @@ class Holder:
         )
 
     def is_alive(self) -> bool | None:
-        """Tell if the process lives; None if it runs on another machine or in another container."""
+        """Tell if the holder lives; None if it runs on another machine or in another container."""
         if not self.system or self.system != _name_system():
             return None
         try:
@@ -135,7 +135,7 @@ class RunLock:
         self.is_lost = False
         self._holder = holder
         self._over = threading.Event()
-        # A daemon thread, so that a process that ends with an error does not wait for it.
+        # Use a daemon thread, so that a process that ends with an error does not wait for it.
         self._heart = threading.Thread(target=self._beat, name="run lock", daemon=True)
         if holder is not None:
             self._heart.start()
@@ -161,7 +161,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Remove the file, unless another job holds the lock by now."""
+        """Remove the lock file, unless another job has taken the lock since."""
         if self._holder is None:
             return
         self._over.set()
@@ -176,7 +176,8 @@ class RunLock:
             holder = _read_holder(self.path)
             self.is_lost = holder is not None and holder.token != self._holder.token
             if holder is not None and not self.is_lost:
-                with suppress(OSError):  # the file server may be reachable at the next update
+                # A failed update is no error, because the file server may be back at the next one.
+                with suppress(OSError):
                     os.utime(self.path)
 
 
@@ -213,13 +214,14 @@ def lock_run(folder: Path) -> Iterator[RunLock]:
         finally:
             lock.release()
     finally:
-        with suppress(OSError):  # rmdir fails for a folder that is not empty, which shall stay
+        # Rmdir fails for a folder that is not empty, and such a folder must stay.
+        with suppress(OSError):
             for created_folder in created_folders:
                 created_folder.rmdir()
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Make a folder with its parents; return those that were missing, the innermost first."""
+    """Make a folder with its parents; return the new folders, the innermost first."""
     missing = [part for part in (folder, *folder.parents) if not part.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -238,7 +240,7 @@ def _acquire_lock(path: Path) -> Holder:
         is_alive = None if holder is None else holder.is_alive()
         if is_alive is None:
             is_alive = _watch_lock(path, holder)
-        if is_alive is None:  # the lock was released meanwhile
+        if is_alive is None:  # the holder has released the lock meanwhile
             continue
         if is_alive:
             raise CheckpointError(
@@ -269,7 +271,7 @@ def _create_lock(path: Path, holder: Holder) -> bool:
 
 
 def _read_holder(path: Path) -> Holder | None:
-    """Read who holds the lock; None if there is no file, or if it is still empty."""
+    """Read who holds the lock; None if there is no lock file, or if the file is still empty."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -286,7 +288,7 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
     first = _read_modification_time(path)
     if first is None:
         return None
-    # The file server set the modification time, so its age is measured by the server's clock.
+    # The file server set the modification time, so the time since then is measured by its clock.
     left_s = min(DEAD_AFTER_S, DEAD_AFTER_S - (_read_server_clock(path.parent) - first))
     if left_s > 0:
         say(
@@ -303,9 +305,9 @@ def _watch_lock(path: Path, holder: Holder | None) -> bool | None:
 
 
 def _read_modification_time(path: Path) -> float | None:
-    """Read when a file was last modified; None if it is gone."""
+    """Read when a file was last modified, in seconds since 1970; None if the file is gone."""
     try:
-        # Opened first, because NFS may answer from its cache for a file that is not open.
+        # Open the file first, because NFS may answer from its cache for a file that is not open.
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
@@ -313,7 +315,10 @@ def _read_modification_time(path: Path) -> float | None:
 
 
 def _read_server_clock(folder: Path) -> float:
-    """Return the current time by the clock of the folder's file server."""
+    """Return the time by the file server's clock, in seconds since 1970.
+
+    The clocks of the server and of this machine may differ.
+    """
     probe = folder / f".{LOCK_NAME}.{uuid.uuid4().hex}"
     probe.touch()
     try:
@@ -334,8 +339,8 @@ def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
     except FileNotFoundError:
         return False
     with stale:
-        # A file server may not support flock. Then two jobs can both take the lock over, but only
-        # if they are at this point at the same moment.
+        # If a file server does not support flock, two jobs can both take the lock over, but only if
+        # they reach this line at the same moment.
         with suppress(OSError):
             fcntl.flock(stale, fcntl.LOCK_EX)
         if not _is_same_file(path, stale) or _read_holder(path) != holder:
@@ -347,7 +352,7 @@ def _remove_stale_lock(path: Path, holder: Holder | None) -> bool:
 def _is_same_file(path: Path, file: BinaryIO) -> bool:
     """Tell if ``path`` still names the open file ``file``."""
     try:
-        # Opened first, for the reason in ``_read_modification_time``.
+        # Open the file first, because NFS may answer from its cache otherwise.
         with path.open("rb") as current:
             return os.path.samestat(os.fstat(current.fileno()), os.fstat(file.fileno()))
     except FileNotFoundError:

@@ -50,7 +50,8 @@ def read_yaml(path: Path, name: str | None = None) -> dict[str, Any]:
     """
     text, name = read_text(path, name), name or str(path)
     try:
-        # Composed and measured first: safe_load would expand aliases of aliases to any size.
+        # Compose the nodes and measure them first, because safe_load would expand aliases of
+        # aliases to any size.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             _check_size(node, name)
@@ -167,8 +168,8 @@ def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
     return next(member.file_size for member in members if member.header_offset == start)
 
 
-_MAX_KEY_PARTS = 10_000  # in a key or in arguments, which have about a dozen parts
-_MAX_FILE_PARTS = 1_000_000  # in everything that a file holds in addition to tensors
+_MAX_KEY_PARTS = 10_000  # limit for a key or a call's arguments; real ones have about a dozen parts
+_MAX_FILE_PARTS = 1_000_000  # limit for all that a file holds in addition to tensors
 _PICKLE_NAME = "data.pkl"
 _ZIP_BEGINS = b"PK\x03\x04"
 
@@ -178,7 +179,8 @@ def _check_small(
 ) -> None:
     """Raise UnpicklingError if ``value`` has more than ``limit`` parts.
 
-    A part counts as often as it is referred to; a string or bytes count their length.
+    Items, keys and attributes are parts, as are the parts of these. A part counts once for each
+    reference to it; a string or bytes also count their length.
     """
     unvisited, parts = [value], 0
     while unvisited:
@@ -215,7 +217,12 @@ _KEYS_AND_ARGUMENTS: dict[bytes, Callable[[list[Any]], list[Any]]] = {
 def _bound_operands(
     load: Callable[[Any], None], select_operands: Callable[[list[Any]], list[Any]]
 ) -> Callable[[Any], None]:
-    """Wrap the function of one opcode to check the size of its operands first."""
+    """Wrap an unpickler's function for one opcode to check the size of its operands first.
+
+    Args:
+        load: the function.
+        select_operands: returns the operands to check from the unpickler's stack.
+    """
 
     def load_bounded(unpickler: Any) -> None:
         for value in select_operands(unpickler.stack):
@@ -272,7 +279,7 @@ _BYTES_FROM_TEXT = "_codecs.encode()"
 class _OutlineUnpickler(_PythonUnpickler):
     """Reads the pickles that torch's weights-only unpickler reads, and creates only plain data.
 
-    Everything else becomes an ``Outline``.
+    Every other object, such as a tensor, becomes an ``Outline``.
     """
 
     def find_class(self, module: str, name: str) -> Outline:
@@ -343,7 +350,8 @@ def load_plain(stored: BinaryIO) -> Any:
         Exception: of many types, if the file is damaged, would run code, or would take too much
             time or memory.
     """
-    # Parsed twice: the first pass creates no objects and bounds the cost; the second is torch's.
+    # The file is parsed twice: the first pass creates no objects and bounds the cost; the second is
+    # torch's.
     outline_of(stored)
     stored.seek(0)
     return torch.load(stored, map_location="cpu", weights_only=True)
@@ -353,7 +361,7 @@ def load_plain(stored: BinaryIO) -> Any:
 def bounded_torch_load() -> Iterator[None]:
     """Apply the checks of ``load_plain`` to every call of ``torch.load`` during the block.
 
-    It is for libraries that call ``torch.load`` themselves.
+    Use this for calls of libraries that call ``torch.load`` themselves, such as transformers.
     """
     load = torch.load
 
@@ -403,9 +411,10 @@ _ALLOWED = {
 
 
 def _enum_member(owner: Any, name: Any) -> Any:
-    """Return a member of an enum, in place of ``getattr``.
+    """Return a member of an enum; the unpickler calls this function in place of ``getattr``.
 
-    Python 3.11.0 to 3.11.3 pickle an enum member as a call of ``getattr``.
+    Python 3.11.0 to 3.11.3 pickle an enum member as a call of ``getattr``, which could read any
+    attribute of any object.
     """
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
@@ -413,10 +422,10 @@ def _enum_member(owner: Any, name: Any) -> Any:
 
 
 class _AllowListUnpickler(_PythonUnpickler):
-    """Creates only objects of the classes in ``_ALLOWED``."""
+    """Unpickler for an index that creates only objects of the classes in ``_ALLOWED``."""
 
     dispatch = _bound_dispatch(_PythonUnpickler.dispatch)
-    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no index uses these opcodes
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # remove opcodes that no index uses
         del dispatch[_code[0]]
 
     def load_build(self) -> None:

@@ -1,7 +1,7 @@
 """Commands that check an installation, a checkpoint or a trainer, and the quickstart.
 
 - ``doctor``: ``nemo-aligner doctor`` examines this machine: packages, GPUs, memory, disk, compiler.
-  It works without torch, and without any other package.
+  The command works without torch, and without any other package.
 - ``quickstart``: ``nemo-aligner quickstart`` runs the other commands one after another: convert a
   base model, get data, train, evaluate, serve and score.
 - ``overfit_test``: ``nemo-aligner probe`` checks that training learns a few records, and also the
@@ -10,6 +10,6 @@
   ``layouts_worker`` scores them at every layout of a process group, and ``invariance`` compares the
   rewards and judges the differences.
 
-The commands' options are in ``nemo_aligner/cli``. This file imports nothing, because ``doctor`` has
-to run where imports fail.
+The commands' options are in ``nemo_aligner/cli``. This module imports nothing, because ``doctor``
+has to run where imports fail.
 """

@@ -1,7 +1,7 @@
 """``nemo-aligner check``: does a checkpoint give the same rewards in every batch and layout?
 
 The command scores the same samples in different batches, at every parallel layout that fits, in a
-training forward pass, and over HTTP. It compares the rewards with those of a reference, and prints
+training forward pass, and over HTTP. It compares the rewards with a reference's rewards, and prints
 a table. Under torchrun the ranks of this job score; otherwise the command starts new processes.
 """
 
@@ -65,7 +65,10 @@ class Check:
 
 
 def run_check(check: Check, output: Path | None) -> bool:
-    """Score, compare, print the table and write it to ``output``; True if every row passes.
+    """Score, compare, print the table, and write it to ``output`` as JSON unless that is None.
+
+    Returns:
+        True if every row of the table passes.
 
     Raises:
         AlignerError: the checkpoint is not a reward model, or none of the pairs can be scored.
@@ -108,7 +111,10 @@ def _row_to_dict(row: Row) -> dict[str, Any]:
 
 
 def choose_samples(check: Check, tokenizer: Tokenizer, contract: ScoringContract) -> list[Any]:
-    """Choose the samples of the first pairs that the model can score: chosen, rejected, ...
+    """Choose the first ``check.pairs`` pairs that the model can score.
+
+    Returns:
+        The samples of the pairs: chosen, rejected, chosen, ...
 
     Raises:
         DataError: no pair can be scored.
@@ -140,10 +146,14 @@ def choose_samples(check: Check, tokenizer: Tokenizer, contract: ScoringContract
 
 
 def _read_pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield (chosen, rejected) samples of a file, or of the demo set if ``path`` is None."""
+    """Yield (chosen, rejected) samples of a file, or of the demo set if ``path`` is None.
+
+    Malformed lines of the file are counted in ``left_out``.
+    """
     if path is not None:
         file = parse_file(path, ReaderConfig(RecordKind.comparison))
-        # Malformed lines are only counted: nothing is learned from the pairs, so any pairs will do.
+        # Malformed lines are counted, and raise no error: nothing is learned from the pairs, so any
+        # pairs will do.
         if file.malformed:
             left_out["malformed"] += len(file.malformed)
         # A ranking counts as the pair of its best and its worst completion.
@@ -158,7 +168,10 @@ def _read_pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any,
 
 
 def _score_in_new_processes(check: Check, texts: list[Any], precision: str) -> Scored:
-    """Score in jobs of 1, 2, 4, ... processes and over HTTP; one process is the reference."""
+    """Score in jobs of 1, 2, 4, ... processes and, if ``check.serve``, over HTTP.
+
+    The job of one process also computes the fp32 reference.
+    """
     job = {"checkpoint": check.checkpoint, "texts": texts, "precision": precision}
     max_processes = check.processes or torch.cuda.device_count() or 2
     worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= max_processes]
@@ -173,12 +186,12 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
     """Start a server and score over HTTP, in batches of one and all together.
 
     Returns:
-        Rewards ``[N, A]`` by variant.
+        Rewards ``[N, A]`` by variant: ``alone`` (a request for each sample) and ``all together``.
 
     Raises:
         ServingError: the server does not start, or does not answer.
     """
-    # Imported here, because a check without a server does not need the client's dependencies.
+    # Import here, because a check without a server does not need the client's dependencies.
     from nemo_aligner.serving.client.reward import RewardClient
 
     print(f"scoring in {precision} over HTTP", flush=True)

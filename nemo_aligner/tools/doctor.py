@@ -33,7 +33,7 @@ _INDENT = 10
 
 
 def examine() -> list[Finding]:
-    """Check packages, devices, memory, disk, port and compiler, the most basic first."""
+    """Run all checks, the most basic first: packages, devices, memory, disk, port, compiler."""
     torch = import_torch()
     has_gpu = torch is not None and torch.cuda.is_available()
     return [
@@ -49,7 +49,10 @@ def examine() -> list[Finding]:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Render each finding with its advice below it, then counts; lines have 80 columns at most."""
+    """Render each finding with its advice below it, then the number of each verdict.
+
+    Lines have 80 columns at most.
+    """
     lines = []
     for finding in findings:
         mark = "" if finding.verdict is Verdict.ok else finding.verdict.value.upper()
@@ -74,7 +77,7 @@ def _wrap(text: str, first_indent: str) -> list[str]:
 
 _PACKAGE = "nemo_aligner"
 _ALWAYS_SHOWN = ("torch", "megatron-core", "transformers", "omegaconf", "numpy")
-# Optional extras of this package, and what each is for.
+# Optional extras of this package, and the purpose of each.
 _EXTRAS = {
     "serving": "the HTTP front of the servers and the gateway",
     "triton": "NVIDIA Triton next to the HTTP front",
@@ -83,8 +86,8 @@ _EXTRAS = {
     "wandb": "logging to Weights & Biases",
     "mlflow": "logging to MLflow",
 }
-# The servers cannot start if packages of this extra do not fit. Packages of another extra that do
-# not fit only disable what that extra is for.
+# The servers cannot start if a package of this extra is missing or too old. For other extras, only
+# the purpose of the extra is then disabled.
 _SERVING_EXTRA = "serving"
 _PYTRITON = "nvidia-pytriton"
 _FIRST_TORCH_WITH_VARLEN = "2.10"
@@ -145,12 +148,15 @@ def import_torch() -> Any:
     """Import torch; None if it is missing or broken."""
     try:
         return importlib.import_module("torch")
-    except Exception:  # A library that does not fit this machine may raise any error.
+    except Exception:  # A library that was built for another machine may raise any error.
         return None
 
 
 def _read_requirements() -> dict[str, list[Any]]:
-    """List this package's requirements on this machine by extra; "" has those without an extra."""
+    """List this package's requirements by extra; the key "" has those without an extra.
+
+    Requirements that do not apply to this machine, such as those of another platform, are left out.
+    """
     try:
         from packaging.requirements import Requirement
 
@@ -191,7 +197,10 @@ def _check_this_package() -> Finding:
 
 
 def _check_by_name() -> Iterator[Finding]:
-    """Check only that the main packages are installed, for when the requirements are not known."""
+    """Check only that the main packages are installed, because their versions are not known here.
+
+    The required versions are in the metadata of this package, which an uninstalled copy lacks.
+    """
     for name in _ALWAYS_SHOWN:
         version = version_of(name)
         if version is None:
@@ -221,7 +230,7 @@ def _check_extra(
 
     Args:
         extra: name of the extra.
-        purpose: what it is for.
+        purpose: what the extra is for.
         requirements: the packages of the extra.
         required_names: packages that are installed without any extra. They do not show that the
             user wants this extra.
@@ -268,7 +277,7 @@ def _check_triton_binary(pytriton: importlib.metadata.Distribution) -> Finding:
 # The machine: processors, memory, disk, port, compiler.
 
 _GIB = 2**30
-# Less free space than this, in bytes, is a note.
+# Bytes that should be free; with less, the check gives a note.
 _MIN_SHARED_MEMORY = 2**28
 _MIN_DISK = 10 * _GIB
 _RELEVANT_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -400,7 +409,7 @@ def check_port() -> Finding:
 
 
 def check_compiler(has_gpu: bool) -> Finding:
-    """Check for a C compiler: GPU kernels are compiled at first use; a CPU can do without."""
+    """Check for a C compiler. GPU kernels are compiled at first use; on a CPU it is optional."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     path = next(filter(None, (shutil.which(name) for name in names if name)), None)
     if path is not None:
@@ -425,7 +434,10 @@ def _read_text(path: str) -> str:
 
 
 class Verdict(str, Enum):
-    """Verdict on a finding: ``note`` is worth knowing, ``missing`` must be fixed first."""
+    """Verdict on a finding.
+
+    ``missing`` must be fixed before this machine can train or serve; ``note`` only informs.
+    """
 
     ok = "ok"
     note = "note"
@@ -434,7 +446,14 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found: ``name: value``, with a verdict and advice; no advice if it is fine."""
+    """Result of one check, printed as ``name: value`` with the advice below it.
+
+    Attributes:
+        name: what was checked, such as a package.
+        value: what was found, such as its version.
+        verdict: whether the user has to act.
+        advice: what to do; empty if the verdict is ``ok``.
+    """
 
     name: str
     value: str

@@ -1,4 +1,4 @@
-"""Compares rewards of the same samples that were scored in different ways, and judges differences.
+"""Compare rewards of the same samples that were scored in different ways, and judge differences.
 
 A reward must be bit-identical in every batch. At another layout, in a training forward pass, and in
 another precision it may differ by rounding, but only up to a limit. ``nemo-aligner check`` compares
@@ -19,7 +19,7 @@ import numpy as np
 # Name that a server has instead of a layout, and prefix of the variants that were computed in a
 # training forward pass.
 SERVER, TRAINING = "server", "training"
-# Unit roundoff by precision.
+# Unit roundoff (largest relative rounding error) by precision.
 _EPSILON = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 # Scores a list of N samples: returns rewards [N, ...].
@@ -35,7 +35,7 @@ class Scored:
     Attributes:
         rewards: rewards ``[N, A]`` by layout and variant.
         reference: rewards ``[N, A]`` in fp32, each in a batch of one.
-        reasons: why other layouts do not fit the model.
+        reasons: for each layout that does not fit the model, why it does not.
     """
 
     rewards: Rewards
@@ -43,7 +43,7 @@ class Scored:
     reasons: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to lists and numbers for JSON."""
+        """Convert the rewards to lists of numbers, for JSON."""
         rewards = {
             layout: {name: rows.tolist() for name, rows in variants.items()}
             for layout, variants in self.rewards.items()
@@ -53,7 +53,7 @@ class Scored:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Scored:
-        """Build from the result of ``to_dict``; rewards become float64."""
+        """Build an object from the result of ``to_dict``; rewards become float64."""
         rewards = {
             layout: {name: np.array(rows) for name, rows in variants.items()}
             for layout, variants in content["rewards"].items()
@@ -62,7 +62,10 @@ class Scored:
 
 
 class Compared(Enum):
-    """What the rewards of a row are compared with; files contain the values."""
+    """The kind of reference with which the rewards of a row are compared.
+
+    The members' values must not change, because files that the command has written contain them.
+    """
 
     batch = "company"
     layout = "layout"
@@ -83,14 +86,14 @@ class Row:
     """Comparison of the rewards of one layout and variant with a reference.
 
     Attributes:
-        compared: what the reference is.
+        compared: kind of the reference.
         layout: name of the layout, or ``SERVER``.
         variant: how the samples were batched.
         texts: number of samples.
         changed: number of rewards that are not bit-identical.
         difference: largest |difference| of a reward; NaN if a reward is NaN.
-        flips: number of pairs with another verdict, not counting pairs whose reference margin is
-            within the limit.
+        flips: number of pairs in which another sample wins than in the reference, not counting
+            pairs whose reference margin is within the limit.
         ok: True if the row passes.
     """
 
@@ -106,23 +109,33 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest allowed difference of a reward, and largest margin whose verdict may flip."""
+    """Limits for one kind of reference.
+
+    Attributes:
+        reward: largest allowed |difference| of a reward.
+        margin: largest |margin| of a pair, in the reference, whose verdict may flip.
+    """
 
     reward: float
     margin: float
 
 
 # Limits, in units of the random walk of ``choose_limits``. With 64 samples, the largest measured
-# difference was 1.7 to 5 units. Training gets a higher limit, because it also rounds the residual
-# stream, which changed rewards 1.7 times as much.
+# difference was 1.7 to 5 units. The limit of training is higher, because training also rounds the
+# residual stream, which changed rewards 1.7 times as much.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
-# Higher in fp32, because there the sums inside a matmul round, too; docs/scoring_contract.md has
-# measurements.
+# The limit in fp32, in the same units. It is higher, because in fp32 the sums inside a matmul
+# round, too; docs/scoring_contract.md has measurements.
 _FP32_UNITS = 100.0
 
 
 def choose_limits(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Limits]:
-    """Choose the limits for a model whose rewards in fp32 are ``reference [N, A]``.
+    """Choose the limits for each kind of reference.
+
+    Args:
+        precision: precision in which the rewards were computed.
+        num_layers: number of the model's layers.
+        reference: rewards ``[N, A]`` in fp32.
 
     In another batch nothing may change. Otherwise every layer rounds twice, and independent
     rounding errors of the same size add up like a random walk. A limit is therefore a multiple of
@@ -145,9 +158,14 @@ def choose_limits(precision: str, num_layers: int, reference: np.ndarray) -> dic
 def compare_all(
     scored: Scored, weights: Sequence[float], limits: Mapping[Compared, Limits]
 ) -> list[Row]:
-    """Compare the variants of each layout with batches of one, and these with the first layout.
+    """Compare all rewards with their references, and return a row for each comparison.
 
-    Only comparisons that have a limit are made: rewards in fp32 are not compared with fp32.
+    At each layout, other batches are compared with batches of one. Batches of one are compared with
+    those of the first layout, and with fp32. The server and the training forward pass are compared
+    with batches of one at the first layout.
+
+    Comparisons without an entry in ``limits`` are left out: rewards in fp32 are not compared with
+    fp32.
     """
     first = next(iter(scored.rewards.values()))["alone"]
     rows = []
@@ -178,7 +196,15 @@ def compare(
     weights: Sequence[float],
     limit: Limits,
 ) -> Row:
-    """Compare rewards ``[N, A]`` of pairs (chosen, rejected, chosen, ...) with a reference."""
+    """Compare rewards ``[N, A]`` with a reference of the same samples.
+
+    Args:
+        compared, layout, variant: see ``Row``.
+        rewards: rewards of pairs, in the order chosen, rejected, chosen, ...
+        reference: the rewards to compare with, ``[N, A]``.
+        weights: weight of each attribute in a margin, ``[A]``.
+        limit: up to which difference the row passes.
+    """
     difference = float(np.abs(rewards - reference).max())
     margins, expected = _compute_margins(rewards, weights), _compute_margins(reference, weights)
     is_flip = (np.sign(margins) != np.sign(expected)) & (np.abs(expected) > limit.margin)
@@ -191,19 +217,22 @@ def compare(
         changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
-        # Written so that a NaN fails: ``not difference > limit.reward`` would let it pass.
+        # The condition makes a NaN fail; ``not difference > limit.reward`` would let a NaN pass.
         ok=difference <= limit.reward and not flips,
     )
 
 
 def _compute_margins(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """Compute the margins of pairs ``[N / 2]`` from rewards ``[N, A]`` and weights ``[A]``."""
+    """Compute the margins ``[N / 2]`` of pairs from rewards ``[N, A]`` and weights ``[A]``.
+
+    A margin is the weighted sum of the chosen sample's rewards minus that of the rejected one.
+    """
     merged = rewards.astype(np.float64) @ np.asarray(weights, dtype=np.float64)
     return merged[::2] - merged[1::2]
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """Render one table for each kind of comparison."""
+    """Render one table for each kind of reference, without kinds that have no rows."""
     layout_width = max(len("layout"), *(len(row.layout) for row in rows)) + 2
     variant_width = max(len("variant"), *(len(row.variant) for row in rows)) + 2
     tables = []
@@ -224,7 +253,7 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 
 def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
-    """Summarise in one line, then the worst row and the limit of each kind of comparison."""
+    """Say in one line if all rows passed, then give the worst row and the limit by kind."""
     failed = sum(not row.ok for row in rows)
     lines = ["the same everywhere" if not failed else f"FAILED in {failed} of {len(rows)} rows"]
     for compared, limit in limits.items():
@@ -249,7 +278,7 @@ def summarise(rows: Sequence[Row], limits: Mapping[Compared, Limits]) -> str:
 
 
 def score_alone(score: Score, texts: Sequence[Any]) -> np.ndarray:
-    """Score each sample in a call of its own; return rewards ``[N, ...]``."""
+    """Score each of N samples in a call of its own; return rewards ``[N, ...]``."""
     return score_calls(score, texts, [[index] for index in range(len(texts))])
 
 

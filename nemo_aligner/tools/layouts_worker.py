@@ -1,4 +1,4 @@
-"""Scores the same samples at every parallel layout of a process group, in different batches.
+"""Score the same samples at every parallel layout of a process group, in different batches.
 
 ``score_everywhere`` does this on the ranks of the current job. ``run_world`` starts new processes
 that do it: ``python -m nemo_aligner.tools.layouts_worker JOB RESULT`` reads the job from one JSON
@@ -69,7 +69,8 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
                 reasons.append(f"{sizes}: {error}")
                 continue
             fitting.append(sizes)
-            # Sequence parallelism splits along the tensor-parallel ranks, so it needs several.
+            # Sequence parallelism splits sequences over the tensor-parallel ranks, so it needs
+            # several.
             if tp > 1:
                 fitting.append(replace(sizes, sequence_parallel=True))
     for sizes in [sizes for sizes in fitting if sizes.dp > 1 and shape.experts is not None]:
@@ -88,9 +89,10 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
 def score_everywhere(
     checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
 ) -> Scored:
-    """Score at every layout of this process group; every rank calls this once.
+    """Score ``texts`` at every layout of this process group; every rank calls this once.
 
-    The reference is scored in fp32 at the first layout.
+    The reference is scored in fp32 at the first layout. Layouts with fewer than
+    ``min_model_parallel`` ranks for each model replica are skipped.
 
     Raises:
         ConfigError: no layout of this many processes fits the model.
@@ -117,7 +119,7 @@ def score_everywhere(
 def _score_at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    """Compute the rewards ``[N, A]`` of all variants at one layout, by the variant's name."""
+    """Compute the rewards ``[N, A]`` at one layout in all batches and in training, by name."""
     layout = initialize_layout(**sizes.arguments)
     rewards = _score_in_batches(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
@@ -129,7 +131,7 @@ def _score_at_layout(
 
 
 def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> np.ndarray:
-    """Compute the rewards ``[N, A]`` in fp32, each in a batch of one."""
+    """Compute the rewards ``[N, A]`` in fp32, each sample in a batch of one."""
     layout = initialize_layout(**sizes.arguments)
     scorer = load_scorer(checkpoint, layout, precision=Precision.fp32, micro_batch_tokens=2**30)
     rewards = score_alone(partial(score_all, scorer), texts)
@@ -140,7 +142,10 @@ def _score_reference(checkpoint: Path, texts: list[Any], sizes: LayoutSizes) -> 
 def _score_in_batches(
     checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
 ) -> dict[str, np.ndarray]:
-    """Score in batches of one, in one batch, in small packs, and from a prefix cache."""
+    """Compute the rewards ``[N, A]`` in four kinds of batches, by the kind's name.
+
+    The kinds are batches of one, one batch, small packs, and small packs with a prefix cache.
+    """
     model = load_reward_model(checkpoint, layout, precision)
     make_batch_invariant(model.model, ROWS_BY_DEVICE)
     small_budget = model.contract.seq_length
@@ -207,7 +212,10 @@ def _score_in_training(
 
 
 def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
-    """Stand in for a loss, because only the rewards of the forward pass are needed."""
+    """Return the sum and the number of rewards in place of a loss.
+
+    A training step needs a loss function, but here only the rewards of its forward pass are used.
+    """
     return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
 
 
@@ -217,7 +225,7 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# Starting new processes that do this.
+# Starting new processes that run ``score_everywhere``.
 
 
 def run_world(job: Mapping[str, Any], size: int) -> Scored:
@@ -241,7 +249,12 @@ def run_world(job: Mapping[str, Any], size: int) -> Scored:
 
 
 def main(job_path: str, result_path: str) -> int:
-    """Run one rank of ``run_world``; return its exit code."""
+    """Run one rank of ``run_world``; return its exit code.
+
+    Args:
+        job_path: JSON file with the job.
+        result_path: file to which the first rank writes the rewards.
+    """
     job = json.loads(Path(job_path).read_text())
     try:
         scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))

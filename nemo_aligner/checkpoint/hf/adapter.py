@@ -157,7 +157,8 @@ def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
     tensors = {f"{_PREFIX}{HF_HEAD}": head}
     for name, low, high in archive.adapters():
         linear = _PREFIX + name.removesuffix(".weight")
-        # A copy, because safetensors refuses two names for the same storage.
+        # Copy A, because several weights may share it, and safetensors refuses to write the same
+        # memory under two names.
         tensors[f"{linear}.lora_A.weight"] = low.clone()
         tensors[f"{linear}.lora_B.weight"] = high.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
@@ -183,7 +184,11 @@ def _build_config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[st
 
 
 def _reward_model_class(base: str) -> Any:
-    """Return transformers' reward-model class for ``base``; build a class if there is none."""
+    """Return the class that loads the decoder ``base`` with a linear head on top.
+
+    It is transformers' ``ForSequenceClassification`` of that decoder. If transformers has none, the
+    class is built here from transformers' generic code for such classes.
+    """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.modeling_layers import GenericForSequenceClassification
@@ -197,7 +202,16 @@ def _reward_model_class(base: str) -> Any:
 
 
 def _load_adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
-    """Load the base model with transformers in fp32, and fold the adapter in ``folder`` into it."""
+    """Load the base model with transformers in fp32, and fold the adapter in ``folder`` into it.
+
+    Args:
+        base: the base model's folder.
+        scale: factor of ``B A``, LoRA's product, when it is added to a weight.
+        pad_id: id of the pad token, by which transformers finds a sample's last token.
+
+    Returns:
+        transformers' reward model on this rank's device, with the adapter's head.
+    """
     tensors = load_file(folder / _WEIGHTS_NAME)
     head = tensors.pop(_PREFIX + HF_HEAD)
     try:

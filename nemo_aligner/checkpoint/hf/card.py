@@ -29,15 +29,15 @@ def model_card(
     Args:
         name: name of the folder.
         contract: scoring contract of the exported model.
-        pad_token: the pad token.
+        pad_token: text of the pad token.
         archive: the exported archive. Checkpoints of its run in the same folder tell how the model
             was trained.
         base_license: licence of the base model.
         trained_in: precision of the archive before the export, as in ``ScoringContract.dtype``.
         base: name of the base model if the folder is an adapter.
         form: form of the head (``ExportedHead.form``).
-        is_loaded_with_head: whether transformers has a class that loads decoder and head. If not,
-            the card has a program that computes the head.
+        is_loaded_with_head: whether transformers has a class that loads the decoder together with
+            the head. If not, the program in the card computes the head itself.
     """
     assert base is None or not contract.has_steps, "adapters support no rewards per step"
     environment = Environment(
@@ -71,7 +71,10 @@ def model_card(
 
 
 def _describe_training(archive: Path) -> Iterator[str]:
-    """Yield Markdown lines about the training, from the run's checkpoints next to the archive."""
+    """Yield Markdown lines on how the archive was trained: data, base model and metrics.
+
+    The lines come from the run's checkpoints in the archive's folder.
+    """
     states = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
@@ -89,8 +92,8 @@ def _describe_training(archive: Path) -> Iterator[str]:
         names = ", ".join(f"`{Path(file).name}`" for file in files)
         yield f"- {part} data: {names or 'none'}"
     yield f"- trained from `{base}`, {samples} records"
-    # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/", and not
-    # those by source ("validation-<file>/by_source/...").
+    # Keep the metrics of whole files ("validation-<file>/accuracy"), which have one "/". Drop the
+    # metrics by source ("validation-<file>/by_source/...").
     metrics_by_step = [
         {key: value for key, value in state["metrics"].items() if key.count("/") == 1}
         for state in states
@@ -105,5 +108,5 @@ def _describe_training(archive: Path) -> Iterator[str]:
 
 
 def _format_metric(value: float | None) -> str:
-    """Format the value of a metric; empty for a metric without a value."""
+    """Format a metric's value with 4 digits for a table; None (no value) gives an empty cell."""
     return "" if value is None else f"{value:.4g}"

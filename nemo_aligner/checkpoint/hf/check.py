@@ -49,12 +49,12 @@ from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.utils.errors import CheckpointError, DataError
 
 TOLERANCE = 1e-4
-_RELATIVE_TOLERANCE = 1e-5  # relative to a reward, because fp32 rounds large values more
+_RELATIVE_TOLERANCE = 1e-5  # tolerance relative to a reward, because fp32 rounds large values more
 _MAX_CHECKED_TOKENS = 512
 
 
 def _alternate_turns(*contents: str) -> Text:
-    """Build a conversation in which the user and the assistant speak in turn."""
+    """Build a conversation from messages of user and assistant in turn; the user begins."""
     return [
         {"role": ("user", "assistant")[number % 2], "content": content}
         for number, content in enumerate(contents)
@@ -87,7 +87,8 @@ class CheckedText:
     Attributes:
         text: a conversation, or a raw text.
         token_ids: token ids of the whole sample.
-        scored: the last token ids, few enough for a quick check; with steps, all token ids.
+        scored: the token ids to score: the last ones of ``token_ids``, few enough for a quick
+            check. For a sample with steps, all of them.
         reads: positions in ``scored`` at which the head is read: one for each step; without steps,
             only the last position.
         steps: steps of the response, or the assistant's turns; empty for a sample with one reward.
@@ -101,7 +102,7 @@ class CheckedText:
 
 
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
-    """Tokenize those of the built-in samples that the contract accepts.
+    """Tokenize the built-in samples with the contract, and skip those that it rejects.
 
     For a contract that reads steps, the samples are responses made of steps.
 
@@ -125,7 +126,7 @@ def _encode_samples(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator
             continue  # no chat template, or one that rejects this conversation
         scored = ids[-min(contract.seq_length, _MAX_CHECKED_TOKENS) :]
         if contract.reply_marker is not None and scored != ids:
-            continue  # the marker, by which the response is found, may have been cut off
+            continue  # the marker before the response may have been cut off
         yield CheckedText(text, ids, scored, (len(scored) - 1,))
 
 
@@ -145,7 +146,7 @@ def _encode_steps(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[C
 def _write_steps(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
     """Write the steps as a conversation and, if the contract allows, as a raw text.
 
-    Returns nothing if the step separator occurs within a step.
+    The result is empty if the step separator occurs within a step.
     """
     question = {"role": "user", "content": "2+2+3?"}
     if contract.scored_position == TURNS:
@@ -171,7 +172,7 @@ def compute_reference_logits(
     """
     token_lists = [text.scored for text in texts]
     reads = SequenceReads.number([text.reads for text in texts]) if texts[0].steps else None
-    # All samples fit into one pack, so that the weights are read only once.
+    # Put all samples into one pack, so that the weights are read only once.
     budget = sum(map(len, token_lists))
     packs = pack_sequences(token_lists, budget, reads, model.length_dependent_rope)
     shape = (sum(len(text.reads) for text in texts), model.rm_head.weight.size(0))
@@ -198,7 +199,14 @@ def check_folder(
 
 
 def _load_exported(folder: Path) -> tuple[Any, Any]:
-    """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32."""
+    """Load an exported folder with transformers, so that the model computes in fp32.
+
+    Returns:
+        transformers' tokenizer and reward model.
+
+    Raises:
+        CheckpointError: the exported tensors are not those that transformers' class has.
+    """
     try:
         tokenizer, model = _load_with_transformers(folder)
     except Exception as error:  # third-party code may raise anything
@@ -218,7 +226,7 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # local_files_only, so that a name in a config does not start a download.
+    # Set local_files_only, so that a model name in a config does not start a download.
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = open_source(folder)
     stored = {name for name in source.tensors if is_of_head(name)}
@@ -231,7 +239,8 @@ def _load_with_transformers(folder: Path) -> tuple[Any, Any]:
         model = load_with_head(str(folder), source, head, "auto").to(current_device()).eval()
         compute_in_fp32(model)
         return tokenizer, model
-    # Loaded in the files' dtype, because transformers then maps the files instead of copying them.
+    # Load the model in the files' dtype, because transformers then maps the files instead of
+    # copying them.
     auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
     model, report = auto.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
@@ -258,7 +267,16 @@ def compare(
     texts: Sequence[CheckedText],
     logits: Tensor,
 ) -> float:
-    """Compare a loaded tokenizer and model; arguments and errors as in ``check_folder``."""
+    """Compare the token ids and logits of a transformers model with this package's.
+
+    ``check_folder`` calls this for an exported folder; the export of an adapter, for the base model
+    with the adapter folded in. The other arguments, result and errors are those of
+    ``check_folder``.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+        model: reward model of transformers.
+    """
     for text in texts:
         _check_ids(tokenizer, contract, text)
     single = [_transformers_logits(model, tokenizer, [text])[0] for text in texts]
@@ -282,6 +300,7 @@ def check_difference(
         single: the other library's logits ``[S, A]`` in batches of one.
         padded: the other library's logits ``[S, A]`` in padded batches.
         logits: this package's logits ``[S, A]``.
+        texts: the samples. S is the number of their reading positions.
 
     Raises:
         CheckpointError: a difference exceeds the tolerance.
@@ -293,7 +312,7 @@ def check_difference(
 
 
 def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) -> None:
-    """Compare transformers' token ids and positions of steps with those of the contract."""
+    """Raise CheckpointError if transformers' token ids or step positions are not the contract's."""
     text, expected = checked.text, checked.token_ids
     if not checked.steps:
         ids = _transformers_ids(tokenizer, contract, text)
@@ -311,7 +330,7 @@ def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) 
 
 
 def _transformers_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """Tokenize a sample as the program in the model card does."""
+    """Tokenize a sample as the program in the model card does, and return the token ids."""
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -386,8 +405,8 @@ def _transformers_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText
     """Compute one batch with transformers; return each sample's logits, ``[1 or steps, A]``."""
     reset_dynamic_rope(model)
     has_steps = bool(texts[0].steps)
-    # transformers' classes find the last token with padding on either side, but positions of steps
-    # are counted from the left.
+    # Positions of steps are counted from the left, so padding must be on the right. The last token
+    # is found with padding on either side.
     side = {"padding_side": "right"} if has_steps else {}
     lists = {"input_ids": [text.scored for text in texts]}
     batch = tokenizer.pad(lists, **side, return_tensors="pt").to(model.device)
@@ -403,7 +422,7 @@ def _check_logits(
     batch_kind: str, library_logits: Tensor, logits: Tensor, texts: Sequence[Text]
 ) -> None:
     difference = (library_logits - logits).abs()
-    # Written as "not within the tolerance", so that NaN counts as wrong.
+    # The condition is written as "not within the tolerance", so that NaN counts as wrong.
     wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -431,7 +450,7 @@ def class_name(model_type: str, suffix: str) -> str:
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    # The mappings also have the classes that other packages registered with transformers.
+    # Use transformers' mappings, because they include the classes that other packages registered.
     try:
         config = CONFIG_MAPPING[model_type]
         body: Any = MODEL_MAPPING[config]
@@ -444,7 +463,10 @@ def class_name(model_type: str, suffix: str) -> str:
 
 
 def has_class(architecture: str, model_type: str) -> bool:
-    """Tell if transformers has this reward-model class; if not, it can load only the decoder."""
+    """Tell if transformers has the reward-model class ``architecture`` for this ``model_type``.
+
+    If not, transformers can load only the decoder, and a program has to compute the head itself.
+    """
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -474,11 +496,11 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
     """
     parameters = dict(model.named_parameters())
     by_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
-    # With this option each key has the number of its layer.
+    # With this option each key has its layer's number. Without it one key stands for all layers.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in parameters:
-            continue  # TransformerEngine's opaque _extra_state
+            continue  # TransformerEngine's opaque _extra_state holds no weights
         number, _, name_in_layer = entry.key.removeprefix(LAYERS).partition(".")
         is_inside = entry.key.startswith(LAYERS)
         layer, key = (int(number), name_in_layer) if is_inside else (None, entry.key)
@@ -503,8 +525,8 @@ def load_layers_on_demand(model: GPTRewardModel, read: Callable[[str, int | None
 def compute_in_fp32(model: torch.nn.Module) -> None:
     """Make every module of ``model`` compute in fp32, casting its weights only while it runs.
 
-    The results are those of the model loaded in fp32 from the same files, but only one module at a
-    time has its weights in fp32.
+    The results equal those of the same files loaded in fp32, but only one module at a time has its
+    weights in fp32.
 
     Args:
         model: a model of transformers that was loaded in the files' dtype, or a ``BodyWithHead``.
@@ -519,7 +541,8 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
             for parameter in owner.parameters(recurse=False)
             if parameter.dtype != torch.float32
         }
-        # Casting the embeddings after the look-up is exact, and avoids casting the largest matrix.
+        # Cast the embeddings after the look-up. This is exact, and avoids casting the largest
+        # matrix.
         if type(module) is torch.nn.Embedding:
             module.register_forward_hook(lambda module, inputs, rows: rows.float())
         elif stored:
@@ -528,7 +551,7 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
 
 
 def _restore_buffers(model: Any) -> None:
-    """Replace the buffers of a transformers model by those that its class computes in fp32.
+    """Replace a transformers model's buffers by the values that its class computes in fp32.
 
     Buffers that the files do not have are computed by transformers, in the dtype in which it loads
     the model. In bf16 a Gemma scales its embeddings by 25.25, although the root of its hidden size
@@ -546,7 +569,10 @@ def _restore_buffers(model: Any) -> None:
 
 
 class _WithoutLargeTensors(TorchFunctionMode):
-    """Context in which new matrices are created on the meta device, where they take no memory."""
+    """Context in which ``torch.empty`` creates tensors on the meta device, without memory.
+
+    A model that is built in this context has no weights, but it computes its buffers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = {"device": "meta"} if func is torch.empty else {}
@@ -554,6 +580,11 @@ class _WithoutLargeTensors(TorchFunctionMode):
 
 
 def _cast(stored: Mapping[torch.nn.Parameter, Tensor], is_running: bool) -> None:
-    """Cast parameters to fp32 before their module runs, and restore them afterwards."""
+    """Cast a module's parameters to fp32 if it ``is_running``; otherwise restore the stored data.
+
+    Args:
+        stored: for each parameter its data in the stored dtype.
+        is_running: True before the module's forward pass, False after it.
+    """
     for parameter, data in stored.items():
         parameter.data = data.float() if is_running else data

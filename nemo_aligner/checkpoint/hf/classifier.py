@@ -81,7 +81,8 @@ class HfRewardModel:
         seq_length: most tokens of a sample, the smaller of the model's and the tokenizer's limit;
             None for no limit.
         batch_tokens: most tokens of a batch, including padding.
-        watch: called with the numbers of finished samples and of all samples.
+        watch: called after each batch with the number of finished samples and the number of all
+            samples, to show progress.
         adds_eos: whether raw texts end with EOS, as in TRL's RewardTrainer.
         contract: scoring contract; None for a model that this package did not export.
         contract_tokenizer: tokenizer for the contract; None without a contract.
@@ -98,7 +99,7 @@ class HfRewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the rewards; "reward" for a single output without a name."""
+        """Names of the rewards, from ``id2label``; "reward" for a single output without a name."""
         means = getattr(self.model.config, "label_means", None)
         if self._readout is not None and means:
             return tuple(means)
@@ -108,9 +109,9 @@ class HfRewardModel:
         return ("reward",) if is_unnamed else names
 
     def check_are_rewards(self, remedy: str) -> None:
-        """Raise CheckpointError for a classifier, whose logits are not rewards.
+        """Raise CheckpointError if the model is a classifier, whose logits are not rewards.
 
-        See ``heads.check_are_rewards``.
+        See ``heads.check_are_rewards``. ``remedy`` tells the user what to do if they are rewards.
         """
         config = self.model.config
         classes = [str(name) for name in config.architectures or []]
@@ -128,9 +129,10 @@ class HfRewardModel:
         """Tokenize a sample.
 
         Raises:
-            OverlongError: it has more than ``seq_length`` tokens.
+            OverlongError: the sample has more than ``seq_length`` tokens.
             TurnMarkError: a message contains the chat template's own markers.
-            DataError: there is no chat template, it refuses the sample, or the sample is empty.
+            DataError: there is no chat template, the template rejects the sample, or the sample is
+                empty.
         """
         if self.contract is not None and self.contract_tokenizer is not None:
             return self.contract.encode(self.contract_tokenizer, text)
@@ -156,13 +158,18 @@ class HfRewardModel:
             raise NoTemplateError(
                 "this sample is a conversation, but the tokenizer has no chat template"
             )
-        # A message that contains the template's markers could imitate another turn.
+        # Reject a message that contains the template's markers, because it could imitate another
+        # turn.
         self._turn_marks.check(text)
         rendered = self._render(self._reading.adapt(text))
         return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
 
     def _render(self, conversation: Messages | Conversation) -> str:
-        """Render a conversation with the tokenizer's chat template."""
+        """Render a conversation as text with the tokenizer's chat template.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template rejects the conversation.
+        """
         options: dict[str, Any] = {}
         if isinstance(conversation, Conversation):
             options = {"tools": conversation.tools, "documents": conversation.documents}
@@ -197,7 +204,7 @@ class HfRewardModel:
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
         """Compute the rewards of samples; see ``Scorer``.
 
-        The label means that an export has in its config are added.
+        For an export of this package, the label means in its ``config.json`` are added.
 
         Raises:
             DataError: with ``on_error="raise"``, as in ``encode``; the message has the index of
@@ -230,7 +237,8 @@ class HfRewardModel:
         has_no_pad = self.model.config.get_text_config().pad_token_id is None
         is_single = has_no_pad or bool(length_dependent_rope(self.model))
         rows: list[int] = []
-        # The longest samples come first, so a batch that does not fit into memory fails at once.
+        # Begin with the longest samples, so that a batch that does not fit into memory fails at
+        # once.
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
             longest = len(token_lists[rows[0]]) if rows else 0
             if rows and (is_single or longest * (len(rows) + 1) > self.batch_tokens):
@@ -274,21 +282,22 @@ def load_hf_reward_model(
             tensors of the head; otherwise the head that ``find_head`` finds.
 
     Raises:
-        CheckpointError: transformers cannot load it, it has no reward head, a weight is NaN or
-            infinite, or the scoring contract in its folder belongs to another model.
+        CheckpointError: transformers cannot load the model, the model has no reward head, a weight
+            is NaN or infinite, or the scoring contract in its folder belongs to another model.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # Done first, because transformers would query the hub for a missing folder several times.
+    # Look for the contract first, because this call reports a missing folder at once. transformers
+    # would query the hub for the folder's name several times.
     exported = find_exported_contract(name)
     dtype = torch_dtype(precision or Precision.fp32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # third-party code may raise anything
         raise CheckpointError(f"{name}: {_NOT_LOADED}{one_line(error)}") from error
-    # Llama 3's template writes today's date, with which a reward would change every day.
+    # Llama 3's template writes today's date into the prompt, so a reward would change every day.
     tokenizer.chat_template = _freeze_dates(tokenizer)
     model = _load_with_layout(name, dtype, head) if head else _load_model(name, dtype)
     model = model.to(current_device()).eval()
@@ -300,7 +309,12 @@ def load_hf_reward_model(
 
 
 def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
-    """Return the model with the scoring contract at ``path``, by which it tokenizes samples."""
+    """Return a copy of ``loaded`` that tokenizes samples by the scoring contract at ``path``.
+
+    Raises:
+        CheckpointError: the names of the rewards or the tokenizer in the folder are not those of
+            the contract.
+    """
     contract = ScoringContract.from_dict(read_json(path))
     tokenizer = load_tokenizer(path.parent)
     # The template comes from an untrusted file, and might loop forever.
@@ -317,7 +331,9 @@ def _add_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
 
 
 def _freeze_dates(tokenizer: Any) -> Any:
-    """Return the tokenizer's chat template with a fixed date, as ``convert`` does.
+    """Return the tokenizer's chat template with a fixed date in place of today's.
+
+    A reward must not depend on the day. ``convert`` fixes the date in the same way.
 
     A tokenizer with several templates has a dict of them by name, and the result is a dict, too.
     """
@@ -334,9 +350,13 @@ _NOT_LOADED = "transformers cannot load a reward model from it: "
 
 
 def _load_model(name: str, dtype: torch.dtype) -> Any:
-    """Load transformers' reward-model class, or its decoder with a head of a layout in ``heads``.
+    """Load the reward model ``name`` with transformers, together with its trained head.
 
-    The second way is for a class that lacks tensors of the checkpoint's head.
+    transformers' ``ForSequenceClassification`` is used if it has every tensor of the checkpoint's
+    head. Otherwise transformers loads the decoder only, and ``_load_with_layout`` adds the head.
+
+    Raises:
+        CheckpointError: neither of the two can load the model.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -349,8 +369,8 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
         problem = _NOT_LOADED + one_line(error)
     else:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
-        # transformers initialises missing tensors at random, and ignores those that its class does
-        # not have.
+        # transformers initialises tensors that the checkpoint lacks at random, and ignores tensors
+        # of the checkpoint that its class lacks. Neither gives the trained rewards.
         if not missing and not any(map(is_of_head, map(str, report["unexpected_keys"]))):
             return model
         problem = "transformers' class does not have all tensors of its head"
@@ -363,7 +383,16 @@ def _load_model(name: str, dtype: torch.dtype) -> Any:
 
 
 def _load_with_layout(name: str, dtype: torch.dtype, choice: str | None = None) -> Any:
-    """Load transformers' decoder with a head of one of the layouts in ``heads``."""
+    """Load transformers' decoder, and put the checkpoint's head on top (see ``heads``).
+
+    Args:
+        name: a folder, or a model's name on the hub.
+        dtype: dtype of the decoder; the head is fp32.
+        choice: which head to read, see ``find_head``.
+
+    Raises:
+        CheckpointError: there is no such head, or it reads steps or the mean of a response.
+    """
     with TemporaryDirectory() as scratch:
         source = open_source(name)
         head = find_head(source, choice)
@@ -386,7 +415,8 @@ def _max_tokens(tokenizer: Any, model: Any) -> int | None:
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if positions and rope.get("rope_type") == "dynamic":  # dynamic RoPE extends the context
+    # Dynamic RoPE supports longer samples by this factor.
+    if positions and rope.get("rope_type") == "dynamic":
         positions *= rope["factor"]
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit]
     return min((int(limit) for limit in limits if limit < _NO_LENGTH), default=None)

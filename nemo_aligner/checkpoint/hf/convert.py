@@ -65,7 +65,22 @@ from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError, 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """Result of a conversion, which the command prints. ``contract`` is None for a base model."""
+    """Result of a conversion, which the command prints.
+
+    Attributes:
+        family: name of the model family.
+        parameters: number of weights in the archive.
+        dtype: dtype of the decoder's matrices.
+        layers: number of layers.
+        hidden_size: channels of a hidden state.
+        vocab_size: rows of the embedding.
+        tied: whether the output layer is tied to the embedding.
+        zero_groups: number of query groups of zeros that were added for tensor parallelism.
+        head: one line about the reward head, from ``describe_head``.
+        contract: scoring contract of the archive; None for a base model.
+        output: path of the archive.
+        notes: further lines for the user.
+    """
 
     family: str
     parameters: int
@@ -120,10 +135,11 @@ def convert_hf_to_nemo(
             always fp32.
         tensor_parallel: if it does not divide the model's query groups, groups of zeros are added,
             which change no output and are never trained.
-        head: see ``find_head``. This and the next arguments are for reward models.
+        head: which head to read, see ``find_head``. This and the next arguments are for reward
+            models.
         template: chat template, as in ``model.data.template``; None means the tokenizer's.
         seq_length: tokens of the longest sample; None means the model's limit, but at most 4096.
-        attributes: names of the outputs; None means those of ``id2label``.
+        attributes: names of the outputs; None means the names in ``id2label``.
         step_separator: for one reward per step, the text after each step; None means no separator,
             or ``<extra_0>`` for a class that reads steps.
         reads: for one reward per step, the rule that finds the steps; None means ``step_marks``, if
@@ -141,7 +157,8 @@ def convert_hf_to_nemo(
             options = _ContractOptions(template, seq_length, attributes, step_separator, reads)
             return _convert(opened, Path(output), dtype, tensor_parallel, head, options)
     except AlignerError as error:
-        # Errors about a folder name the file already; those about a config or a tensor do not.
+        # Messages about files begin with a path already. Messages about a setting or a tensor do
+        # not, so the source is put in front.
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
 
@@ -166,7 +183,7 @@ def _convert(
     rules = _select_rules(source, config, labels, choice)
     head_sizes = _head_sizes(source, head, labels, config["hidden_size"])
     expected = head_sizes | hf_shapes(rules, config)
-    # check_tensors rejects all other tensors, because they might change what the model computes.
+    # check_tensors rejects other surplus tensors, because they might change the model's results.
     dropped = unread_head_tensors(source, head, choice)
     if head is not None:
         dropped += [name for name in family.untied.hf if name in source.tensors.keys() - expected]
@@ -182,8 +199,8 @@ def _convert(
         limits = stored.precision, shape.max_position_embeddings
         contract = _read_or_build_contract(source, labels, tokenizer, *limits, options, head)
         if head is not None and contract is not None:
-            # A LongRoPE or dynamic RoPE depends on the contract's seq_length; this call raises if
-            # the model does not support that length.
+            # LongRoPE and dynamic RoPE depend on the contract's seq_length. This call raises if the
+            # model does not support that length.
             shape.length_dependent_rope(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
@@ -224,7 +241,10 @@ def _without_dropped(family: ModelFamily, source: Source) -> Source:
 def _select_rules(
     source: Source, config: Mapping[str, Any], labels: Sequence[str] | None, choice: str | None
 ) -> list[tuple[Rule, int | None]]:
-    """Return the decoder's rules; for a base model they include the rule of the output layer."""
+    """List the decoder's rules, each with its layer, or None outside the layers.
+
+    For a base model, which has no reward head, the list includes the rule of the output layer.
+    """
     family = find_family(source.config.get("model_type"))
     has_output_layer = labels is None and not lacks_output_layer(source, choice)
     return model_rules(family, config, has_output_layer=has_output_layer)
@@ -233,14 +253,14 @@ def _select_rules(
 def _head_sizes(
     source: Source, head: FoundHead | None, labels: Sequence[str] | None, hidden_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the expected shapes of a reward head's tensors, by their names in the checkpoint."""
+    """Return the expected shapes of the head's tensors by name; empty without a head."""
     if head is None or labels is None:
         return {}
     return head.sizes(hidden_size, _count_outputs(source, head, labels))
 
 
 def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
-    """Return a copy of the NeMo config with ``zero_groups`` more query groups, and their heads."""
+    """Return a NeMo config with ``zero_groups`` more query groups, and the heads in them."""
     if not zero_groups:
         return {**config}
     heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -253,7 +273,11 @@ def _add_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, A
 
 
 def _save_tokenizer(source: Source, folder: Path, vocab_size: int) -> Tokenizer:
-    """Write the tokenizer and load it, so that damage is found now and not in training."""
+    """Write the source's tokenizer into ``folder``, then load and check it.
+
+    A damaged tokenizer, or one with more tokens than the model's ``vocab_size``, then stops the
+    conversion and not a later training run.
+    """
     source.save_tokenizer(folder)
     tokenizer = load_tokenizer(folder, "tokenizer")
     _ = tokenizer.fingerprint
@@ -269,6 +293,13 @@ def _plan_tensors(
     zero_groups: int,
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """Return Megatron's tensors as lazy ones, which are read and converted when they are written.
+
+    Args:
+        rules: rules of the decoder, each with its layer (None outside the layers).
+        config: NeMo config without added query groups of zeros.
+        stored: lazy Hugging Face tensors by name.
+        dtype: dtype of the result; None keeps the stored one.
+        zero_groups: number of query groups of zeros to add.
 
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
@@ -319,7 +350,7 @@ def _read_labels(
     """Return the names of a reward model's rewards, in order; None for a base model.
 
     Args:
-        attributes: names to use instead of those of ``id2label``.
+        attributes: names to use instead of the names in ``id2label``.
     """
     if head is None:
         return None
@@ -352,7 +383,7 @@ def _count_outputs(source: Source, head: FoundHead, labels: Sequence[str]) -> in
         if source.contract is None:
             return head.outputs
         num_outputs = ScoringContract.from_dict(source.contract).num_outputs
-        return max(num_outputs, 2)  # an export writes two outputs for one reward
+        return max(num_outputs, 2)  # an export of a single reward has two outputs
     contract = _read_bins_contract(source)
     return len(labels if contract is None else contract.output_names)
 
@@ -360,7 +391,7 @@ def _count_outputs(source: Source, head: FoundHead, labels: Sequence[str]) -> in
 def _read_bins_contract(source: Source) -> ScoringContract | None:
     """Read the contract if this package exported a head of bins, else return None.
 
-    Such a head has several outputs for each attribute.
+    A head of bins has several outputs for each attribute, which its contract explains.
     """
     if source.contract is None or source.contract.get("readout") is None:
         return None
@@ -395,8 +426,8 @@ def _read_step_labels(
 
 
 def _read_id2label(source: Source, head: FoundHead) -> list[str]:
-    """Read the names of the outputs from ``id2label``."""
-    if head.rows:  # labels in the config do not refer to rows of the output layer
+    """Read the names of the head's outputs from ``id2label`` in ``config.json``, in order."""
+    if head.rows:  # id2label does not name rows of the output layer
         return ["reward"]
     names = source.config.get("id2label")
     try:
@@ -423,7 +454,15 @@ def _read_num_labels(source: Source, head: FoundHead) -> int:
 
 
 class _ContractOptions(NamedTuple):
-    """Options of ``convert_hf_to_nemo`` for a new contract; an option that is not set is None."""
+    """Options of ``convert_hf_to_nemo`` for a new scoring contract; None means not set.
+
+    Attributes:
+        template: chat template.
+        seq_length: tokens of the longest sample.
+        attributes: names of the rewards.
+        step_separator: text after each step of a response.
+        reads: rule that finds the tokens at which the head reads.
+    """
 
     template: str | None = None
     seq_length: int | None = None
@@ -438,7 +477,11 @@ class _ContractOptions(NamedTuple):
 
 
 def _refuse_options(source: Source, labels: list[str] | None, options: _ContractOptions) -> None:
-    """Raise CheckpointError for contract options if no new contract will be built."""
+    """Raise CheckpointError if a contract option is set, but no new contract will be built.
+
+    That is so for a base model (``labels`` is None), and for an export of this package, which has a
+    contract already.
+    """
     builds_contract = labels is not None and source.contract is None
     if not builds_contract and any(option is not None for option in options):
         reason = "a base model has none" if labels is None else f"the model has {CONTRACT_NAME}"
@@ -461,14 +504,18 @@ def _read_or_build_contract(
 
     Args:
         labels: names of the rewards; None for a base model, which has no contract.
+        precision: precision of the weights in the archive.
         longest: the model's limit for the tokens of a sample.
+        options: options for a new contract.
+        head: the model's head. If it has two outputs per step but one reward, the contract gets a
+            readout that turns the two logits into the reward.
     """
     if labels is None:
         return None
     if source.contract is not None:
         contract = ScoringContract.from_dict(source.contract)
-        # A GGUF file has no tokenizer.json, so the source has rebuilt one. It assigns the same ids,
-        # but its bytes, and so its fingerprint, differ.
+        # A GGUF file has no tokenizer.json, so the source has rebuilt one. The rebuilt file assigns
+        # the same ids, but its bytes, and so its fingerprint, differ.
         if source.remakes_tokenizer:
             fingerprint = tokenizer.fingerprint
             contract = replace(contract, tokenizer_fingerprint=fingerprint)
@@ -538,7 +585,7 @@ _STEP_TOKEN = "<extra_0>"
 def _choose_separator(tokenizer: Tokenizer, option: str | None) -> str:
     """Return the text after each step: the user's option, or Qwen's step token.
 
-    Checkpoints do not store the separator.
+    Checkpoints do not store the separator. Without the option and the token, raise CheckpointError.
     """
     if option is not None:
         return option
@@ -555,7 +602,10 @@ def _choose_separator(tokenizer: Tokenizer, option: str | None) -> str:
 def _check_exported_contract(
     contract: ScoringContract, labels: Sequence[str], fingerprint: str
 ) -> None:
-    """Check that labels and tokenizer of an export still agree with its contract."""
+    """Raise CheckpointError if an export's labels or tokenizer differ from its contract.
+
+    They differ if the exported folder was edited. Then the contract would promise other rewards.
+    """
     for name, value, expected in (
         ("config.json: id2label", list(labels), list(contract.attributes)),
         ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),

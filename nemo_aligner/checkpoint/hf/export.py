@@ -87,7 +87,8 @@ class ExportSummary:
         texts: number of samples that were compared.
         largest_difference: largest difference of a reward in the comparison.
         query_groups: number of query groups in the archive.
-        zero_groups: how many of them are zeros, added for tensor parallelism, and not exported.
+        zero_groups: number of query groups of zeros in the archive. They were added for tensor
+            parallelism, and are not exported.
         notes: lines for the user about how to read the exported head.
     """
 
@@ -163,7 +164,7 @@ def _export(
     load_layers_on_demand(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring samples"):
         logits = compute_reference_logits(loaded.model, texts, layout)
-    # Freed now, so that it is not in memory together with transformers' copy.
+    # Free the model now, so that it is not in memory together with transformers' copy.
     del loaded
     gc.collect()  # the modules form reference cycles
     logits = convert_logits(logits, contract, head, merge=options.merge)
@@ -218,14 +219,14 @@ def _compare_rewards(
         return check(folder, exported, texts, logits)
 
 
-# Suffixes of a class's name, by the form of its head. vLLM loads a head of two layers as
-# Qwen2ForRewardModel; a value head needs the language model's class.
+# Suffix of the class name in config.json, by the form of the head. vLLM loads a head of two layers
+# as Qwen2ForRewardModel; a value head needs the language model's class.
 _SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: LANGUAGE_MODEL_SUFFIX}
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 
 
 def _choose_class(archive: RewardArchive, head: ExportedHead, contract: ScoringContract) -> str:
-    """Return the name of the class for the archive's decoder with this head."""
+    """Return the class name for ``config.json``, from the archive's decoder and the head's form."""
     suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
     suffix = suffixes.get(head.form, REWARD_SUFFIX)
     # A reward-model class reads the last token, but this head reads the mean of a response, so only
@@ -313,7 +314,10 @@ _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
 
 @contextmanager
 def atomic_folder(output: Path) -> Iterator[Path]:
-    """Provide a temporary folder that is renamed to ``output`` if the block succeeds."""
+    """Provide a temporary folder that is renamed to ``output`` if the block succeeds.
+
+    If the block fails, the temporary folder is removed, so ``output`` never is incomplete.
+    """
     with scratch_beside(output) as scratch:
         staging = scratch / "folder"
         staging.mkdir()
@@ -325,7 +329,7 @@ def atomic_folder(output: Path) -> Iterator[Path]:
 
 
 class ShardWriter:
-    """Writes tensors to safetensors files of at most ``max_bytes``.
+    """Writes tensors to safetensors files of at most ``max_bytes`` in ``folder``.
 
     A tensor that is larger gets a file of its own.
     """
@@ -342,7 +346,7 @@ class ShardWriter:
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._bytes + size > self._max_bytes:
             self._flush()
-        # A view is copied, because it would keep the larger tensor in memory.
+        # Copy a view, because it would keep the larger tensor, of which it is a part, in memory.
         is_part = tensor.untyped_storage().nbytes() > size
         self._pending[name] = tensor.clone() if is_part else tensor
         self._bytes += size
@@ -373,8 +377,8 @@ class ShardWriter:
         self._files.append(list(self._pending))
         tensors = {name: tensor.contiguous() for name, tensor in self._pending.items()}
         path = self._path(len(self._files))
-        # Created here to find the mode that the umask gives; safetensors creates files that only
-        # their owner may read.
+        # Create the file here to find the mode that the umask gives. safetensors creates files that
+        # only their owner may read.
         path.touch()
         mode = path.stat().st_mode
         try:
@@ -399,7 +403,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
-    """Choose a pad token and its id. If the id is the vocabulary size, the token has to be added.
+    """Choose a pad token; return its text and its id.
+
+    If the id is the vocabulary size, no existing token fits, and the caller has to add the token.
 
     transformers reads the reward at the last token that is not padding, so no sample may end with
     the pad token. The pad token is neither BOS, nor EOS, nor one of ``last_ids``.
@@ -422,10 +428,10 @@ def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, in
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
 ) -> None:
-    """Write the tokenizer's files with another pad token, class and chat template.
+    """Write the tokenizer's files, adjusted for transformers: pad token, class and chat template.
 
-    The template is that of the contract, with the ``chat_template_kwargs`` written into it. If
-    ``tokenizer.json`` lacks the pad token, transformers adds it after all others.
+    The chat template is the contract's, with the contract's ``chat_template_kwargs`` written into
+    it. If ``tokenizer.json`` lacks the pad token, transformers adds it after all others.
     """
     tokenizer.save(folder)
     changes: dict[str, Any] = {}
@@ -453,8 +459,8 @@ def write_tokenizer(
 def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that transformers 4 needs in a ``tokenizer_config.json`` of version 5.
 
-    Version 5 names a class that version 4 does not have. The class of version 4 returns token
-    types, which decoders reject, unless the settings list the model's inputs.
+    Version 5 names a tokenizer class that version 4 does not have. The class in version 4 returns
+    token types, which decoders reject, unless the settings list the model's inputs.
     """
     if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
         return {}
@@ -463,7 +469,10 @@ def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
-    """Set keys of a JSON file, and remove those that are None; rewrite it only if it changes."""
+    """Apply ``changes`` to the JSON file at ``path``: a value replaces a key's, None removes it.
+
+    A file that would not change is not rewritten.
+    """
     content = _read_json(path)
     changed = {k: v for k, v in {**content, **changes}.items() if v is not None}
     if changed != content:
@@ -514,7 +523,7 @@ def hf_config(
         "num_labels": len(names),
         "id2label": names,
         "label2id": {name: number for number, name in names.items()},
-        "problem_type": "regression",  # so that vLLM returns raw scores
+        "problem_type": "regression",  # makes vLLM return raw scores
         **({_ACTIVATION_KEY: _NO_ACTIVATION} if reads_last_token else {}),
         "bos_token_id": contract.bos_id,
         "eos_token_id": contract.eos_id,
@@ -524,7 +533,7 @@ def hf_config(
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
         **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
-        # How rewards are computed from the logits of bins.
+        # The readout tells programs how to compute rewards from the logits of bins.
         **({} if readout is None else {READOUT_KEY: json.loads(readout.to_json())}),
         # A reward is the logit plus its attribute's mean label and the head's bias.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),

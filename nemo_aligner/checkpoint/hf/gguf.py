@@ -83,8 +83,8 @@ class GgufCheckpoint:
         contract: content of the scoring contract, if this package exported the file.
 
     Raises:
-        CheckpointError: it is no GGUF file, its family is unknown, or it has a tensor or a field
-            that the family does not have. The caller adds the file's name.
+        CheckpointError: the file is no GGUF file, its family is unknown, or it has a tensor or a
+            field that the family does not have. The caller adds the file's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,7 +122,8 @@ class GgufCheckpoint:
             hf_name: Hugging Face name. EXPERT in it stands for the number of an expert.
         """
         if EXPERT in hf_name:
-            # A tensor without columns may claim any number of rows without any bytes of data.
+            # Limit the experts, because a tensor without columns may claim any number of rows
+            # without any bytes of data.
             if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
                 raise CheckpointError(
                     f"tensor {shown(name)}: got shape {list(shape)}, wanted matrices of at most "
@@ -162,7 +163,7 @@ class GgufCheckpoint:
         return (first - second)[None]
 
     def _hf_name(self, name: str) -> str:
-        """Translate a GGUF tensor name to Hugging Face's."""
+        """Translate a GGUF tensor name to Hugging Face's; for an expert's matrix it has EXPERT."""
         part, _, kind = name.rpartition(".")
         if part in self._format.model:
             return f"{self._format.model[part]}.{kind}"
@@ -174,12 +175,13 @@ class GgufCheckpoint:
         return f"{self._family.layer_prefix}{block}.{self._format.layer[part]}.{kind}"
 
     def _dequantize(self, name: str, part: int | None = None) -> Tensor:
-        """Read a tensor, or the slice ``part`` of its first axis, in fp32."""
+        """Read a tensor in fp32; with ``part``, only the slice at this index of its first axis."""
         import gguf
 
         stored = self._stored[name]
         shape = stored.shape if part is None else stored.shape[1:]
-        # Read without a mapping, because pages of a mapped file would stay in memory.
+        # Read the data without mapping the file, because pages of a mapped file would stay in
+        # memory.
         count = math.prod(shape)
         offset = stored.offset + (part or 0) * count * stored.dtype.itemsize
         data = np.fromfile(self._path, stored.dtype, count, offset=offset)
@@ -187,7 +189,7 @@ class GgufCheckpoint:
             values = gguf.dequantize(data.reshape(shape), stored.kind)
         except NotImplementedError as error:
             raise CheckpointError(f"tensor {name}: {error}") from error
-        # A writable array, because torch warns about read-only ones.
+        # Make the array writable, because torch warns about read-only arrays.
         tensor = torch.from_numpy(np.require(values, requirements="W"))
         check_finite(tensor, f"tensor {name}")
         return tensor
@@ -205,7 +207,7 @@ class GgufCheckpoint:
 
 
 def _read_contract(fields: Fields) -> Mapping[str, Any] | None:
-    """Read the scoring contract in the fields; None if this package did not write the file."""
+    """Parse the scoring contract in a file's metadata; None if another program wrote the file."""
     if CONTRACT_FIELD not in fields:
         return None
     try:
@@ -226,11 +228,12 @@ def _open_gguf(path: Path) -> tuple[dict[str, Any], dict[str, _StoredTensor]]:
     try:
         architecture = check_header(path)
         if architecture is not None:
-            # Checked before the gguf package reads the vocabulary, which takes seconds.
+            # Check the architecture before the gguf package reads the vocabulary, which takes
+            # seconds.
             check_gguf_architecture(architecture)
         # GGUFReader trusts the header, so it opens the file only after the check.
         reader = gguf.GGUFReader(path)
-        # The vocabulary is left out, because the reader makes an array for every word.
+        # Leave out the vocabulary, because the reader makes an array for every word.
         fields = {
             key: _read_value(field)
             for key, field in reader.fields.items()
@@ -270,10 +273,10 @@ def check_header(path: Path) -> str | None:
     """Check that the fields and tensor entries of a header lie within the file.
 
     Returns:
-        The value of ``general.architecture``; None if there is none.
+        The value of ``general.architecture``; None if the file has no such field.
 
     Raises:
-        CheckpointError: it is no GGUF file, or a count or a size is too large.
+        CheckpointError: the file is no GGUF file, or a count or a size is too large.
     """
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
@@ -283,14 +286,14 @@ def check_header(path: Path) -> str | None:
 
 
 class _Header:
-    """Reads the header of a file from its beginning, and skips values without storing them."""
+    """Reads a file's header from the beginning, to check it; skips values without storing them."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._position = data, len(_MAGIC)
         self._order = "<"
 
     def check(self) -> str | None:
-        if self._read_number("I") & 0xFFFF == 0:  # a version in the other byte order
+        if self._read_number("I") & 0xFFFF == 0:  # the number is in the other byte order
             self._order = ">"
         tensors, fields = self._read_count("tensors"), self._read_count("fields")
         # The limit is for all arrays together, because 65,536 fields of 8 million items each would
@@ -317,7 +320,15 @@ class _Header:
         return self._data[self._position - size : self._position]
 
     def _skip_value(self, kind: int, items_left: int) -> int:
-        """Skip the value of a field; return how many items it has if it is an array."""
+        """Skip the value of a field.
+
+        Args:
+            kind: GGUF's number of the value's type.
+            items_left: largest number of items that an array may have here.
+
+        Returns:
+            The number of items if the value is an array, otherwise 0.
+        """
         if kind != _ARRAY:
             self._skip(self._size_of(kind))
             return 0
@@ -334,7 +345,7 @@ class _Header:
         return count
 
     def _size_of(self, kind: int) -> int:
-        """Return the size in bytes of a value of this type."""
+        """Return the size in bytes of a value of the type with GGUF's number ``kind``."""
         if kind == _STRING:
             return self._read_number("Q")
         if kind not in _SIZES:
@@ -417,8 +428,8 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as empty_folder:
         Path(empty_folder, "model.gguf").symlink_to(path.resolve())
         try:
-            # Not AutoTokenizer, which must know the model's class, and adds a token to Gemma 2's
-            # tokenizer.
+            # AutoTokenizer is not used, because it must know the model's class, and adds a token to
+            # Gemma 2's tokenizer.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
                 empty_folder,
                 gguf_file="model.gguf",
@@ -442,9 +453,10 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
 
 
 def _restore_nul(file: Path) -> None:
-    """Give InternLM2's token for the NUL character its name back.
+    """Rename InternLM2's token for the NUL character in ``file`` from "dragon" back to NUL.
 
-    llama.cpp's converter names it like a dragon emoji, which would be read as NUL in a sample.
+    llama.cpp's converter names the token like a dragon emoji, so a dragon in a sample would be read
+    as NUL.
     """
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
@@ -454,7 +466,11 @@ def _restore_nul(file: Path) -> None:
 
 
 def _convert_to_jinja(rerank: str) -> str:
-    """Convert a reranker's template to a chat template for a prompt and its response."""
+    """Convert a reranker's template, with ``{query}`` and ``{document}``, to a Jinja template.
+
+    In the result, a chat template, the prompt takes the query's place, and the response the
+    document's.
+    """
     parts = re.split(r"(\{query\}|\{document\})", rerank)
     turns = {"{query}": "messages[0].content", "{document}": "messages[1].content"}
     return "".join(
@@ -465,7 +481,7 @@ def _convert_to_jinja(rerank: str) -> str:
 
 
 def _check_pre_tokenizer(fields: Fields) -> None:
-    """Reject a pre-tokenizer that transformers would silently replace by GPT-2's."""
+    """Raise CheckpointError for a pre-tokenizer that transformers would replace by GPT-2's."""
     name = fields.get(_PRE)
     if fields.get(_MODEL) == "gpt2" and name not in _PRE_TOKENIZERS:
         supported = ", ".join(filter(None, _PRE_TOKENIZERS))
@@ -473,14 +489,14 @@ def _check_pre_tokenizer(fields: Fields) -> None:
 
 
 def _adds_bos(fields: Fields) -> bool:
-    """Tell if samples begin with BOS; if no field says so, the kind of tokenizer decides."""
+    """Tell if samples begin with BOS: by a field, or if it is missing by the kind of tokenizer."""
     is_default = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _IGNORE_MERGES
     has_bos = "tokenizer.ggml.bos_token_id" in fields
     return bool(fields.get("tokenizer.ggml.add_bos_token", is_default and has_bos))
 
 
 def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
-    """Add the rules that transformers dropped when it read the file."""
+    """Add the tokenizer rules in ``fields`` that transformers did not add to ``backend``."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 

@@ -21,13 +21,13 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Field with the names of a reward head's rows, in a file for llama.cpp's rank pooling.
 LABELS = "classifier.output_labels"
-# RoPE factors; GGUF stores them as tensors.
+# Names of the tensors in which GGUF stores RoPE's factors.
 ROPE_FREQS = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FREQS, _SHORT, _LONG)
 _MAX_FLOAT = sys.float_info.max
 
-# Fields that every family must have, and their keys in config.json.
+# Fields that the files of every family must have, and their keys in config.json.
 SETTINGS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -35,7 +35,7 @@ SETTINGS = {
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
 }
-# Other fields that all families may have.
+# Other fields that the files of any family may have.
 _OPTIONAL_FIELDS = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
@@ -82,17 +82,17 @@ class GgufFields:
         }
 
     def error(self, name: str, problem: str) -> CheckpointError:
-        """Build the error for a field: ``problem`` follows the field's value."""
+        """Build the error for the field ``name``; its text is key, value and ``problem``."""
         value = shown(self.values.get(name))
         return CheckpointError(f"{self._architecture}.{name}: got {value}, {problem}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Read a positive integer of up to 64 bits."""
+        """Read a positive integer of up to 64 bits; ``default`` if the file lacks the field."""
         value = self.values.get(name, default)
         return read_count(value, self._key(name), "a whole number from 1 on", maximum=2**64)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Read a finite number."""
+        """Read a finite number; ``default`` if the file lacks the field."""
         value = self.values.get(name, default)
         return read_number(value, self._key(name), "a number", -_MAX_FLOAT, _MAX_FLOAT)
 
@@ -155,7 +155,13 @@ def _translate_windows(reader: GgufFields, layers: int) -> dict[str, Any]:
 def _count_rotated_channels(
     reader: GgufFields, gguf: GgufFormat, config: Mapping[str, Any], head_dim: int
 ) -> int:
-    """Return to how many of a head's ``head_dim`` channels RoPE is applied."""
+    """Return the number of a head's ``head_dim`` channels to which RoPE is applied.
+
+    Raises:
+        CheckpointError: the family does not support the number or the size of a head; or the file
+            does not tell the number, because llama.cpp's converter computed it from another size of
+            a head.
+    """
     rotated = reader.count("rope.dimension_count", head_dim)
     if reader.count("attention.value_length", head_dim) != head_dim:
         raise reader.error("attention.value_length", f"wanted {head_dim}, the length of the keys")
@@ -174,9 +180,9 @@ def _count_rotated_channels(
 
 
 def _refuse_unread_fields(reader: GgufFields, gguf: GgufFormat) -> None:
-    """Raise CheckpointError for a field that is not read, unless it is off.
+    """Raise CheckpointError for a field that this module does not read, unless the field is off.
 
-    Such a field might change what the model computes.
+    A field that is on (not 0, false or empty) might change what the model computes.
     """
     readable = {*SETTINGS, *_OPTIONAL_FIELDS, *_IGNORED, *gguf.optional}
     readable |= {_WINDOW, _PATTERN} if gguf.has_windows else set()
@@ -190,7 +196,12 @@ def _refuse_unread_fields(reader: GgufFields, gguf: GgufFormat) -> None:
 def _translate_rope(
     reader: GgufFields, rotated: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Translate the RoPE settings to ``rope_parameters``."""
+    """Translate the RoPE settings to ``rope_parameters``.
+
+    Args:
+        rotated: number of a head's channels to which RoPE is applied.
+        tensors: the tensors of ROPE_TENSORS in the file.
+    """
     base = float(reader.number("rope.freq_base", 10000.0))
     # As in llama.cpp, a factor without a type means linear, and a missing factor means 1.
     kind = reader.values.get(_SCALING_TYPE, "linear")
@@ -224,7 +235,11 @@ def _translate_yarn(reader: GgufFields) -> dict[str, Any]:
 
 
 def _read_scaling_fields(reader: GgufFields, kind: str) -> dict[str, float]:
-    """Read the optional settings of a kind of RoPE scaling."""
+    """Read the fields that only this kind of RoPE scaling has.
+
+    Returns:
+        The values by their keys in ``rope_parameters``, without those that the file lacks.
+    """
     names = _SCALING_FIELDS[kind]
     return {key: reader.number(name) for name, key in names.items() if name in reader.values}
 
@@ -274,7 +289,10 @@ def _recognize_llama3(base: float, rotated: int, divisors: Tensor) -> dict[str, 
 
 
 def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Compute the divisors of RoPE's frequencies in Llama 3.1, fp32 ``[head_dim / 2]``."""
+    """Compute by what Llama 3.1 divides RoPE's frequencies, fp32 ``[head_dim / 2]``.
+
+    ``scaling`` has the keys of ``rope_parameters``, such as ``low_freq_factor``.
+    """
     frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

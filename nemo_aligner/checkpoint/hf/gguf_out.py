@@ -49,10 +49,10 @@ from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 _READER = "llama.cpp's rank pooling"
-# Name of the row of zeros; the other row has the name of the attribute.
+# Name of the classifier's row of zeros. The other row has the name of the attribute.
 _ZERO = "zero"
 _QUERY, _DOCUMENT = "{query}", "{document}"
-# For each precision: names of the gguf package's quantization type and file type.
+# Names of the gguf package's quantization type and file type, by precision.
 _KINDS = {
     Precision.fp32: ("F32", "ALL_F32"),
     Precision.fp16: ("F16", "MOSTLY_F16"),
@@ -146,7 +146,10 @@ class _Writer:
         )  # fmt: skip
 
     def write(self, name: str) -> list[str]:
-        """Write the file, read it again, and return the lines to print."""
+        """Write the file, read it again, and return the lines to print.
+
+        ``name`` is the model's name in the file's metadata.
+        """
         try:
             import gguf
         except ImportError as error:
@@ -266,7 +269,7 @@ class _Writer:
         writer.close()
 
     def _gguf_name(self, name: str) -> str:
-        """Translate a Hugging Face tensor name to GGUF's."""
+        """Translate the Hugging Face name of a decoder's tensor to its GGUF name."""
         part, _, kind = name.rpartition(".")
         outside = {hf_name: gguf_name for gguf_name, hf_name in self.gguf.model.items()}
         if part in outside:
@@ -288,13 +291,17 @@ class _Writer:
             yield name, stored
 
     def _compare_with_archive(self) -> None:
-        """Read the file as a conversion does, and compare it with the archive."""
+        """Read the written file as a conversion does, and raise CheckpointError if it differs.
+
+        Weights, settings and the token ids of a few samples must be those of the archive.
+        """
         read = GgufCheckpoint(self.scratch / _FILE)
         family = self.archive.family
         config, expected = family.to_nemo(read.config), family.to_hf(self.archive.config)
         actual = family.to_hf(config)
         for key, value in expected.items():
-            # A reward model has no output layer, so this key changes nothing.
+            # tie_word_embeddings may differ: a reward model has no output layer, so the key changes
+            # nothing.
             if actual[key] != value and key != "tie_word_embeddings":
                 raise CheckpointError(
                     f"{key}: the written file has {actual[key]}, but the archive {value}"
@@ -340,10 +347,12 @@ _SPLITS = {
 
 
 def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name (``tokenizer.ggml.pre``) for the rules in a ``tokenizer.json``.
+    """Return llama.cpp's name (``tokenizer.ggml.pre``) for a tokenizer's splitting rules.
+
+    ``content`` is the content of ``tokenizer.json``.
 
     Raises:
-        CheckpointError: llama.cpp has no such rules.
+        CheckpointError: llama.cpp does not have these rules.
     """
     model, normalizer = content["model"], content.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
@@ -376,7 +385,10 @@ def name_pre_tokenizer(content: Mapping[str, Any]) -> str:
 
 
 def _list_vocabulary(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """List the tokens and their GGUF types by id; an id without a token gets an unused token."""
+    """List the tokens and their GGUF types, both by id, up to ``size``.
+
+    An id that ``tokenizer.json`` leaves out gets a placeholder of the type "unused".
+    """
     import gguf
 
     kinds = gguf.TokenType

@@ -71,17 +71,19 @@ LAYOUTS = (
 # Key of config.json with the name of OpenRLHF's head. Without the key the name is "value_head" or
 # "score".
 PREFIX_KEY = "value_head_prefix"
-# Key of config.json with the id of the token at which InternLM2's reward models read. They append
-# this token to every sample.
+# Key of config.json with the id of the token at which InternLM2's reward models read. These models
+# append the token to every sample.
 REWARD_TOKEN_KEY = "reward_token_id"
-# Key of config.json, in exports of this package: how rewards are computed from logits of bins.
+# Key of config.json in exports of this package. Its value tells how rewards are computed from
+# logits of bins.
 READOUT_KEY = "readout"
 # Suffixes of classes whose heads read each step, or each token, instead of the last token.
 TOKEN_SUFFIX, STEP_SUFFIX = "ForTokenClassification", "ForProcessRewardModel"
 # "ForPrmModel" is the suffix of Skywork-o1-Open-PRM's class.
 _STEP_CLASS_SUFFIXES = (TOKEN_SUFFIX, STEP_SUFFIX, "ForPrmModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
-# Forms in which an export can write a head of one matrix; the first is that of transformers.
+# Forms in which an export can write a head of one matrix. The first is the form of transformers'
+# own classes.
 SCORE_WITH_BIAS = "score.bias"
 LINEAR_FORMS = (LINEAR.last, SCORE_WITH_BIAS, VALUE_LAYER.last)
 # Limit for the rows of a head. A tensor without columns may claim any number of rows without any
@@ -97,7 +99,7 @@ class FoundHead:
     Attributes:
         names: names of its tensors in the checkpoint, by the names of ``HeadShape.tensors``.
         outputs: number of outputs, the rows of its last layer.
-        shape: layers of the head; None for a single matrix.
+        shape: layers and biases of the head; None for a single matrix without a bias.
         description: says which head it is, for messages.
         stored: all tensors of the checkpoint.
         rows: rows of the output layer (LM head) that make up the head, by token or by index; empty
@@ -121,7 +123,7 @@ class FoundHead:
 
     @classmethod
     def of(cls, layout: HeadLayout, source: Source) -> FoundHead:
-        """Describe the head of ``source`` in this layout. The last layer must be there."""
+        """Describe the head of ``source``, which has at least the last layer of ``layout``."""
         names = {
             head_name: name for head_name, name in layout.names().items() if name in source.tensors
         }
@@ -130,7 +132,7 @@ class FoundHead:
             raise CheckpointError(
                 f"{last}: the head's other layer, {layout.hidden}.weight, is missing"
             )
-        # Read from the file's header; no weight has been read yet.
+        # The number of rows is from the file's header, so it is checked before any weight is read.
         outputs = _count_rows(source, last)
         if outputs > _MAX_OUTPUTS:
             raise CheckpointError(f"{last}: got {outputs} rows, wanted at most {_MAX_OUTPUTS}")
@@ -143,7 +145,10 @@ class FoundHead:
 
     @classmethod
     def of_rows(cls, rows: Sequence[str | int], source: Source) -> FoundHead:
-        """Describe a head of one or two rows of the output layer, by token or by index."""
+        """Build the description of a head of one or two rows of the output layer.
+
+        ``rows`` names each row by its token or its index.
+        """
         family = find_family(source.config.get("model_type"))
         for key, neutral in _LOGIT_SETTINGS.items():
             value = source.config.get(key, 30.0 if (family.name, key) == _CAPPED else neutral)
@@ -162,7 +167,7 @@ class FoundHead:
         return cls({"weight": name}, 1, None, f"rows of {name}", source.tensors, tuple(rows))
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
-        """Return the head with rows by index: tokens are replaced by their ids."""
+        """Return the head with each token in ``rows`` replaced by its id, the row's index."""
         if not self.rows:
             return self
         name = self.names["weight"]
@@ -301,7 +306,7 @@ def check_are_rewards(problem: Any, names: Sequence[str] = (), remedy: str = "")
         remedy: what the user has to do if the outputs are rewards, for the message.
 
     Raises:
-        CheckpointError: the outputs are those of a classifier, or it is not known if they are.
+        CheckpointError: the outputs are logits of classes, or may be.
     """
     if problem not in (None, "regression"):
         raise CheckpointError(
@@ -324,8 +329,8 @@ def reads_steps(source: Source) -> bool:
 def lacks_output_layer(source: Source, choice: str | None) -> bool:
     """Tell if a checkpoint rightly has no output layer, although the embeddings are not tied.
 
-    That is so for a bare decoder, and for a reward model whose head is dropped. A base model to
-    train needs no output layer.
+    A bare decoder, and a reward model whose head is dropped, have none. They become base models to
+    train, which need no output layer.
     """
     output_layer = find_family(source.config.get("model_type")).untied.hf[0]
     drops_head = choice == NO_HEAD and any(is_of_head(name, source) for name in source.tensors)
@@ -364,13 +369,16 @@ def describe_head(
 
 
 def is_of_head(name: str, source: Source | None = None) -> bool:
-    """Tell by its name if a tensor belongs to a head of any layout."""
+    """Tell by its name if a tensor belongs to a reward head of any layout.
+
+    With ``source``, the name that its ``config.json`` gives to OpenRLHF's head counts, too.
+    """
     layouts = LAYOUTS if source is None else _list_layouts(source).values()
     return name.startswith(tuple(f"{layout.last.partition('.')[0]}." for layout in layouts))
 
 
 def _list_layouts(source: Source) -> dict[str, HeadLayout]:
-    """Return all layouts by name; a config may give OpenRLHF's head another name."""
+    """Return all layouts by name, and one more if ``config.json`` renames OpenRLHF's head."""
     layouts = {layout.last: layout for layout in LAYOUTS}
     prefix = source.config.get(PREFIX_KEY)
     if prefix is None:
@@ -381,7 +389,7 @@ def _list_layouts(source: Source) -> dict[str, HeadLayout]:
 
 
 def _parse_rows(choice: str) -> list[str | int]:
-    """Parse ``lm_head:ROW`` or ``lm_head:ROW,ROW`` to tokens or indices of rows."""
+    """Parse ``lm_head:ROW`` or ``lm_head:ROW,ROW``; a row is a token or the index of a row."""
     rows = choice.removeprefix(OUTPUT_LAYER_HEAD).split(",")
     if len(rows) > 2 or not all(rows):
         raise CheckpointError(f"head: got {shown(choice)}, wanted lm_head:ROW or lm_head:ROW,ROW")
@@ -391,8 +399,8 @@ def _parse_rows(choice: str) -> list[str | int]:
 def _read_row_tokens(source: Source) -> list[str] | None:
     """Read the tokens of the rows from which vLLM makes a head; None if the config has none.
 
-    vLLM's setting names the losing token first. The result has the winning token first, as in
-    ``FoundHead.rows``.
+    vLLM's setting first names the token whose logit lowers the score. The result first has the
+    token whose logit raises it, as in ``FoundHead.rows``.
     """
     tokens, method = source.config.get("classifier_from_token"), source.config.get("method")
     if tokens is None:
@@ -415,7 +423,7 @@ def _count_rows(source: Source, name: str) -> int:
 
 
 def architecture_in(source: Source) -> str:
-    """Read the name of the class in ``config.json``; empty if there is none."""
+    """Read the name of the model's class (``architectures`` in ``config.json``); empty if none."""
     architectures = source.config.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")
@@ -428,7 +436,7 @@ def architecture_in(source: Source) -> str:
 class BodyWithHead(torch.nn.Module):
     """transformers' decoder with a head for which transformers has no class.
 
-    It is called like a ``ForSequenceClassification``, or, if ``reads_all``, like a
+    Callers use it like a ``ForSequenceClassification``, or, if ``reads_all``, like a
     ``ForTokenClassification``. Padding must be on the right.
     """
 
@@ -459,7 +467,7 @@ class BodyWithHead(torch.nn.Module):
             An object whose ``logits`` are float32 ``[S, A]``, or ``[S, T, A]`` if ``reads_all``.
         """
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        # Padding is on the right.
+        # The number of tokens gives the last position, because padding is on the right.
         last = attention_mask.sum(dim=1) - 1
         rows = torch.arange(len(hidden), device=hidden.device)
         states = (hidden if self.reads_all else hidden[rows, last]).float()
@@ -471,7 +479,10 @@ class BodyWithHead(torch.nn.Module):
 
 @contextmanager
 def quiet_about_heads() -> Iterator[None]:
-    """Suppress transformers' warning that a class and a checkpoint have different heads."""
+    """Suppress transformers' warning that a class and a checkpoint have different heads.
+
+    The callers load the head themselves, so the warning would mislead users.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -510,13 +521,13 @@ def load_with_head(name: str, source: Source, head: FoundHead, dtype: torch.dtyp
 
 
 def length_dependent_rope(model: torch.nn.Module) -> list[Any]:
-    """List the rotary embeddings of a model that depend on the length of a batch."""
+    """List a model's rotary embeddings that depend on the longest sequence of a batch."""
     kinds = "dynamic", "longrope"
     return [module for module in model.modules() if getattr(module, "rope_type", None) in kinds]
 
 
 def reset_dynamic_rope(model: torch.nn.Module) -> None:
-    """Reset transformers' dynamic RoPE to the state of a newly loaded model."""
+    """Reset dynamic RoPE to its state after loading, so that earlier batches do not matter."""
     for rotary in length_dependent_rope(model):
         if rotary.rope_type == "dynamic":
             rotary.inv_freq = rotary.original_inv_freq.clone()

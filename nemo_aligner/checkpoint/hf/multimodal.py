@@ -13,7 +13,8 @@ from typing import Any
 
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# model_type of the multimodal model, and the default model_type of its text_config.
+# The model_type of each supported multimodal model, with the model_type of its decoder if
+# text_config does not tell.
 _DECODERS = {
     "gemma3": "gemma3_text",
     "internvl": "qwen2",
@@ -33,9 +34,9 @@ _SIZES = {
     "max_position_embeddings": 131072,
 }
 _QWEN2 = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "max_window_layers": 80}
-# The known family of each decoder, and defaults in which the decoder's class differs from it.
-# Qwen-VL's RoPE has three coordinates (mrope). They are equal for text, so it is ordinary RoPE
-# there.
+# The model_type of each decoder, with the supported family that it equals, and the defaults of
+# transformers' class that differ from that family's. Qwen-VL's RoPE has three coordinates (mrope).
+# They are equal for text, so it is ordinary RoPE there.
 _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
     # LLaVA's releases have only the settings that differ from the defaults of transformers' class.
     "llama": ("llama", {**_SIZES, "intermediate_size": 11008, "max_position_embeddings": 2048}),

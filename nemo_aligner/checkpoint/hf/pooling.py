@@ -2,8 +2,8 @@
 
 The exported folder has three kinds of modules in a row: the decoder, a pooling module, which
 ignores the tokens of the prompt, and a dense module for each layer of the head. The prompt is the
-text before the response, including the marker with which a response begins. Names and rules are
-those of sentence-transformers 6.2.
+text before the response, including the marker with which a response begins. Names and rules follow
+sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def require_package() -> None:
 
 
 def write_modules(folder: Path, head: ExportedHead, hidden_size: int) -> None:
-    """Write the modules after the decoder: the mean, and the head's layers, all with a bias."""
+    """Write the folders of the modules after the decoder.
+
+    They are the pooling module, which computes the mean, and for each layer of ``head`` a dense
+    module with a bias. ``modules.json`` lists them.
+    """
     layers = sorted({name.rpartition(".")[0] for name in head.tensors})
     kinds = {"": "Transformer", _POOLING: "Pooling", **dict.fromkeys(layers, "Dense")}
     modules = [
@@ -88,7 +92,10 @@ def _write_json(path: Path, content: Any) -> None:
 def check_pooled_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
 ) -> float:
-    """Load ``folder`` with sentence-transformers, and compare as ``check.check_folder`` does."""
+    """Load ``folder`` with sentence-transformers, and compare as ``check.check_folder`` does.
+
+    Arguments, result and errors are those of ``check_folder``; ``[S, A]`` has a row per sample.
+    """
     from sentence_transformers import SentenceTransformer
 
     try:
@@ -118,8 +125,8 @@ def check_pooled_folder(
         prompt, reply = _split_prompt(text.text, contract, model.tokenizer)
         _check_tokens(model[0].preprocess([reply], prompt=prompt), text, contract)
         single.append(encode([reply], prompt))
-        # If RoPE depends on the longest sequence of a batch, rewards are comparable only in
-        # batches of one.
+        # If RoPE depends on the longest sequence of a batch, rewards are comparable only in batches
+        # of one. Then no padded batch is scored.
         is_length_dependent = bool(length_dependent_rope(decoder))
         padded.append(single[-1] if is_length_dependent else encode([reply, 2 * reply], prompt))
     return check_difference(torch.cat(single), torch.cat(padded), logits, texts)
@@ -128,7 +135,7 @@ def check_pooled_folder(
 def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tuple[str, str]:
     """Split a sample into prompt and response as the program in the model card does."""
     if isinstance(text, str):
-        ids = add_special_tokens([None], contract)  # None stands for the ids of the text
+        ids = add_special_tokens([None], contract)  # None stands for the token ids of the text
         pieces = (text if token_id is None else tokenizer.decode([token_id]) for token_id in ids)
         return "", "".join(pieces)
     rendered = tokenizer.apply_chat_template(text, tokenize=False)
@@ -138,7 +145,10 @@ def _split_prompt(text: Text, contract: ScoringContract, tokenizer: Any) -> tupl
 
 
 def _check_tokens(features: Any, checked: CheckedText, contract: ScoringContract) -> None:
-    """Compare token ids and the length of the prompt with those of the contract."""
+    """Raise CheckpointError if the token ids or the prompt's length are not the contract's.
+
+    ``features`` is the result of sentence-transformers' tokenizer for one sample.
+    """
     text, expected = checked.text, checked.token_ids
     ids, prompt_length = features["input_ids"][0].tolist(), features.get("prompt_length", 0)
     start = reply_start(expected, contract.reply_marker or ())

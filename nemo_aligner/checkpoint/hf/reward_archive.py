@@ -92,7 +92,7 @@ class RewardArchive:
         # Groups of zeros exist for tensor parallelism only, and are not exported.
         model_groups = groups - int(folder.config.get("zero_query_groups") or 0)
         config = {
-            "share_embeddings_and_output_weights": True,  # NeMo's default
+            "share_embeddings_and_output_weights": True,  # NeMo's default if the key is missing
             **folder.config,
             **{name: getattr(shape, name) for name in _OPTIONAL_KEYS},
             "num_attention_heads": shape.num_attention_heads // groups * model_groups,
@@ -128,19 +128,22 @@ class RewardArchive:
         return rule.split(data, self.config)
 
     def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-        """Invert ``split``, without adding vocabulary padding."""
+        """Invert ``split``: join Hugging Face's tensors, without adding vocabulary padding."""
         data = rule.join(parts, self.config)
         model_groups = self.config["num_query_groups"]
         return add_zero_groups(rule.group_axis, data, model_groups, self.num_query_groups)
 
     def head(self) -> dict[str, Tensor]:
-        """Read the reward head in fp32, by the names of ``HeadShape.tensors``."""
+        """Read the reward head's tensors in fp32, by the names of ``HeadShape.tensors``."""
         prefix = PREFIX + HEAD_PREFIX
         names = [key for key in self.store.tensors if key.startswith(prefix)]
         return {key.removeprefix(prefix): self.store.read(key).float() for key in names}
 
     def read(self, rule: Rule, layer: int | None) -> Tensor:
-        """Read an unsharded Megatron tensor, with LoRA folded in."""
+        """Read the unsharded Megatron tensor of a rule, with LoRA folded in.
+
+        ``layer`` is the layer's number, from 0 on; None outside the layers.
+        """
         key = megatron_key(rule, layer, is_stacked=self.is_stacked)
         data = self.store.read(key, layer if self.is_stacked else None)
         matrices = self._read_lora(rule, layer)
@@ -150,7 +153,7 @@ class RewardArchive:
         return fold_into_weight(data, low, high, self.lora.scale)
 
     def _read_lora(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
-        """Read LoRA's matrices B and A for a tensor; None if it has no adapter."""
+        """Read LoRA's matrices B and A for a rule's Megatron tensor; None if it has no adapter."""
         linear = rule.megatron.removesuffix(".weight")
         if self.lora is None or linear not in self.lora.linears:
             return None
@@ -178,7 +181,7 @@ class RewardArchive:
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
         """Read a Megatron tensor, rounded as in the exported folder.
 
-        So the check of an export compares rewards of equally rounded weights.
+        The check of an export uses this, so that it compares rewards of equally rounded weights.
         """
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
@@ -254,15 +257,15 @@ class ExportedHead:
         *,
         are_rewards: bool = True,
     ) -> ExportedHead:
-        """Convert a head to a form.
+        """Convert the archive's head to the form in which an export writes it.
 
-        ``score`` has no bias, because transformers' class has none; a bias of the head is added to
-        the means. ``score.bias`` and ``v_head.summary`` have a bias, to which the means are added.
-        The two layers of ``Qwen2ForRewardModel`` always have biases, which may be zeros.
+        The form ``score`` has no bias, because transformers' class has none; a bias of the head is
+        added to the means. ``score.bias`` and ``v_head.summary`` have a bias, to which the means
+        are added. The two layers of ``Qwen2ForRewardModel`` always have biases, which may be zeros.
 
         Args:
             head: tensors by the names of ``HeadShape.tensors``.
-            form: name of the form; None keeps the head's.
+            form: name of the form; None means ``score``, or for two layers Qwen2ForRewardModel's.
             means: label means ``[A]``.
             are_rewards: the outputs are rewards, so a bias is a constant that may be moved to the
                 means.
@@ -333,7 +336,7 @@ def _require_biased_form(head: Mapping[str, Tensor], form: str | None, reads: st
 
 
 def _with_biases(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a head with zeros for missing biases."""
+    """Return the head's tensors, with a bias of zeros for each matrix that has none."""
     zeros = {
         name.replace("weight", "bias"): tensor.new_zeros(tensor.size(0))
         for name, tensor in head.items()
@@ -343,7 +346,7 @@ def _with_biases(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rename_tensors(head: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
-    """Return the tensors of a head by their names in a form."""
+    """Rename a head's tensors from the names of ``HeadShape.tensors`` to those of ``form``."""
     layouts = {TWO_LAYERS.last: TWO_LAYERS, VALUE_LAYER.last: VALUE_LAYER}
     names = layouts.get(form, LINEAR).names()
     return {names[head_name]: tensor for head_name, tensor in head.items()}
@@ -438,7 +441,7 @@ def _read_head(
 
 
 def _merge_attributes(contract: ScoringContract) -> ScoringContract:
-    """Return the contract of a model whose attributes are merged into one reward."""
+    """Return the contract for a model whose attributes are merged into one weighted reward."""
 
     def weighted_sum(values: Sequence[float]) -> tuple[float]:
         pairs = zip(contract.attribute_weights, values, strict=True)
@@ -461,7 +464,7 @@ def _check_step_layers(
 ) -> None:
     """Raise CheckpointError for a head of two layers that does not fit Qwen2's class for steps.
 
-    No other class reads steps with two layers.
+    Other classes that read steps have one layer.
     """
     model_type = archive.family.to_hf(archive.config)["model_type"]
     sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]
@@ -478,9 +481,15 @@ def _check_step_layers(
 def convert_logits(
     logits: Tensor, contract: ScoringContract, head: ExportedHead, *, merge: bool
 ) -> Tensor:
-    """Convert the archive's logits ``[N, A]``, or ``[N, A * K]`` for K bins, to the exported form.
+    """Convert logits of the archive's head to those that the exported head must compute.
 
-    The check of an export compares them with the logits of the exported folder.
+    Args:
+        logits: ``[N, A]`` for N samples or steps and A attributes, or ``[N, A * K]`` for K bins.
+        contract: scoring contract of the archive.
+        head: the exported head.
+        merge: whether the export merges the attributes into one reward.
+
+    The check of an export compares the result with the logits of the exported folder.
     """
     readout = contract.output_readout
     if readout is not None and readout.is_linear:

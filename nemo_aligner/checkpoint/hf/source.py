@@ -60,7 +60,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
-_MAX_NAME_LENGTH = 255  # limit of the usual file systems; opening a longer name is an OSError
+_MAX_NAME_LENGTH = 255  # limit of common file systems; opening a longer name raises OSError
 _DTYPES = safetensors_dtypes()
 
 
@@ -73,8 +73,8 @@ class Source:
         tensors: lazy tensors by their Hugging Face names.
         save_tokenizer: writes the tokenizer's files into a new folder.
         contract: content of the scoring contract, if this package exported the checkpoint.
-        remakes_tokenizer: ``save_tokenizer`` rebuilds the tokenizer's files, so the fingerprint in
-            the contract does not match them.
+        remakes_tokenizer: whether ``save_tokenizer`` rebuilds the tokenizer's files, as from a GGUF
+            file. The fingerprint in the contract does not match rebuilt files.
         notes: lines for the user about how the checkpoint was read.
     """
 
@@ -87,11 +87,13 @@ class Source:
 
 
 def open_source(source: str | Path) -> Source:
-    """Open a folder, a ``.gguf`` file, or a model on the hub (``org/name``, if no such folder).
+    """Open a checkpoint: a folder, a ``.gguf`` file, or a model on the hub.
+
+    A name like ``org/name`` means the hub if there is no folder with that path.
 
     Raises:
-        CheckpointError: it does not exist, is incomplete or damaged, its weights are pickled or
-            quantised, or the hub cannot be reached.
+        CheckpointError: the checkpoint does not exist, is incomplete or damaged, has pickled or
+            quantised weights, or the hub cannot be reached.
     """
     path = Path(source)
     if path.suffix.lower() == ".gguf":
@@ -176,7 +178,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    # Checked first, because an adapter would otherwise be reported as a folder without config.json.
+    # Check for an adapter first. Otherwise it would be reported as a folder without config.json.
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -209,7 +211,8 @@ def _open_folder(folder: Path) -> Source:
     source = Source(
         config,
         tensors,
-        # The files of an export are not adjusted, because the contract has their fingerprint.
+        # Copy the tokenizer files of an export unchanged, because the contract has their
+        # fingerprint.
         partial(_copy_tokenizer, folder, is_exported=contract_fields is not None),
         contract_fields,
         notes=(*_describe_unread_weights(folder, weights), *wrapper_notes),
@@ -231,7 +234,10 @@ def _open_head_folders(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _extract_decoder(source: Source) -> Source:
-    """Return the text decoder of a multimodal model as a checkpoint of its own."""
+    """Return the text decoder of a multimodal model as a checkpoint of its own.
+
+    Tensors of the other parts are dropped, and a note for the user names these parts.
+    """
     decoder_names = {name: decoder_name(name) for name in source.tensors}
     tensors = {
         new_name: source.tensors[name]
@@ -262,7 +268,10 @@ def _find_weights(folder: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str]:
-    """Yield a note if a folder has a single file and also an index of shards, which is not read."""
+    """Yield a note if a folder has both a single file of weights and an index of shards.
+
+    transformers reads the single file, and so does this package.
+    """
     index = folder / _INDEX_NAME
     if weights is not None and weights != index and index.is_file():
         yield (
@@ -272,7 +281,10 @@ def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str
 
 
 def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTensor]:
-    """Open the tensors of a single file, of the shards in an index, or of all files."""
+    """Open the tensors of a folder of safetensors, without reading their values.
+
+    ``weights`` is a single file or an index of shards; None opens all files of the folder.
+    """
     if weights is None:
         files = _list_safetensors(folder)
     elif weights.name.endswith(_INDEX_SUFFIX):
@@ -285,7 +297,8 @@ def _open_safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTenso
         missing = sorted(listed - stored.keys())
         if missing:
             raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
-        # Only tensors that the index lists are used: files may contain several copies of a tensor.
+        # Use only the tensors that the index lists for a file, because several files may contain
+        # the same tensor.
         tensors.update({key: stored[key] for key in listed or stored})
     return tensors
 
@@ -322,7 +335,7 @@ def _list_safetensors(folder: Path) -> dict[str, set[str]]:
 
 
 def _read_headers(path: Path) -> dict[str, LazyTensor]:
-    """Read the header of a file, and return its tensors as lazy ones by their names."""
+    """Read the header of a safetensors file, and return its tensors, as lazy ones, by name."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as stored:
@@ -346,12 +359,15 @@ def _read_headers(path: Path) -> dict[str, LazyTensor]:
 
 
 def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
-    """Read a tensor of a safetensors file to the CPU, or the slice ``part`` of its first axis.
+    """Read a tensor of a safetensors file to the CPU.
+
+    With ``part``, read only the slice at this index of its first axis.
 
     Raises:
         CheckpointError: a value is NaN or infinite.
     """
-    # Opened anew each time, because pages of a mapped file stay in memory until it is closed.
+    # The file is opened anew for each tensor, because pages of a mapped file stay in memory until
+    # it is closed.
     with safe_open(path, framework="pt") as stored:
         tensor = stored.get_tensor(name) if part is None else stored.get_slice(name)[part]
     check_finite(tensor, f"{path}: {name}")
@@ -359,7 +375,7 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
 
 
 def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) -> None:
-    """Copy the files of a tokenizer, with all tokens in ``tokenizer.json``.
+    """Copy a tokenizer's files, and write tokens that ``tokenizer.json`` lacks into it.
 
     With ``is_exported``, the files are copied unchanged.
     """
@@ -379,7 +395,10 @@ REWARD_SUFFIX = "ForSequenceClassification"
 def model_rules(
     family: ModelFamily, config: Config, *, has_output_layer: bool
 ) -> list[tuple[Rule, int | None]]:
-    """List the rules of a family with their layers (None outside the layers)."""
+    """List the rules of a family, each with its layer (None outside the layers).
+
+    The rule of the output layer is listed only if ``has_output_layer``: a reward model has none.
+    """
     return [
         (rule, layer)
         for rule, layer in family.rules(config)
@@ -441,7 +460,10 @@ def split_fused_experts(
     rules: Sequence[tuple[Rule, int | None]],
     tensors: Mapping[str, LazyTensor],
 ) -> Mapping[str, LazyTensor]:
-    """Replace fused tensors of all experts by one tensor for each expert, as in published files."""
+    """Replace fused tensors of all experts by one tensor for each expert, as in published files.
+
+    The result also has all tensors that are not fused.
+    """
     split = dict(tensors)
     for rule, layer in rules:
         prefix = f"{family.layer_prefix}{layer}."

@@ -14,7 +14,7 @@ _ANYWHERE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _OUTERMOST = "module"
 _PEFT_PREFIX = "base_model.model."
 _ADAPTER_PART = re.compile(r"\.(lora_\w+|base_layer|modules_to_save|original_module)\.")
-# A bare decoder, saved with AutoModel, lacks the prefix that it has inside a model with a head.
+# A decoder that AutoModel saved lacks the prefix ``model.`` that it has inside a model with a head.
 _DECODER_PREFIX, _LAYERS = "model.", "layers."
 _DECODER_PARTS = (_LAYERS, "embed_tokens.", "norm.")
 

@@ -1,6 +1,6 @@
 """Open ``.nemo`` archives, load them into a reward model, and write them.
 
-In the order in which an archive is read:
+The modules, in the order in which an archive is read:
 
 - ``archive``: ``open_nemo`` unpacks an archive once per host, checks its checksums, and yields a
   ``NemoFolder``. The same module writes archives, complete or not at all.

@@ -2,7 +2,8 @@
 
 ``.nemo`` files are tar archives, plain or gzipped. The last member of an archive of this package is
 ``checksums.json`` with the sha256 of every other member; unpacking compares them. Archives of other
-programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, also a folder.
+programs have no checksums. ``open_nemo`` opens every checkpoint of NeMo or Megatron, archives and
+folders.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def open_nemo(
         _ = folder.config, with_weights and folder.weights
         return folder
 
-    # The rank that unpacked has opened the folder already; the others open it here.
+    # The rank that unpacked the archive has opened the folder already; the other ranks open it
+    # here.
     prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, open_folder))
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
@@ -91,12 +93,15 @@ def open_nemo(
     _remove_unpacked(root, path)
 
 
-# The folder into which a checkpoint was unpacked, and the opened and checked checkpoint.
+# Result of ``_prepare``: the folder with the unpacked files, and the checkpoint opened in it.
 _Prepared: TypeAlias = tuple[Path, NemoFolder]
 
 
 def _remove_unpacked(root: Path, path: Path) -> None:
-    """Remove the folder into which ``path`` was unpacked; if ``path`` is a folder, it stays."""
+    """Remove ``root``, into which the archive ``path`` was unpacked.
+
+    If ``path`` is a folder, nothing was unpacked, and the folder stays.
+    """
     if root != path:
         remove_temporary(root)
 
@@ -104,12 +109,16 @@ def _remove_unpacked(root: Path, path: Path) -> None:
 def _prepare(
     path: Path, with_weights: bool, open_folder: Callable[[Path], NemoFolder]
 ) -> _Prepared:
-    """Unpack an archive, or use ``path`` itself if it is a folder, and check the contents."""
+    """Unpack an archive, or use ``path`` itself if it is a folder, and check the contents.
+
+    Returns:
+        The folder with the contents, and the checkpoint that ``open_folder`` opened in it.
+    """
 
     def is_needed(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
-    # Checked first, because a GGUF file would otherwise be reported as an unreadable tar archive.
+    # Check for a GGUF file first. Otherwise it would be reported as an unreadable tar archive.
     if path.is_file():
         refuse_hugging_face(path, path)
     root = path if path.is_dir() else unpack(path, is_needed)
@@ -117,8 +126,8 @@ def _prepare(
         if root == path:
             verify_folder(root, is_needed)
         folder = open_folder(root)
-        # If there are checksums, they have covered every byte already. Otherwise the CRC-32 of each
-        # shard is compared.
+        # If the archive has checksums, they have covered every byte already. Otherwise compare the
+        # CRC-32 of each shard.
         if with_weights and not has_checksums(root):
             folder.store.check_data(read=True)
     except BaseException:
@@ -165,14 +174,14 @@ MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
 _MAX_RATIO = 20  # weights hardly compress, so a higher ratio means a decompression bomb
 _ALWAYS_ALLOWED = 2**28
-_SPARE_BYTES = 2**28  # this much of the disk stays free, or half of the free space if less
+_SPARE_BYTES = 2**28  # bytes of the disk that stay free, or half of the free space if that is less
 _BLOCK = 2**20
 # Errors of tarfile for a damaged archive. RecursionError is one, because tarfile reads nested
 # headers by calling itself.
 _UNREADABLE = (
     tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError,
 )  # fmt: skip
-_MAX_FOLDER_DEPTH = 64  # a distributed checkpoint has 4 nested folders
+_MAX_FOLDER_DEPTH = 64  # the archive of a distributed checkpoint has 4 levels of folders
 
 
 def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
@@ -204,7 +213,7 @@ def unpack(path: Path, is_needed: Callable[[PurePosixPath], bool]) -> Path:
 
 
 def no_such_archive(source: str | Path) -> str:
-    """Return the error text for a missing archive, with a hint if it looks like a hub model."""
+    """Return the error text for a missing archive, with a hint if it is named like a hub model."""
     path = Path(source)
     missing = f"{path}: no such .nemo archive or folder"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
@@ -249,7 +258,14 @@ def has_checksums(root: Path) -> bool:
 def _compare_checksums(
     sums: dict[str, str], root: Path, source: Path, is_needed: Callable[[PurePosixPath], bool]
 ) -> None:
-    """Compare the sha256 of the unpacked files with ``checksums.json``, if there is one."""
+    """Raise CheckpointError if a file's sha256 differs from ``checksums.json``, if there is one.
+
+    Args:
+        sums: sha256 of each unpacked file, by its name in the archive.
+        root: folder with the unpacked files.
+        source: name of the archive in errors.
+        is_needed: tells which files were unpacked.
+    """
     if not has_checksums(root):
         return
     listed = read_json(root / CHECKSUMS_NAME, f"{source}: {CHECKSUMS_NAME}")
@@ -352,7 +368,7 @@ def read_members(path: Path, first: str, *more_names: str) -> dict[str, str]:
 def _extract(
     archive: tarfile.TarFile, root: Path, path: Path, is_needed: Callable[[PurePosixPath], bool]
 ) -> dict[str, str]:
-    """Extract the needed members, and return the sha256 of every file by name."""
+    """Extract the members that are needed into ``root``, and return each file's sha256 by name."""
     free = shutil.disk_usage(root).free
     budget = max(free - _SPARE_BYTES, free // 2)
     seen: set[PurePosixPath] = set()
@@ -473,7 +489,7 @@ def write_nemo(
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    # A killed write may have left this file, which is then overwritten.
+    # A killed process may have left this file; it is overwritten.
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as stream:
@@ -481,16 +497,19 @@ def write_nemo(
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
                     archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
-                # Before the weights, so that ``read_members`` stops early.
+                # The fingerprint precedes the weights, so that ``read_members`` finds it without
+                # reading past them.
                 if fingerprint is not None:
                     archive.add_text(FINGERPRINT_NAME, json.dumps({"fingerprint": fingerprint}))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_remove_owner)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_remove_owner)
-                # Last, because a tar is written in one pass, and the sums are complete only now.
+                # The checksums come last, because a tar is written in one pass, and only now they
+                # are complete.
                 archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
             stream.flush()
             os.fsync(stream.fileno())
-        # After a crash before this line the old archive is there; after this line, the new one.
+        # os.replace is atomic: after a crash, ``path`` is either the complete old archive or the
+        # complete new one.
         os.replace(partial, path)
         sync_to_disk(path.parent)
     finally:
@@ -506,7 +525,7 @@ class _SummingTar(tarfile.TarFile):
 
     def add_text(self, name: str, text: str) -> None:
         data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # a reader would refuse a larger member
+        if len(data) > MAX_TEXT_BYTES:  # readers reject a larger member
             raise CheckpointError(f"{name}: got {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
         member = tarfile.TarInfo(f"./{name}")
         member.size = len(data)

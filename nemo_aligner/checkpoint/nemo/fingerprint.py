@@ -38,14 +38,14 @@ _FINGERPRINT = re.compile(f"[0-9a-f]{{{_CHARACTERS}}}")
 
 
 def build_fingerprint(sums: WeightSums, config: Mapping[str, Any]) -> str:
-    """Compute the fingerprint of a model from the sums of its weights and its settings."""
+    """Compute a model's fingerprint from the sums of its weights and from its settings."""
     shape = ModelShape.from_config(config)
     longrope = None if shape.longrope is None else asdict(shape.longrope)
     return _hash_as_json({"weights": sums, "shape": shape.as_fingerprint(), "longrope": longrope})
 
 
 def fingerprint_of_ensemble(members: Sequence[str | None]) -> str | None:
-    """Compute the fingerprint of an ensemble from those of its members, in their order.
+    """Compute an ensemble's fingerprint from its members' fingerprints, in their order.
 
     An ensemble of one model has that model's fingerprint. The result is None if a member has none.
     """

@@ -44,8 +44,8 @@ _NEMO_DEFAULTS = {
     "position_embedding_type": "learned_absolute",
 }
 _PLAIN = (bool, int, float, str, type(None))
-# Keys of the vocabulary's size in the order of priority; padded_vocab_size is Megatron-LM's. If
-# none is set, the tokenizer's size is used.
+# Keys that may hold the vocabulary's size, the preferred one first; padded_vocab_size is
+# Megatron-LM's. If no key is set, the tokenizer's size is used.
 _VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
@@ -72,12 +72,12 @@ class NemoFolder:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the stored tensors' names."""
+        """Prefix of all tensor names in the checkpoint, such as ``model.``."""
         return PREFIX
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """The settings in the file, without the defaults that ``config`` adds."""
+        """The checkpoint's settings by NeMo 1's keys, without the defaults that ``config`` adds."""
         replacement = self.replacement_config
         if replacement is None:
             config, location = self._read_config(), f"{self.source}: {CONFIG_NAME}"
@@ -94,7 +94,8 @@ class NemoFolder:
         ``_VOCABULARY_KEYS`` or from the tokenizer.
         """
         config = self._settings
-        # Only this package writes vocab_size, and its files need no defaults.
+        # Only this package writes vocab_size, and its files have all keys, so they need no
+        # defaults.
         if config.get("vocab_size") is not None:
             return config
         config = {**_NEMO_DEFAULTS, **config, "vocab_size": self._vocabulary[0]}
@@ -107,7 +108,7 @@ class NemoFolder:
 
     @cached_property
     def _vocabulary(self) -> tuple[Any, str]:
-        """The size of the vocabulary, and the name of its source."""
+        """The vocabulary's size, and where it is from: the name of a setting, or the tokenizer."""
         for key in _VOCABULARY_KEYS:
             if self._settings.get(key) is not None:
                 return self._settings[key], f"by {key}"
@@ -124,7 +125,8 @@ class NemoFolder:
         folder = self.root / WEIGHTS_NAME
         if folder.is_dir():
             return folder
-        # A separate error, because "no such folder" would suggest a damaged archive.
+        # Old formats get an error of their own, because "no such folder" would suggest a damaged
+        # archive.
         for pattern in _LEGACY_WEIGHTS:
             for legacy_file in self.root.glob(pattern):
                 raise CheckpointError(
@@ -180,7 +182,7 @@ class NemoFolder:
         return read_yaml(self.root / CONFIG_NAME, f"{self.source}: {CONFIG_NAME}")
 
     def _find_tokenizer(self) -> Path:
-        """Find the folder of the checkpoint's tokenizer."""
+        """Find the folder of the checkpoint's tokenizer; CheckpointError if there is none."""
         section = self._read_config().get("tokenizer")
         section = section if isinstance(section, dict) else {}
         for key in ("type", "model"):
@@ -312,11 +314,11 @@ def folder_of(
 
 
 def _detect_format(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
-    """Return the class for a checkpoint's format, and the checkpoint's folder within ``root``."""
+    """Return the class that reads a checkpoint's format, and its folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
-    # Checked before Megatron's format, because a training run of this package also has torch_dist
-    # files.
+    # Check for a training run of this package before Megatron's format, because a run also has
+    # torch_dist files.
     refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
@@ -359,14 +361,14 @@ def refuse_adapter(folder: Path, source: Path) -> None:
 
 
 def _read_tracker(root: Path) -> str:
-    """Read the name of the folder that holds the latest step."""
+    """Read which folder holds the latest step, from Megatron's file with the step's number."""
     step = read_text(root / _TRACKER).strip()
     if step != "release" and not re.fullmatch(r"\d{1,15}", step):
         raise CheckpointError(f"{root / _TRACKER}: got {shown(step)}, wanted a step or 'release'")
     return step if step == "release" else f"iter_{int(step):07d}"
 
 
-# Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to those of NeMo 1.
+# Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to NeMo 1's keys.
 #
 # The sources are NeMo's LlamaConfig classes and its YAML writer, a run_config.yaml that
 # Megatron-Bridge printed, megatron-core 0.16's TransformerConfig, and Megatron-LM's
@@ -446,8 +448,8 @@ _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_contex
 def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel`` to NeMo 1's keys.
 
-    A field whose value is a class or a function is a mapping with ``_target_``; the last part of
-    that dotted name is compared.
+    If a field's value is a class or a function, the YAML has a mapping with its dotted name under
+    ``_target_``. Only the last part of that name is looked at.
 
     Args:
         location: file and section of the settings, for errors.
@@ -460,7 +462,7 @@ def from_transformer_config(model: Config, location: str) -> dict[str, Any]:
     gated = bool(model.get("gated_linear_unit"))
     function = _last_name(model.get("activation_func"))
     config = {
-        "position_embedding_type": "learned_absolute",  # GPTModel's default
+        "position_embedding_type": "learned_absolute",  # GPTModel's default if the key is missing
         **{key: model[key] for key in _SAME_NAMES if model.get(key) is not None},
         "encoder_seq_length": model.get("seq_length"),
         "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
@@ -524,7 +526,12 @@ def check_nemo1(config: Config, location: str) -> None:
 
 
 def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, location: str) -> None:
-    """Check that settings which this package does not implement are switched off."""
+    """Raise CheckpointError if a setting that this package does not implement is in use.
+
+    Args:
+        neutral: for each such setting the values that switch it off.
+        model: the checkpoint's settings. A setting that is absent counts as off.
+    """
     for key, values in neutral.items():
         if key in model and model[key] not in values:
             raise CheckpointError(
@@ -534,14 +541,18 @@ def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, locati
 
 
 def _last_name(value: Any) -> Any:
-    """Return the last part of a dotted name, or of the ``_target_`` of a mapping."""
+    """Return the last part of a dotted name, or of a mapping's ``_target_``, such as ``silu``."""
     if isinstance(value, Mapping):
         value = value.get("_target_")
     return value.rpartition(".")[2] if isinstance(value, str) else value
 
 
 def _translate(names: Mapping[Any, str], value: Any, key: str, location: str) -> str:
-    """Look up NeMo's name for megatron-core's value of the setting ``key``."""
+    """Look up NeMo's name for megatron-core's value of the setting ``key``.
+
+    Raises:
+        CheckpointError: ``names`` does not have the value.
+    """
     try:
         return names[value]
     except (KeyError, TypeError):
@@ -568,7 +579,7 @@ def _translate_rope(model: Config) -> dict[str, Any]:
 def _read_gemma_settings(model: Config, location: str) -> dict[str, Any]:
     """Return the settings that follow from Gemma's class in NeMo 2 and Megatron-Bridge.
 
-    They have no field for these settings.
+    Neither has a field for these settings, which the name of the model's class implies.
     """
     class_name = str(_last_name(model.get("_target_")) or "")
     if "Gemma" not in class_name:

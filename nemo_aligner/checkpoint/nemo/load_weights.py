@@ -55,7 +55,8 @@ def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> 
         shape = ModelShape.from_config(config)
     except AlignerError as error:
         raise CheckpointError(f"{folder.source}: {error}") from error
-    # The embedding is padded to a multiple of this value, so a huge value would exhaust the memory.
+    # The vocabulary is padded to a multiple of this value, so a huge value would exhaust the
+    # memory.
     if shape.make_vocab_size_divisible_by > _MAX_VOCAB_DIVISOR:
         raise CheckpointError(
             f"{folder.source}: make_vocab_size_divisible_by: got "
@@ -70,7 +71,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
 
     A surplus weight, such as a bias, means that the checkpoint holds another kind of model.
     """
-    folder.store.check_data(read=False)  # makes sure that the index agrees with the files
+    folder.store.check_data(read=False)  # finds missing files and shards
     stored, outside, inside = folder.tensors, model_tensors(shape), Shapes()
     if shape.is_uniform:
         inside = layer_tensors(shape)
@@ -99,7 +100,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     expected = {LAYERS + number + name for number in numbers for name in inside}
-    # All names that a head may have. ``reward_model`` checks which of them this model's head needs.
+    # All tensor names that a head may have. ``reward_model`` checks which of them this head needs.
     head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
     unknown = sorted(stored.keys() - expected - outside.keys() - head)
     if unknown:
@@ -163,7 +164,7 @@ def head_names(folder: NemoFolder) -> list[str]:
 
 
 def read_head(folder: NemoFolder) -> dict[str, Tensor]:
-    """Read the tensors of the reward head by ``head_names``, in fp32 and unsharded; collective."""
+    """Read the reward head's tensors by name (``head_names``), fp32 and unsharded; collective."""
     return {name: _read_unsharded(folder, HEAD_PREFIX + name) for name in head_names(folder)}
 
 
@@ -235,5 +236,5 @@ def lazy_tensor(folder: NemoFolder, name: str, layer: int | None = None) -> Lazy
 
 
 def as_lazy_tensor(tensor: Tensor) -> LazyTensor:
-    """Wrap a tensor that is in memory already as a lazy one."""
+    """Wrap a tensor that is in memory, because conversions write only lazy tensors."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)

@@ -217,7 +217,7 @@ def load_pretrained(
             pointwise_kernels=pointwise_kernels,
         )
         decide_together(current_device(), gather_objects)
-        # Checked first: a wrong head is then reported before the backbone is loaded.
+        # Check the head first, so that a wrong head is reported before the backbone is loaded.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         _set_adapters(model, folder, lora, seed)
@@ -228,9 +228,9 @@ def load_pretrained(
 def _set_adapters(
     model: GPTRewardModel, folder: NemoFolder, lora: LoraShape | None, seed: int
 ) -> None:
-    """Fold the archive's adapters if ``lora`` is None; else initialise adapters if it has none.
+    """Fold the archive's adapters into the loaded weights if ``lora`` is None.
 
-    The weights must be loaded already.
+    Otherwise the model trains adapters; initialise them if the archive has none.
     """
     if lora is None:
         fold_adapters(model)
@@ -300,7 +300,8 @@ def reward_model_without_weights(
         )
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
-    shape.length_dependent_rope(contract.seq_length)  # raises if the length is not supported
+    # Raises if the model does not support this length.
+    shape.length_dependent_rope(contract.seq_length)
     if not _check_head(folder, shape, num_outputs):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     tokenizer.check_fits(shape.vocab_size)
@@ -364,7 +365,7 @@ def save_reward_model(
 
 
 def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
-    shutil.rmtree(staging, ignore_errors=True)  # a killed save may have left it behind
+    shutil.rmtree(staging, ignore_errors=True)  # a killed save may have left this folder behind
     (staging / "tokenizer").mkdir(parents=True)
     tokenizer.save(staging / "tokenizer")
 
@@ -386,7 +387,7 @@ def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> Scori
 
 
 def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice: str = "") -> bool:
-    """Check the archive's reward head; False if it has none. Errors end with ``advice``."""
+    """Check the archive's reward head; False if there is none. Errors end with ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
         return False
@@ -528,7 +529,7 @@ def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
 def _check_same_outputs(
     contract: ScoringContract, other: ScoringContract, indices: list[int], location: str
 ) -> None:
-    """Check that both heads read the same tokens, and that their outputs mean the same."""
+    """Raise ConfigError if the heads read other tokens or if their outputs differ in meaning."""
     if other.scored_position != contract.scored_position:
         raise ConfigError(
             f"{location}: got a head that reads {other.scored_position}, wanted "

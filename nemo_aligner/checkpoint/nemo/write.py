@@ -1,4 +1,4 @@
-"""Write the archive of a converted model, one tensor at a time."""
+"""Write a conversion's archive, one tensor at a time, so that no model is held in memory."""
 
 from __future__ import annotations
 

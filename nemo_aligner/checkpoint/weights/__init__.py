@@ -5,7 +5,7 @@
 - ``zarr``: the same interface for zarr arrays, which NeMo 1.21 to 1.23 wrote.
 - ``save``: distributed checkpoints written in the background (training runs) or one tensor at a
   time (conversions); and which weights of a run are saved, with and without LoRA.
-- ``sums``: sums over all weights that identify a model, whatever its parallel layout.
+- ``sums``: checksums that identify a model's weights, whatever its parallel layout.
 
 The functions here choose the store: ``open_weights`` for any format, ``load_weights`` for the
 checkpoints of a run, ``check_complete`` to look for missing files only.
@@ -40,7 +40,7 @@ class DamagedError(CheckpointError):
 
 
 def open_weights(folder: Path) -> TensorStore:
-    """Open the weights in ``folder`` and read their index; the index is not read again."""
+    """Open the weights in ``folder``, in the format that they have, and read their index."""
     path = folder / "metadata.json"
     backend = read_json(path).get("sharded_backend")
     if not isinstance(backend, str) or backend not in _STORES:

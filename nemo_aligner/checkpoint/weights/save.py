@@ -58,8 +58,8 @@ from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 # Sharded saves, in megatron-core's format.
 
-# The same options as in megatron-core's save: keys are flat already, and ``_torch_tensors`` has
-# dropped the replicas.
+# Options of the planner, as in megatron-core's save. Both steps are switched off, because keys are
+# flat already, and ``_torch_tensors`` has dropped the replicas.
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
 
@@ -106,7 +106,7 @@ class PendingSave:
             on_main(lambda: write_common(common, folder))
             tensors = _torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
-        # From here on nothing is collective until finish().
+        # Until finish() this rank calls no more collectives.
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
     @property
@@ -148,8 +148,8 @@ class PendingSave:
 def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
     """Flatten a sharded state dict to this rank's tensors by stored key, for torch's planner.
 
-    The two functions called here are private to megatron-core's save, which as a whole would also
-    start writer processes.
+    The two functions called here are private parts of megatron-core's save. The complete save is
+    not used, because it would start writer processes.
     """
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, keep_only_main_replica=True
@@ -161,6 +161,9 @@ def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> WeightSums:
     """Save a sharded state dict, and wait until all ranks have written; see ``PendingSave``.
+
+    Args:
+        arrived: waits for tensors that are still being copied; None if none are.
 
     Returns:
         The sums of all weights (``weights.sums``), on every rank.
@@ -196,7 +199,8 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
         and is_main_replica(entry.replica_id)
     ]
-    # The first call allocates the memory; later calls meet the tensors in the same order.
+    # The first call allocates the memory. Later calls reuse it, because the tensors come in the
+    # same order.
     if not host:
         host += host_zeros([entry.data.detach() for entry in entries])
     sources = [entry.data.detach() for entry in entries]
@@ -228,7 +232,8 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
             (failures,) = problems
         raise CheckpointError(f"{folder}: cannot be written: {failures}") from error
     except (OSError, CheckpointingException, RuntimeError) as error:
-        # RuntimeError also means out of memory or a lost rank, which is no problem of the disk.
+        # A RuntimeError that is not about a full disk, such as a lost rank, is not reported as a
+        # problem of the disk.
         if isinstance(error, RuntimeError) and not is_disk_full(error):
             raise
         problem = write_problem(folder, error)
@@ -277,8 +282,8 @@ def zero_copy_slice(tensor: Tensor) -> Tensor:
     is_part = tensor.untyped_storage().size() != tensor.nbytes
     if not is_part or not tensor.is_cpu or not tensor.is_contiguous():
         return tensor
-    # Viewed as bytes, because numpy has no bf16. A tensor made from an array has a storage of just
-    # the array's bytes.
+    # View the tensor as bytes, because numpy has no bf16. A tensor made from an array has a storage
+    # of just the array's bytes.
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
 
@@ -289,8 +294,8 @@ T = TypeVar("T")
 def in_background(function: Callable[[], T]) -> Future[T]:
     """Run ``function`` in a new thread, which is joined when the process ends.
 
-    ``function`` must not call collectives, because their order relative to those of the foreground
-    could differ between ranks.
+    ``function`` must not call collectives: their order among the foreground's collectives could
+    differ between ranks.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
@@ -345,7 +350,7 @@ class _ReadingPlanner(SummingPlanner):
         tensor = self._tensors[index.fqn, tuple(index.offset)]
         data = tensor.read()
         assert (tuple(data.shape), data.dtype) == (tensor.shape, tensor.dtype), index
-        # A weighted sum of models, or a conversion to fp16, may overflow.
+        # Check the values, because a weighted sum of models, or a conversion to fp16, may overflow.
         check_finite(data, f"{index.fqn}, from {list(index.offset)} on")
         # A key that stacks all layers has one more axis in the file.
         return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
@@ -372,7 +377,7 @@ def save_lazy(
     lazy_tensors = {}
     for key, tensor in tensors.items():
         request[key] = ShardedTensor.from_rank_offsets(key, tensor.outline())
-        # The planner looks a shard up by its key and offsets.
+        # The planner looks a lazy tensor up by the key and offsets of its shard.
         lazy_tensors[key, (0,) * len(tensor.shape)] = tensor
     for key, stack in layers.items():
         for number, tensor in enumerate(stack):
@@ -392,7 +397,7 @@ _PER_LAYER = {"non_homogeneous_layers": True}
 
 
 class ShardedModel(Protocol):
-    """The methods of a Megatron module that saving and loading use."""
+    """The methods that saving and loading need of a model; every Megatron module has them."""
 
     def sharded_state_dict(
         self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
@@ -457,8 +462,8 @@ def load_into(
 def frozen_digest(model: ShardedModel) -> str:
     """Return a digest of a LoRA model's frozen weights; collective.
 
-    A run resumes only if the digest is unchanged. It is the same for every parallel layout: each
-    tensor's elements are summed as integers, and the sums are weighted by the CRC-32 of the
+    A run resumes only if the digest is unchanged. The digest is the same for every parallel layout:
+    each tensor's elements are summed as integers, and the sums are weighted by the CRC-32 of the
     tensors' names. Zero rows, which pad a vocabulary, add nothing.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
@@ -466,14 +471,15 @@ def frozen_digest(model: ShardedModel) -> str:
     for name, entry in entries.items():
         is_tensor = isinstance(entry, ShardedTensor | ShardedTensorFactory)
         is_trained = is_of_adapter(name) or _is_head(name)
-        # One replica of each shard is summed, so the layout cannot matter.
+        # Only one replica of each shard is summed, so that the digest does not depend on the
+        # layout.
         if is_tensor and not is_trained and is_main_replica(entry.replica_id):
             total += zlib.crc32(entry.key.encode()) * _sum_as_integers(entry.data.detach())
     return f"{sum(gather_objects(total)) % 2**64:016x}"
 
 
 def _sum_as_integers(values: Tensor) -> int:
-    # A sum of integers is exact in any order.
+    # Sum the values' bits as integers, because such a sum is exact in any order.
     integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
     return int(values.view(integers).sum(dtype=torch.int64))
 

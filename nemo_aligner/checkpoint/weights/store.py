@@ -96,7 +96,7 @@ class TensorStore(ABC):
         """Read the tensor ``key`` to the CPU, or one ``layer`` of a tensor that stacks layers.
 
         Raises:
-            CheckpointError: it is missing, damaged, or has values that are NaN or infinite.
+            CheckpointError: the tensor is missing, damaged, or has values that are NaN or infinite.
         """
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder}: the tensor {key} is missing")
@@ -157,7 +157,7 @@ class TensorStore(ABC):
             raise CheckpointError(f"{self.folder}: {key}: only a part of the tensor is stored")
 
     def _check_request(self, request: ShardedStateDict) -> None:
-        """Check that all requested tensors are stored, with the requested shapes."""
+        """Raise CheckpointError unless all requested tensors are stored with their shapes."""
         stored = self.tensors
         requested = [value for value in nested_values(request) if isinstance(value, ShardedTensor)]
         missing = sorted({tensor.key for tensor in requested if tensor.key not in stored})
@@ -182,7 +182,7 @@ def _list_some(names: list[str]) -> str:
 
 
 def raise_everywhere(function: Callable[[], T]) -> T:
-    """Run ``function`` on every rank, and return its result on this one; collective.
+    """Run ``function`` on every rank, and return this rank's result; collective.
 
     Raises:
         CheckpointError: on every rank, if ``function`` raised one on any rank; the message is that
@@ -202,8 +202,8 @@ def raise_everywhere(function: Callable[[], T]) -> T:
 def check_finite(tensor: Tensor, location: str) -> None:
     """Check that no value of a tensor is NaN or infinite; an error begins with ``location``.
 
-    One such weight makes every reward NaN; in an embedding, every reward of a sample that contains
-    the token.
+    A single such value makes every reward NaN. In an embedding, it does so for every sample that
+    contains the token.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
@@ -286,8 +286,8 @@ class TorchDistStore(TensorStore):
                 if part[0] == 0 and common.is_file():
                     with common.open("rb", buffering=0) as stored:
                         check_zip(stored, str(common))
-            # raise_everywhere tells other ranks only of a CheckpointError; after an OSError they
-            # would wait.
+            # raise_everywhere tells the other ranks only of a CheckpointError. After an OSError
+            # they would wait forever.
             except OSError as error:
                 raise CheckpointError(f"{self.folder}: cannot be read: {short(error)}") from error
 
@@ -344,7 +344,7 @@ def check_shards(
     Args:
         read: also read the shards, and compare their CRC-32; each is a zip file of ``torch.save``.
         with_optimizer: check the optimizer's state, too. A model is loaded without it.
-        part: (i, n) reads only the i-th of n parts of about the same number of bytes.
+        part: (i, n): read only part i of n, counted from 0; the parts have about equal bytes.
 
     Raises:
         CheckpointError: a shard is missing, misplaced or damaged.
@@ -371,14 +371,17 @@ def check_shards(
 
 
 def _numeric_sort_key(name: str) -> tuple[list[int], str]:
-    """Return a sort key that orders file names by the numbers in them."""
+    """Return a sort key that orders names by their numbers: ``__2_0`` before ``__10_0``."""
     return [int(digits) for digits in re.findall("[0-9]{1,9}", name)], name
 
 
 def _locate_shards(
     metadata: Metadata, name: str, entry: TensorStorageMetadata
 ) -> Iterator[tuple[Any, int]]:
-    """Yield where each shard of a tensor is stored, and how many bytes it takes at least."""
+    """Yield the storage info of each shard of a tensor, and its size in bytes without headers.
+
+    After the last shard, check that the shards cover the tensor without overlaps.
+    """
     size, item = tuple(entry.size), entry.properties.dtype.itemsize
     volumes = []
     for chunk in entry.chunks:
@@ -474,7 +477,8 @@ def read_shard(
     row, inside = math.prod(shape[1:]) * dtype.itemsize, slices_of(offsets[1:], target.shape[1:])
     stored.seek(start + offsets[0] * row)
     for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
-        # Read in blocks, so that a target on a GPU needs no copy of the whole shard on the host.
+        # Read the rows in blocks, so that a target on a GPU needs no copy of the whole shard on the
+        # host.
         content = bytearray(rows.size(0) * row)
         if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
             raise ValueError("the file ends within the shard")
@@ -492,7 +496,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     """Find the offset in bytes and the dtype of a shard's data, if the data is contiguous.
 
     Returns:
-        None if torch has to load the shard: for another byte order, for strides, or a rare dtype.
+        None if only torch can load the shard, because its byte order, strides or dtype are unusual.
     """
     outline = outline_of(stored)
     if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":

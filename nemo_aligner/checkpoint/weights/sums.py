@@ -5,7 +5,7 @@ tensor is ``sum(word[i, j, ...] * factor_0[i] * factor_1[j] * ...)`` modulo 2^64
 pseudo-random odd factor for each index of each axis. The sums of a tensor's shards add up to the
 sum of the whole tensor, whatever the layout. All factors are odd, so a change of one word always
 changes the sum; a change of several words leaves it equal only by chance. A sum identifies a model.
-It is not a cryptographic hash: somebody could construct other weights with the same sum.
+The sum is not a cryptographic hash: somebody could construct other weights with the same sum.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.nn.functional import pad
 # a word would change the product by 2^63 for every odd factor, so two flips would cancel.
 _WORD = torch.int32
 _WORD_BYTES = 4
-# Number of words multiplied at once. On a CPU the block fits into the cache; on a GPU larger blocks
-# need fewer kernels.
+# Number of words that are multiplied at once. On a CPU a block of this size fits into the cache; on
+# a GPU larger blocks need fewer kernels.
 _BLOCK_WORDS = {"cpu": 2**18}
 _BLOCK_WORDS_ON_GPU = 2**22
 _MODULUS = 2**64
 
 
-# Dtype and sum of each tensor, by its stored name.
+# For each tensor, by its stored name: name of the dtype, and sum.
 WeightSums: TypeAlias = dict[str, tuple[str, int]]
 
 

@@ -28,7 +28,7 @@ class ZarrStore(TensorStore):
     """Weights in zarr arrays, as megatron-core up to 0.15 could write them."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of all arrays.
+        """Read the headers of all arrays in ``folder``.
 
         Raises:
             CheckpointError: an array is compressed, filtered, or of a type other than floats.
@@ -60,7 +60,7 @@ class ZarrStore(TensorStore):
 def _check_chunks(path: Path, header: dict[str, Any]) -> None:
     steps = header["chunks"]
     counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
-    # Counted first, because a header may claim more chunks than a loop could visit.
+    # Count the files first, because a header may claim more chunks than a loop could visit.
     if math.prod(counts) >= len(list(path.iterdir())):  # the folder also holds the header
         raise CheckpointError(f"{path}: some of its {math.prod(counts)} chunks are missing")
     chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize

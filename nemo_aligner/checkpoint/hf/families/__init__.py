@@ -79,8 +79,8 @@ _FAMILIES = {family.name: family for family in _BUILT_IN}
 def register_family(family: ModelFamily) -> None:
     """Add a family from another package, for this process.
 
-    If its decoders have the same settings as those of another family, its ``to_nemo`` must write
-    its name under ``NAME_KEY``. Otherwise an export would use the other family.
+    If the NeMo configs of the family also fit another family, ``family.to_nemo`` must write the
+    family's name under ``NAME_KEY``. Otherwise an export would use the other family.
 
     Raises:
         ConfigError: another family has the same name, or the same architecture in GGUF files.
@@ -95,7 +95,11 @@ def register_family(family: ModelFamily) -> None:
 
 
 def find_family(model_type: Any) -> ModelFamily:
-    """Return the family with this ``model_type`` in ``config.json``."""
+    """Return the family with this ``model_type`` in ``config.json``.
+
+    Raises:
+        CheckpointError: there is no such family.
+    """
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
         raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {supported}")
@@ -103,7 +107,11 @@ def find_family(model_type: Any) -> ModelFamily:
 
 
 def check_gguf_architecture(architecture: Any) -> None:
-    """Raise CheckpointError if no family has this ``general.architecture`` of a GGUF file."""
+    """Raise CheckpointError if no family has this architecture.
+
+    Args:
+        architecture: value of the field ``general.architecture`` of a GGUF file.
+    """
     formats = [family.gguf for family in _FAMILIES.values() if family.gguf]
     architectures = dict.fromkeys(gguf.architecture for gguf in formats)
     if not isinstance(architecture, str) or architecture not in architectures:
@@ -129,7 +137,7 @@ def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat
             continue
         if gguf.marked_by is None:
             unmarked = family, gguf
-        # The field is 0 or missing in files of the other family.
+        # The field ``marked_by`` is 0 or missing in files of the other family.
         elif fields.get(f"{architecture}.{gguf.marked_by}"):
             return family, gguf
     assert unmarked is not None, "every architecture has a family without a mark"

@@ -44,9 +44,9 @@ class Rule:
         join: joins the Hugging Face tensors to the Megatron tensor. Like ``split``, it gets the
             NeMo config without added query groups.
         split: splits the Megatron tensor into the Hugging Face tensors.
-        is_by_group: the first axis of the tensor is divided into query groups. It need not be set
-            for the tensors in ``_GROUP_AXES``; None says that the tensor has no query groups,
-            although its name is one of these.
+        is_by_group: the first axis of the tensor is divided into query groups. The tensors in
+            ``_GROUP_AXES`` are known to be, and need no mark; None says that the tensor has no
+            query groups, although its name is one of these.
     """
 
     megatron: str
@@ -66,7 +66,9 @@ class Rule:
 def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> Rule:
     """Build the rule for the weight of a norm.
 
-    Hugging Face and Megatron may each store it as gamma or as gamma - 1.
+    The weight is gamma, or gamma - 1: in Hugging Face if ``hf_is_zero_centered``, in Megatron if
+    the NeMo config sets ``layernorm_zero_centered_gamma``. If only one of them stores gamma - 1,
+    the rule adds or subtracts 1.
     """
 
     def shift(config: Config) -> int:
@@ -106,7 +108,7 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
-        # The tensors are ordered by expert; those of one expert have the order of ``hf``.
+        # The tensors are ordered by expert, and within an expert as in ``hf``.
         matrices = torch.stack(list(tensors))
         return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
 
@@ -125,6 +127,7 @@ def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
     Args:
         kind: ``experts`` or ``shared_experts``.
+        gate, up, down: Hugging Face names of one expert's matrices.
     """
     return (
         experts_rule(f"mlp.{kind}.linear_fc1.weight", gate, up),
@@ -133,7 +136,10 @@ def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
-    """Build the rule for queries, keys and values, which Megatron interleaves by query group."""
+    """Build the rule for queries, keys and values, which Megatron interleaves by query group.
+
+    ``query``, ``key`` and ``value`` are the Hugging Face names of three separate tensors.
+    """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -203,9 +209,9 @@ def fused_qkv_rule(megatron: str, fused: str) -> Rule:
 def interleaved(rule: Rule) -> Rule:
     """Change a ``qkv_rule`` for a family whose RoPE rotates pairs of neighbouring channels.
 
-    Such a family rotates channel ``2 i`` of a head with channel ``2 i + 1``. Here that becomes
-    channel ``i``, rotated with channel ``i + r`` for ``2 r`` rotated channels. Attention scores do
-    not change, because they are sums over the channels.
+    Such a family rotates channel ``2 i`` of a head with channel ``2 i + 1``. The changed rule moves
+    these to channels ``i`` and ``i + r``, which Megatron rotates together if RoPE is applied to
+    ``2 r`` channels. Attention scores do not change, because they are sums over the channels.
     """
 
     def reorder(tensor: Tensor, config: Config, sizes: tuple[int, int]) -> Tensor:
@@ -257,7 +263,10 @@ POST_MLP_NORM = "mlp.linear_fc2.post_layernorm.weight"
 
 
 def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """Build the rules for the norms of queries and keys; ``norm`` builds the rule of one norm."""
+    """Build the rules for the norms of queries and keys.
+
+    ``norm`` builds the rule of one norm from its Megatron name and its Hugging Face name.
+    """
     return (
         norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
         norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
@@ -265,12 +274,15 @@ def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
 
 
 QUERY_KEY_NORMS = query_key_norms(norm_rule)
-# Rules for norms that normalize the queries (or keys) of all heads together, not of each head.
+# Rules for norms that normalize the queries (or keys) of all heads together, not head by head.
 ACROSS_HEADS_NORMS = tuple(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)
 
 
 def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """Build the rules outside the layers: embedding and final norm."""
+    """Build the rules outside the layers: embedding and final norm.
+
+    ``norm`` builds the rule of one norm from its Megatron name and its Hugging Face name.
+    """
     return (EMBEDDING, norm(FINAL_NORM, "model.norm.weight"))
 
 
@@ -280,7 +292,17 @@ def layer_rules_with(
     attention: tuple[Rule, ...] = (QKV, PROJECTION),
     mlp_norm: str = MLP_NORM,
 ) -> tuple[Rule, ...]:
-    """Build the rules of a layer with Llama's names: a norm before attention and before the MLP."""
+    """Build the rules of a layer with Llama's names and Llama's order of norms and blocks.
+
+    Llama has one norm before attention and one before the MLP. The arguments are the parts in which
+    other families differ.
+
+    Args:
+        norm: builds the rule of one norm from its Megatron name and its Hugging Face name.
+        mlp: rules of the MLP's matrices.
+        attention: rules of the attention's matrices.
+        mlp_norm: Megatron name of the norm before the MLP.
+    """
     return (
         norm(ATTENTION_NORM, "input_layernorm.weight"),
         *attention,
@@ -292,7 +314,8 @@ def layer_rules_with(
 MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with()
 
 
-# Megatron's order of queries, keys and values, and added query groups of zeros.
+# Megatron's order of queries, keys and values, and query groups of zeros, which are added for
+# tensor parallelism.
 
 # Axis that is divided into query groups, by the name of the Megatron tensor.
 _GROUP_AXES = {
@@ -314,7 +337,7 @@ def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int)
 
 
 def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert ``pack_qkv``; works for weights and biases."""
+    """Invert ``pack_qkv``: return q, k and v, of a weight or a bias."""
     row_shape = packed.shape[1:]
     channels = packed.shape[0] // (heads + 2 * groups)
     grouped = packed.reshape(groups, -1, *row_shape)
@@ -387,8 +410,9 @@ class GgufFormat:
         layer: names of the tensors of a layer.
         model: names of the tensors outside the layers.
         epsilon: GGUF field of the norms' epsilon, and its key in ``config.json``.
-        optional: fields of single families, and their keys in ``config.json``.
-        derived: function from the keys that were read to keys that GGUF has no field for.
+        optional: GGUF fields that only some families have, and their keys in ``config.json``.
+        derived: computes the settings for which GGUF has no field from those that were read; both
+            by their keys in ``config.json``.
         is_permuted: the rows of q and k are ordered for a RoPE that rotates neighbouring channels,
             not the two halves of a head.
         norm_offset: number that was added to the weights of norms.
@@ -396,9 +420,10 @@ class GgufFormat:
         is_share_of_hidden: the file's number of rotated channels is a share of the hidden size
             divided by the heads, so it is wrong if heads have another size.
         has_windows: there are fields for a sliding window and the layers that have it.
-        marked_by: field that tells this family's files from those of another family with the same
-            architecture. None for the other family, and if no other family has the architecture.
-        has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
+        marked_by: field that only this family's files have, if two families share an architecture.
+            None for the second family, and for a family with an architecture of its own.
+        has_classifier: llama.cpp supports a reward head for this family: the tensor
+            ``cls.output.weight``, at the last token.
         may_have_biases: some models of the family have biases of queries, keys and values. There is
             no field for it, so the reader looks for the tensors.
         hf_family: name of the family whose tensors the file has; None for the family itself.
@@ -475,8 +500,9 @@ class ModelFamily:
             their values. ``ANY`` stands for any value; a function tells if a value is supported.
         gguf: how GGUF files store the family; None if llama.cpp does not support it.
         layer_prefix: prefix of a layer's tensor names, before its number.
-        unused: suffixes of stored tensors that are not weights.
-        dropped: prefix of stored tensors that a reward model has no use for; "" for none.
+        unused: suffixes of tensor names that a conversion skips, because they are not weights.
+        dropped: prefix of the names of tensors that a conversion drops and counts, because a reward
+            model does not need them; "" if there are none.
     """
 
     name: str
@@ -535,6 +561,6 @@ def _is_match(value: Any, expected: Any) -> bool:
 
 
 def describe_differences_from_llama(shape: ModelShape) -> str:
-    """Describe in which settings a decoder differs from Llama's, for an error."""
+    """List the settings in which a decoder differs from Llama's as text for an error."""
     values = {key: getattr(shape, key) for key in PLAIN}
     return ", ".join(f"{key}={value}" for key, value in values.items() if value != PLAIN[key])

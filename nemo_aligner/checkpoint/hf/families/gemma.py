@@ -22,7 +22,7 @@ gemma_to_nemo = partial(
     tied=True,
     activation="geglu",
     apply_embedding_scaling=True,
-    # Stored as gamma - 1 in archives, too, because adding 1 would round a bf16 weight once more.
+    # Archives store gamma - 1, too, because adding 1 would round a bf16 weight once more.
     layernorm_zero_centered_gamma=True,
 )
 
@@ -88,10 +88,10 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _gguf_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive the attention scale, for which GGUF has no field.
+    """Derive ``query_pre_attn_scalar``, the attention scale, for which GGUF has no field.
 
-    It follows from the size of a head, except in the 27B model, which is recognized by its 46
-    layers as in llama.cpp.
+    It is the size of a head. Only in the 27B model, recognized by its 46 layers as in llama.cpp, it
+    is the hidden size divided by the number of heads.
     """
     is_27b = config["num_hidden_layers"] == 46
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -210,7 +210,7 @@ def _gemma3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
         "rope_parameters": {settings.FULL: config["rope_parameters"], settings.SLIDING: local_rope},
-        # A file of a model without a window has no field for it.
+        # The GGUF file of a model without a window has no field for the window.
         **({} if config["sliding_window"] else {"sliding_window": 4096, "layer_types": full}),
     }
 

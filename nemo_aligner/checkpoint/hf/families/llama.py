@@ -134,9 +134,9 @@ _MSCALE = "mscale_all_dim"
 
 
 def _ministral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` with the scaling of queries, and with both mscales.
+    """Return ``rope_parameters`` with the scaling of queries, and with both mscale keys.
 
-    GGUF has a single field for ``mscale`` and ``mscale_all_dim``.
+    GGUF has a single field for ``mscale`` and ``mscale_all_dim``, so its value is copied.
     """
     rope = {**config["rope_parameters"], _BETA: config[_BETA]}
     if _MSCALE in config:
@@ -246,7 +246,8 @@ def _granite_to_hf(config: Config) -> dict[str, Any]:
         "granite",
         embedding_multiplier=shape.embedding_multiplier,
         residual_multiplier=shape.residual_multiplier,
-        # Rounded to 15 digits, because NeMo's config stores its inverse square.
+        # Round to 15 digits, because NeMo's config stores the inverse square of this factor, and
+        # computing it back is not exact.
         attention_multiplier=float(f"{shape.kv_channels**-0.5 if scale is None else scale:.15g}"),
         attention_bias=False,
         mlp_bias=False,
@@ -336,9 +337,10 @@ def _phi3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _phi3_length(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy LongRoPE's original length out of ``rope_parameters``.
+    """Return LongRoPE's original length, from ``rope_parameters``, as a top-level key.
 
-    Phi-3's ``config.json`` has the length there and at the top level.
+    Phi-3's ``config.json`` has the length in both places, but the reader of GGUF files writes only
+    the one in ``rope_parameters``.
     """
     length = config["rope_parameters"].get(_LENGTH)
     return {} if length is None else {_LENGTH: length}
@@ -373,14 +375,14 @@ PHI3 = ModelFamily(
 )
 
 
-# InternLM2, whose reward models are published: Llama with other names, and q, k and v fused. The
-# names and the order in wqkv (for each group its queries, key and value, like in Megatron) are
-# those of modeling_internlm2.py in the published folders. transformers has no such class, so a
-# model is exported as a Llama.
+# InternLM2 and its published reward models: Llama with other names of tensors, and q, k and v fused
+# in wqkv. The names and the order in wqkv (for each group its queries, key and value, like in
+# Megatron) are those of modeling_internlm2.py in the published folders. transformers has no such
+# class, so a model is exported as a Llama.
 
 
 def _internlm2_to_nemo(config: Config) -> dict[str, Any]:
-    # A missing bias means true in InternLM2's class.
+    # InternLM2's class has biases if the key is missing.
     HfSettings({"bias": True, **config}).only("bias", False)
     return settings.decoder_to_nemo(config)
 

@@ -25,14 +25,14 @@ def _to_nemo(
     top_k: int,
     renormalized: bool | None = None,
 ) -> dict[str, Any]:
-    """Return NeMo's keys for the experts.
+    """Translate the expert settings of a ``config.json`` to NeMo's keys.
 
     Args:
-        width: key of an expert's ffn channels, and transformers' default for it.
+        width: key of ``config.json`` for the ffn channels of an expert, and transformers' default.
         experts: default number of experts.
         top_k: default number of experts for a token.
-        renormalized: whether the weights of the chosen experts sum to 1; None means that the config
-            tells.
+        renormalized: whether the weights of the chosen experts sum to 1; None means that
+            ``norm_topk_prob`` in the config tells.
     """
     reader = HfSettings(config)
     reader.only("decoder_sparse_step", 1, None)
@@ -50,10 +50,10 @@ def _to_nemo(
 
 
 def _to_hf(config: Config, width: str) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the experts.
+    """Translate the expert settings of a NeMo config to the keys of a ``config.json``.
 
     Args:
-        width: key of an expert's ffn channels.
+        width: key of ``config.json`` for the ffn channels of an expert.
     """
     experts = _experts_of(config)
     return {
@@ -65,7 +65,7 @@ def _to_hf(config: Config, width: str) -> dict[str, Any]:
 
 
 def _experts_of(config: Config) -> ExpertShape:
-    """Return the shape of the experts of a NeMo config."""
+    """Return the shape of the experts of a NeMo config, which must have experts."""
     experts = ModelShape.from_config(config).experts
     assert experts is not None
     return experts

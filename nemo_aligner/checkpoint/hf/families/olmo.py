@@ -95,7 +95,7 @@ def _olmo3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _olmo3_from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Derive RoPE of both kinds of layers: scaled without a window, unscaled with a window."""
+    """Derive RoPE for layers without a window, where it is scaled, and with one, unscaled."""
     full_rope = config["rope_parameters"]
     local = config.get("rope_local_base_freq", full_rope["rope_theta"])
     sliding_rope = {"rope_type": "default", "rope_theta": local}

@@ -24,8 +24,9 @@ Widths = Callable[[Config], tuple[tuple[int, ...], ...]]
 def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     """Translate the config of a Qwen model to a NeMo config.
 
-    If the config enables a window but does not list the layers that have it (``layer_types``),
-    these are the layers from ``max_window_layers`` on.
+    If the config enables a sliding window but has no ``layer_types``, the layers from
+    ``max_window_layers`` on have the window. ``family`` holds further arguments of
+    ``decoder_to_nemo``.
     """
     reader = HfSettings(config)
     layers, size = reader.layers(), None
@@ -41,7 +42,10 @@ def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
 
 
 def qwen_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config to a Qwen's ``config.json``, with the keys of the window."""
+    """Translate a NeMo config to a Qwen's ``config.json``, with the keys of the sliding window.
+
+    ``family`` holds further keys, which override the others.
+    """
     window = settings.window_to_hf(config)
     return settings.decoder_to_hf(
         config,

@@ -12,8 +12,8 @@ from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_c
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Key of a NeMo config with the family's name. It is written if a decoder would also fit another
-# family.
+# Key of a NeMo config for the name of the model family. It is written only for a family whose
+# decoders also fit another family.
 NAME_KEY = "hf_model_type"
 
 # Settings that all families have.
@@ -126,7 +126,8 @@ def is_tied(config: Config) -> bool:
 # Reading of a ``config.json`` key by key; every error names the key.
 
 Config = Mapping[str, Any]
-# A limit, because lists with an entry for each layer are built before any weight is read.
+# Largest supported number of layers. A limit is needed, because lists with an entry for each layer
+# are built before any weight is read.
 _MAX_LAYERS = 10_000
 
 
@@ -141,7 +142,7 @@ class HfSettings:
         self.config = config
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Read a number above 0."""
+        """Read a number above 0; ``default`` if the key is absent. Without both, raise."""
         value = self.config.get(key)
         expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
         return read_number(default if value is None else value, key, expected)
@@ -149,20 +150,20 @@ class HfSettings:
     def count(
         self, key: str, default: int | None = None, least: int = 1, limit: int = MAX_COUNT
     ) -> int:
-        """Read an integer from ``least`` to ``limit``."""
+        """Read an integer from ``least`` to ``limit``; ``default`` if the key is absent."""
         value = self.config.get(key)
         expected = f"a whole number from {least} on, at most {limit}"
         return read_count(default if value is None else value, key, expected, least, limit)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Read a bool."""
+        """Read a bool; ``default`` if the key is absent."""
         value = self.config.get(key)
         if not isinstance(value, bool | None):
             raise CheckpointError(f"{key}: got {shown(value)}, wanted true or false")
         return default if value is None else value
 
     def layers(self) -> int:
-        """Read ``num_hidden_layers``."""
+        """Read the number of layers (``num_hidden_layers``), which must be set."""
         return self.count("num_hidden_layers", limit=_MAX_LAYERS)
 
     def window(self, missing: int | None = 4096) -> int | None:
@@ -171,10 +172,12 @@ class HfSettings:
         return None if is_null else self.count("sliding_window", missing)
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Check that a value is one of ``allowed``; the first of these is the default.
+        """Check that the value of ``key`` is one of ``allowed``, or that the key is absent.
+
+        An absent key stands for the first of ``allowed``, transformers' default.
 
         Raises:
-            CheckpointError: it is another value.
+            CheckpointError: the key has another value.
         """
         value = self.config.get(key, allowed[0])
         if value not in allowed:
@@ -187,7 +190,8 @@ class HfSettings:
 # Translation of RoPE settings.
 
 
-# For each kind of scaling: NeMo's keys, and those of ``rope_parameters``.
+# NeMo's keys for each kind of RoPE scaling, with the keys of ``rope_parameters`` that hold the same
+# values.
 _FACTORS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"seq_len_interpolation_factor": "factor"},
@@ -328,7 +332,12 @@ def split_rope_by_window(config: Config, local_base: str) -> tuple[dict[str, Any
 
 
 def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
-    """Translate RoPE settings to the keys of ``config.json`` for transformers 4 and 5."""
+    """Translate RoPE settings to the keys of ``config.json`` for transformers 4 and 5.
+
+    Args:
+        config: NeMo config of the model.
+        shape: shape of the same model.
+    """
     scalings = {
         "seq_len_interpolation_factor": shape.seq_len_interpolation_factor,
         "scale_positional_embedding": shape.rope_scaling and True,
@@ -411,7 +420,9 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
 def frequency(marks: list[int], mark: int) -> int | list[int]:
     """Shorten a list of 0 and 1, one for each layer, to N if exactly every N-th is ``mark``.
 
-    Any other list is returned unchanged.
+    NeMo's keys for windows and for layers without RoPE take such a list, or N.
+
+    Any list without such a period is returned unchanged.
     """
     period = marks.index(mark) + 1 if mark in marks else len(marks) + 1
     is_regular = all(
@@ -448,7 +459,7 @@ def linear_layers(config: Config) -> list[bool]:
 
 
 def layer_types(config: Config) -> list[str]:
-    """Return the ``layer_types`` that a NeMo config implies."""
+    """List for each layer of a NeMo config whether it has a window, as ``layer_types`` does."""
     shape = ModelShape.from_config(config)
     windows = [shape.window_of(layer + 1) for layer in range(shape.num_layers)]
     return [FULL if window is None else SLIDING for window in windows]
