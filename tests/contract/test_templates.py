@@ -135,8 +135,8 @@ def test_template_that_would_spoil_scores_is_refused(tokenizer: Tokenizer) -> No
         ("{{ bos_token }}{{ bos_token }}" + TURNS + "!" + end, "the template writes BOS .* twice"),
         ("{{ raise_exception('no') }}", "the chat template cannot write this.*; set one of"),
         ("{% for %}", "the chat template cannot write this conversation.*; set one of"),
-        ("{{ messages[-1].content }}<e>", "as 'the reply<e>', without the.*'a question'"),
-        ("{{ messages[0].content }}<e>", "as 'a question<e>', without the.*'the reply'"),
+        ("{{ messages[-1].content }}<e>", ".* as 'the reply<e>', without .*'a question'"),
+        ("{{ messages[0].content }}<e>", ".* as 'a question<e>', without .*'the reply'"),
     ]
     where = r"^model\.data\.template: x\.jinja: "
     cases = [(template, rf"{where}{wanted}") for template, wanted in cases]

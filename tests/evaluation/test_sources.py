@@ -127,7 +127,7 @@ def test_source_that_settings_do_not_fit_is_rejected(
 ) -> None:
     wrong = {}
     for name, setting, kind, message in (
-        ("vllm", "source.attribute_weights={a: 1}", ServingError, "got 2 numbers for a text"),
+        ("vllm", "source.attribute_weights={a: 1}", ServingError, "got 2 numbers for a sample"),
         ("openrlhf", "source.tokenizer=null", ConfigError, "source.tokenizer: got none"),
         ("openrlhf", WEIGHTS, ConfigError, "/get_reward answers one number"),
         ("export", "source.attribute_weights={a: 1}", ConfigError, "helpfulness, verbosity"),

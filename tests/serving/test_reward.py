@@ -208,7 +208,7 @@ def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -
     assert isinstance(aside, ScoredRows)
     assert isinstance(attack, ScoredRows)
     assert (rewards(aside)[::2], aside.errors) == ([195, 195], {1: slow})
-    untried = "not tried, as 3 samples before it took too long"
+    untried = "not tried, because 3 earlier samples took too long to tokenize"
     assert [*attack.errors.values()] == [slow] * 3 + [untried] * 2
     service.service.stop()
 

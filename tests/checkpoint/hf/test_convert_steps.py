@@ -149,7 +149,7 @@ def test_two_rows_of_the_output_layer_are_a_probability_at_every_step(tmp_path: 
     right, wrong = tokenizer.convert_tokens_to_ids(["y", "n"])
     options: dict[str, Any] = {"head": "lm_head:y,n", "step_separator": "!", "seq_length": 64}
     summary = str(convert(folder, tmp_path / "prm.nemo", **options, attributes=["right"]))
-    assert f"row {right} ('y') against row {wrong} ('n'), reads the end of '!' behind" in summary
+    assert f"row {right} ('y') against row {wrong} ('n'), reads the end of '!'" in summary
     chat = text("!", *STEPS)
     with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
         (scored,) = ours.score([chat], steps=True)

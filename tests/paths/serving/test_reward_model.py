@@ -393,6 +393,6 @@ def test_server_whose_rewards_are_not_finite_does_not_start(archive: Path, layou
     scorer.warm_up()
     with torch.no_grad():
         scorer.model.rm_head.weight.fill_(3e38)
-    message = r"got the reward \[.*(nan|inf).*\] for a text of 1 tokens, wanted finite numbers"
+    message = r"got the reward \[.*(nan|inf).*\] for a sample of 1 tokens"
     with pytest.raises(ServingError, match=message):
         scorer.warm_up()

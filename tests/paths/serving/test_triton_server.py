@@ -40,7 +40,7 @@ from tests.serving.servers import (
 
 TOKEN = "s3cret"
 INFER = "v2/models/reward_model/infer"
-_ADDRESSES = re.compile(r"Triton answers the same at (\S+), and over gRPC at (\S+); .* at (\S+)")
+_ADDRESSES = re.compile(r"Triton serves .* at (\S+), and over gRPC at (\S+); .* at (\S+)")
 
 
 @dataclass

@@ -113,7 +113,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CLASSIFY, {"input": "a", "task": "token_classify"}, 'task: got "token_classify"'),
     (SCORE, {"queries": "a"}, "got only queries, wanted queries with documents, or"),
     (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "got 2 and 1 texts, wanted 1 and 1"),
-    (SCORE, {"text_1": [], "text_2": ["c"]}, "got 0 and 1, wanted"),
+    (SCORE, {"text_1": [], "text_2": ["c"]}, "got 0 and 1 texts"),
     (SCORE, {"text_1": "a", "text_2": IMAGE}, r"content\[0\]: got a part of type 'image_url', wan"),
     (SCORE, {"text_1": "a", "text_2": "b", "instruction": "c"}, 'instruction: got "c"'),
 ]

@@ -67,7 +67,7 @@ def test_it_converts_and_is_exported_bit_for_bit(layout: Any, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("registered")
 def test_a_name_is_that_of_one_family() -> None:
-    with pytest.raises(ConfigError, match="model family toy_llama: its name"):
+    with pytest.raises(ConfigError, match="model family toy_llama: another family has this name"):
         register_family(TOY_LLAMA)
     same_files = dataclasses.replace(find_family("llama"), name="other")
     with pytest.raises(ConfigError, match="model family other: another family has this name"):
