@@ -160,5 +160,5 @@ def test_bins_are_in_the_contract_and_labels_are_not_centred(
     message = r"rated.jsonl:2: help: .* 4 .* 0 to 3\. .*\(1 labels of train"
     with pytest.raises(DataError, match=message):
         build(contracts, [rated], **how, settings={"values": [0, 1, 2, 3]})
-    with pytest.raises(ConfigError, match="values: got none, .* labels of brief"):
+    with pytest.raises(ConfigError, match=r"values: got none, .* labels of brief"):
         build(contracts, [rated], **how)

@@ -6,8 +6,8 @@ Conversion to ``.nemo`` (entry point: ``convert``):
   of its family. It uses ``tensor_names`` (prefixes of training wrappers), ``multimodal`` (the text
   decoder of a larger model), and ``gguf`` with ``gguf_config`` (the GGUF format).
 - ``families/`` translates settings and tensors of each supported decoder, in both directions.
-- ``heads`` finds the reward head, in the layouts of published models, and ``labels`` the names of its
-  rewards.
+- ``heads`` finds the reward head, in the layouts of published models, and ``labels`` the names of
+  its rewards.
 - ``convert`` writes the archive, and builds or reads the scoring contract.
 
 Export from ``.nemo`` (entry point: ``export``):

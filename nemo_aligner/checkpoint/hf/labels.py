@@ -1,7 +1,7 @@
 """Names of the rewards of a Hugging Face reward model, which become a contract's attributes.
 
-They come from ``id2label`` in ``config.json``, from the user (``--attributes``), or from the scoring
-contract that an export of this package has.
+They come from ``id2label`` in ``config.json``, from the user (``--attributes``), or from the
+scoring contract that an export of this package has.
 """
 
 from __future__ import annotations
