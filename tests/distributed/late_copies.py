@@ -74,7 +74,7 @@ def play_late_copies(patch: Callable[[Any, str, Any], None]) -> LateStream:
         with stream:
             yield
 
-    patch(host_transfer, "_stream", lambda: beside)
+    patch(host_transfer, "_get_copy_stream", lambda: beside)
     patch(torch.cuda, "current_stream", lambda: compute)
     patch(torch.cuda, "stream", on)
     patch(torch.cuda, "Event", _Event)

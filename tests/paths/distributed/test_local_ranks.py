@@ -117,13 +117,13 @@ while True:
 def test_local_ranks_are_ended_where_one_cannot_be_started(tmp_path: Path) -> None:
     program = """
 from nemo_aligner.distributed import launch
-plain, started = launch._start, []
+plain, started = launch._start_rank, []
 def start(*given):
     if started:
         raise OSError("no more processes")
     started.append(plain(*given))
     return started[0]
-launch._start = start
+launch._start_rank = start
 try:
     launch.run_ranks(["-c", "import time; time.sleep(100)"], 2)
 except OSError as error:
