@@ -353,7 +353,7 @@ NOT_BUILT = [
 NOT_TOGETHER = [
     (
         {"window_size": 4, "window_pattern": "alternate", "window_attn_skip_freq": 2},
-        "wanted one of",
+        "wanted only one of",
     ),
     ({"num_moe_experts": 4, "moe_router_topk": 5}, "moe_router_topk: got 5, wanted a whole number"),
     ({"num_moe_experts": 4, "moe_router_topk": 2}, "moe_ffn_hidden_size: got None, wanted a"),

@@ -82,7 +82,7 @@ def test_packs_are_those_that_are_made() -> None:
     packs = even_packs(9, 30, 256)
     assert (packs.count, packs.tokens, packs.sequences) == (3, 180, 6)
     assert even_packs(9, 30, 256, prefix=20).count == 2
-    with pytest.raises(ConfigError, match="got 50, wanted at least 60, a pair"):
+    with pytest.raises(ConfigError, match="got 50, wanted at least 60"):
         even_packs(1, 30, 50)
 
 

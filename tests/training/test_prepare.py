@@ -33,7 +33,7 @@ def test_start_opens_the_base_once_for_the_weights_and_once_for_the_rest(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: Counter[Path] = Counter()
-    _count(monkeypatch, archive, "_opened", opened)
+    _count(monkeypatch, archive, "_open_tar", opened)
     listed: Counter[Path] = Counter()
     _count(monkeypatch, run_checkpoints, "_list_saved", listed)
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)

@@ -294,7 +294,7 @@ def test_contract_template_has_to_write_the_conversation(
     """A template that omits the conversation is refused; all responses would score the same."""
     name = "chat_template.jinja"
     hello = overwrite(name, "hello world")
-    check_refused(changed_reward, [(hello, "writes 'hello world', without .*'a question'")])
+    check_refused(changed_reward, [(hello, "'hello world', without .*'a question'")])
     hello(changed_reward)
     with_template = convert(changed_reward, tmp_path / "given.nemo", template="chatml")
     assert "hello" not in with_template.contract.template

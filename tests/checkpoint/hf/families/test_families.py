@@ -259,7 +259,7 @@ def test_family_biases_of_query_groups_have_zeros_added() -> None:
     assert padded[: bias.numel()].equal(bias)
     assert not padded[bias.numel() :].any()
     assert remove_zero_groups(rule.group_axis, padded, 3, 2).equal(bias)
-    with pytest.raises(CheckpointError, match=r"got \[64, 16, 16\] rows, wanted \[64, 32, 32\]"):
+    with pytest.raises(CheckpointError, match=r"got \[64, 16, 16\] rows, .* \[64, 32, 32\]"):
         rule.join([torch.zeros(rows) for rows in (64, 16, 16)], config)
 
 

@@ -1,4 +1,4 @@
-"""ToyLlama: a Llama with other names of settings, layers and MLP."""
+"""ToyLlama: a Llama whose config, layers and MLP have other names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 
 def to_nemo(config: Mapping[str, Any]) -> dict[str, Any]:
     llama = {**config, "intermediate_size": config.get("ffn_dim")}
-    # The decoder fits Llama, too, so without the name an export would be a Llama.
+    # Its decoder is a Llama's: without its name, an export would be a Llama.
     return {**LLAMA.to_nemo(llama), NAME_KEY: "toy_llama"}
 
 
