@@ -260,7 +260,7 @@ class PackedLayer(TransformerLayer):
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
         attended = infer(joined, value, context)
         if gate is not None:
-            # A copy first, as the view's memory would order the elements among threads.
+            # Copy the view first: its strides would decide how threads split the elements.
             gate = self._select_attended(gate, context).flatten(1).unsqueeze(1).contiguous()
             is_cpu = gate.is_cpu
             factors = by_whole_rows(torch.sigmoid, gate) if is_cpu else gate.sigmoid()

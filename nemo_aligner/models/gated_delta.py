@@ -5,9 +5,10 @@ write strength beta changes it to ``S <- exp(g) S + k (beta (v - k^T exp(g) S))^
 ``o = q^T S`` (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464). Chunks of 64 tokens are
 computed by matmuls, as in section 3.3 there; only the state passes from a chunk to the next one.
 
-A chunk begins at a multiple of 64 of its own sequence, so a token's output does not depend on the
-other sequences of the pack. Sequences that share a prefix share its whole chunks: a tree. The rows
-of a prefix behind its last whole chunk are in a chunk of every sequence that has the prefix.
+Every chunk begins at a multiple of 64 tokens from the start of its sequence, so a token's output
+does not depend on the other sequences of the pack. Sequences that share a prefix share the whole
+chunks of that prefix, so the chunks of a pack form a tree. The last tokens of a prefix, which fill
+no whole chunk, are computed again in a chunk of each sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.layer_shape import CHUNK_TOKENS
 from nemo_aligner.utils.host_transfer import all_to_device
 
-_EPSILON = 1e-6  # of the norm of queries and keys, inside the root
+_EPSILON = 1e-6  # added to the squared L2 norm of queries and keys before the root
 
 
 class Level(NamedTuple):
@@ -34,8 +35,8 @@ class Level(NamedTuple):
     Attributes:
         start: number of the first chunk.
         end: number after the last chunk.
-        parents: ``[end - start]`` int64, for each chunk the place of the chunk before it in the
-            level above; it is empty in the first level.
+        parents: ``[end - start]`` int64, for each chunk the index in the previous level of the
+            chunk that precedes it in its sequence; empty in the first level.
     """
 
     start: int
@@ -48,10 +49,11 @@ class ChunkTree:
     """The chunks of a pack of T tokens, ordered by their depth.
 
     Attributes:
-        rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: those
-            ``previous`` it, for a convolution, and its own; -1 where the sequence has none.
-        places: ``[T]`` int64, where each token's output lies among the ``N * 64`` of all chunks.
-        levels: from the beginnings of sequences to the end of the longest.
+        rows: ``[N, previous + 64]`` int64 rows of the pack that each of the N chunks reads: the
+            ``previous`` rows in front of the chunk, which the convolution needs, and the chunk's
+            own 64; -1 where the sequence has no row.
+        places: ``[T]`` int64 index of each token's output in the ``N * 64`` outputs of all chunks.
+        levels: chunks by their depth in the tree, from the first chunks of the sequences on.
     """
 
     rows: Tensor
@@ -69,7 +71,7 @@ class ChunkTree:
         """Build the tree of a pack's segments (``PackedSegments.lengths`` and ``prefixes``).
 
         Args:
-            previous: rows that a chunk reads before its own.
+            previous: how many rows in front of a chunk the convolution reads: its taps minus 1.
         """
         parts_by_level, parents_by_level = _list_chunks(lengths, prefixes, previous)
         rows = np.stack([part for parts in parts_by_level for part in parts])
@@ -87,12 +89,12 @@ class ChunkTree:
 def _list_chunks(
     lengths: Sequence[int], prefixes: Sequence[int], previous: int
 ) -> tuple[list[list[np.ndarray]], list[list[int]]]:
-    """List by level each chunk's rows ``[previous + 64]``, and the place of its parent."""
+    """List the rows ``[previous + 64]`` of every chunk and its parent's index, level by level."""
     starts = [0, *accumulate(lengths)]
     shared = set(prefixes)
     parts: list[list[np.ndarray]] = []
     parents: list[list[int]] = []
-    places: dict[int, int] = {}  # place in its level, by the last row of a chunk
+    places: dict[int, int] = {}  # maps the last row of a chunk to the chunk's index in its level
     for segment, chain in enumerate(chains_of(prefixes, 0)):
         if segment in shared:
             continue  # every prefix is a part of a sequence that ends with another segment
@@ -102,8 +104,8 @@ def _list_chunks(
         sequence = np.concatenate([ends[0], *spans, ends[1]])
         parent = -1
         for level, start in enumerate(range(0, count, CHUNK_TOKENS)):
-            # The last row tells the chunk: each row has a single place in a single sequence, or in
-            # a prefix that its sequences share.
+            # The last row identifies a chunk, because a row has one position, in one sequence or
+            # in a prefix that several sequences share.
             last = int(sequence[previous + min(start + CHUNK_TOKENS, count) - 1])
             if level == len(parts):
                 parts.append([])
@@ -118,15 +120,15 @@ def _list_chunks(
 
 
 class Inputs(NamedTuple):
-    """What the rule reads of n chunks, in fp32.
+    """Inputs of the gated delta rule for n chunks, in fp32.
 
-    There are r value heads for each of h key heads.
+    h is the number of key heads of this rank, and r the number of value heads per key head.
 
     Attributes:
         query, key: ``[n, h, 1, 64, k]``.
         value: ``[n, h, r, 64, v]``.
-        decay: ``[n, h, r, 64]`` logarithms, at most 0.
-        strength: ``[n, h, r, 64]`` factors of what is written, from 0 to 1.
+        decay: ``[n, h, r, 64]`` logarithm g of the factor that decays the state; at most 0.
+        strength: ``[n, h, r, 64]`` write strength beta, from 0 to 1.
     """
 
     query: Tensor
@@ -137,15 +139,20 @@ class Inputs(NamedTuple):
 
 
 class ChunkProducts(NamedTuple):
-    """All that n chunks compute before their first state is known; ``[n, h, r, ...]`` in fp32.
+    """The part of n chunks that does not depend on the state before a chunk, in fp32.
+
+    The first axes of all fields are ``[n, h, r]``. "First state" is the state in front of a chunk,
+    and "last state" the state behind it.
 
     Attributes:
-        query: ``[..., 64, k]`` queries that read the first state.
-        inner: ``[..., 64, 64]`` how much a token reads of what each token writes.
-        values: ``[..., 64, v]`` what tokens write if the first state is 0.
-        read_keys: ``[..., 64, k]`` keys with which they read the first state before they write.
-        write_keys: ``[..., 64, k]`` keys under which the last state has their values.
-        decay: ``[..., 1, 1]`` factor of the first state in the last one.
+        query: ``[..., 64, k]`` queries, decayed from the chunk's start, that read the first state.
+        inner: ``[..., 64, 64]`` weight with which each token reads the value that another token of
+            the chunk writes.
+        values: ``[..., 64, v]`` values that the tokens would write if the first state were 0.
+        read_keys: ``[..., 64, k]`` keys; their product with the first state is subtracted from
+            ``values``.
+        write_keys: ``[..., 64, k]`` keys, decayed to the chunk's end, that write to the last state.
+        decay: ``[..., 1, 1]`` factor of the first state in the last state.
     """
 
     query: Tensor
@@ -157,18 +164,18 @@ class ChunkProducts(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> ChunkProducts:
-        """Compute what does not depend on the state."""
+        """Compute the fields from the inputs of the chunks."""
         query, key = map(_normalize, (inputs.query, inputs.key))
         query = query * query.size(-1) ** -0.5
         total = inputs.decay.cumsum(-1)
         later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).triu(1)
-        # Masked before exp, which would overflow for later tokens.
+        # Mask before exp, because exp would overflow for pairs with a later token.
         between = total.unsqueeze(-1) - total.unsqueeze(-2)
         between = between.masked_fill(later, float("-inf")).exp()
         strength = inputs.strength.unsqueeze(-1)
         from_start = total.exp().unsqueeze(-1)
-        # Token i writes strength_i (v_i - what the earlier tokens of the chunk left under k_i): a
-        # triangular system, whose diagonal is 1.
+        # Token i writes strength_i * (v_i - k_i^T S), where S holds what the earlier tokens of the
+        # chunk have written. That is a triangular system with ones on the diagonal.
         overlap = key @ key.mT * strength * between
         right = torch.cat([inputs.value * strength, key * strength * from_start], dim=-1)
         solved = torch.linalg.solve_triangular(overlap, right, upper=False, unitriangular=True)
@@ -189,10 +196,10 @@ class ChunkProducts(NamedTuple):
         return [ChunkProducts(*fields) for fields in parts]
 
     def advance(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the outputs ``[..., 64, v]`` and the last states ``[..., k, v]``.
+        """Compute the outputs ``[..., 64, v]`` and the states behind the chunks ``[..., k, v]``.
 
         Args:
-            state: ``[..., k, v]`` first states; None is 0.
+            state: ``[..., k, v]`` states in front of the chunks; None means 0.
         """
         if state is None:
             return self.inner @ self.values, self.write_keys.mT @ self.values

@@ -1,6 +1,7 @@
-"""Gated DeltaNet, the linear attention of Qwen3.5, as a module of megatron-core's layers.
+"""Gated DeltaNet, the linear attention of Qwen3.5, as a module for megatron-core's layers.
 
-megatron-core's own (0.16 and 0.17) takes no packs, and none of its versions shares prefixes.
+megatron-core has its own module. It rejects packs in 0.16 and 0.17, and shares prefixes in no
+version.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from nemo_aligner.models.layers import learns
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import PackContext
 
-# Chunks that inference computes at once. With a fixed number every operation has the same shape in
-# each pack, so that a token's output is bit-identical in all of them.
+# Number of chunks that inference computes at once. It is fixed, so that every operation has the
+# same shape in every pack, and a token's output is bit-identical in all of them.
 _CHUNKS_ON_CPU, _CHUNKS_ON_GPU = 1, 16
 _SPLIT_BY_HEAD = ("conv_weight", "a_log", "dt_bias")
 
 
 class GatedDeltaNet(MegatronModule):
-    """``[T, 1, hidden] -> [T, 1, hidden]``, in the place of a layer's attention.
+    """Replaces a layer's attention: ``[T, 1, hidden] -> [T, 1, hidden]``.
 
-    The layer calls ``linear_qkv``, ``attend`` and ``linear_proj``, as it does for attention.
-    ``linear_qkv`` computes for each key head its query, its key, the values of its value heads,
-    their output gates, their write strengths and their decays, in this order. Tensor parallelism
-    splits everything by key head.
+    The decoder layer calls ``linear_qkv``, ``attend`` and ``linear_proj``, as it does for
+    attention. For each key head ``linear_qkv`` computes its query and its key, and for the value
+    heads of that key head their values, output gates, write strengths and decays, in this order.
+    Tensor parallelism splits all of these by key head.
 
     Args:
         linears: classes of the two linear layers.
@@ -86,10 +87,10 @@ class GatedDeltaNet(MegatronModule):
             set_tensor_model_parallel_attributes(self.get_parameter(name), True, 0, 1)
 
     def attend(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute ``[T, 1, projection]``, of ``linear_qkv``, ``-> [T, 1, value width]``.
+        """Compute ``[T, 1, value width]`` from ``mixed [T, 1, projection]``, linear_qkv's output.
 
         Training keeps only ``mixed`` and the output, and computes the rest again in the backward
-        pass: the states and products of all chunks would take several times as much memory.
+        pass, because the states and products of all chunks would take several times the memory.
         """
         if not learns(self):
             return self._infer(mixed, context)
@@ -99,7 +100,11 @@ class GatedDeltaNet(MegatronModule):
         return tensor_parallel.checkpoint(partial(module, context=context), False, mixed)
 
     def forward(self, mixed: Tensor, context: PackContext) -> Tensor:
-        """Compute ``attend`` with gradients; a module's call waits for weights being gathered."""
+        """Compute ``attend`` with gradients.
+
+        ``attend`` calls the module rather than this method, because the module's hooks wait for
+        weights that Megatron is still gathering.
+        """
         tree = _tree_of(context)
         chunks = _rows_of_chunks(mixed, tree.rows)
         inputs, gates = self._inputs(chunks)
@@ -137,7 +142,7 @@ class GatedDeltaNet(MegatronModule):
         return self._rows_of_pack(torch.cat(outputs), context)
 
     def _inputs(self, chunks: Tensor) -> tuple[Inputs, Tensor]:
-        """Compute the rule's inputs of ``chunks [n, previous + 64, projection]``.
+        """Compute the delta rule's inputs from ``chunks [n, previous + 64, projection]``.
 
         Returns:
             The inputs, and the output gates ``[n, h, r, 64, v]`` before their activation, in fp32.
@@ -173,16 +178,18 @@ class GatedDeltaNet(MegatronModule):
         """Norm and gate ``output [n, h, r, 64, v]`` -> ``[n, 64, h * r * v]`` of ``dtype``."""
         weight = self.norm_weight
         if self._group.size() > 1 and learns(self):
-            # Forward nothing; backward the sum over ranks, each of which has some of the heads.
+            # The forward pass changes nothing. The backward pass sums the gradient over the ranks,
+            # because each rank has only some of the heads.
             weight = tensor_parallel.copy_to_tensor_model_parallel_region(weight, self._group)
         mean = output.square().mean(-1, keepdim=True)
         normed = output * torch.rsqrt(mean + self.config.layernorm_epsilon) * weight.float()
         return (normed * F.silu(gates)).permute(0, 3, 1, 2, 4).flatten(2).to(dtype)
 
     def _rows_of_pack(self, normed: Tensor, context: PackContext) -> Tensor:
-        """Select ``[T, 1, width]``, or the rows that the head reads, of ``normed [n, 64, width]``.
+        """Return the pack's rows ``[T, 1, width]`` of ``normed [n, 64, width]``.
 
-        A row that several chunks have is taken of one of them.
+        In the last layer these are only the rows that the head reads. If several chunks have
+        computed a row, one of their equal results is taken.
         """
         places = _tree_of(context).places
         if self._reads_rows:
@@ -210,9 +217,9 @@ def _tree_of(context: PackContext) -> ChunkTree:
 
 
 def _rows_of_chunks(mixed: Tensor, rows: Tensor) -> Tensor:
-    """Gather ``mixed [T, 1, c]`` at ``rows [n, previous + 64]``, with zeros where these are -1.
+    """Gather ``mixed [T, 1, c]`` at ``rows [n, previous + 64]``; rows of -1 become zeros.
 
-    Masked fill rather than multiplying by 0, which would keep a NaN of another sequence.
+    It uses a masked fill: multiplying by 0 would keep a NaN of another sequence.
     """
     gathered = mixed.squeeze(1).index_select(0, rows.clamp(min=0).flatten())
     return gathered.view(*rows.shape, -1).masked_fill((rows < 0).unsqueeze(-1), 0.0)

@@ -361,12 +361,13 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def _in_linear_attention(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes in addition to kept activations in the backward pass of a layer's linear attention.
+    """Count the bytes that the backward pass of a layer's linear attention needs.
 
-    All that the gated delta rule computes of a pack exists then, in fp32: for each token the
-    projections, before and after the convolution; for each value head four rows of a chunk's
-    squares, and two of them for each key head; keys and values in several forms; and two states
-    for each chunk.
+    They come in addition to the kept activations, and are fp32, because the gated delta rule is
+    recomputed for the whole pack. For each token they are: the projections, before and after the
+    convolution; one row of each of a chunk's ``[64, 64]`` matrices, of which a value head has four
+    and a key head two; keys and values in several forms; and a token's share of two states per
+    chunk.
     """
     linear = shape.of_layer(layer + 1).linear_attention
     if linear is None:

@@ -185,8 +185,8 @@ def lazy_decoder(
 
     Returns:
         The tensors outside the layers by their stored names; and for each stored name in the layers
-        one tensor of each layer. Layers that differ have stored names of their own: all tensors are
-        in the first mapping.
+        one tensor of each layer. If layers differ in shape, every tensor has a stored name of its
+        own, and all are in the first mapping.
     """
     stored, store = folder.tensors, folder.store
     lora = shape.lora
