@@ -50,7 +50,7 @@ from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.planning.cost import FP32_BYTES, Plan, step_flops, traffic
 from nemo_aligner.planning.memory import GIB, fullest_stage
 from nemo_aligner.planning.planner import PlanRequest

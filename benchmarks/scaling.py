@@ -117,7 +117,7 @@ def _layout_jobs(base: dict[str, Any], max_ranks: int) -> Jobs:
     The first runs on one rank, the others on 2, 4, ... ``max_ranks`` ranks, with one kind of
     parallelism each.
     """
-    from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.models.shapes.decoder import ModelShape
     from nemo_aligner.utils.errors import ConfigError
 
     shape = ModelShape.from_config(base["model"])

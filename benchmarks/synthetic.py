@@ -40,7 +40,7 @@ from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models import reward_model
 from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.planning.cost import Plan, even_packs, step_flops
 from nemo_aligner.planning.memory import Memory

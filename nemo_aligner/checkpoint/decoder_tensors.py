@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
 # Names of tensors as Megatron writes them, without the prefix ``model.`` that archives add.

@@ -42,7 +42,8 @@ from nemo_aligner.contract.template_check import check_template, freeze_date
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.launch import single_process
-from nemo_aligner.models.shape import ModelShape, with_lora
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.lora import with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, shown
 
 RAW_TEXT = "none"

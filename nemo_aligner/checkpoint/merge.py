@@ -34,7 +34,8 @@ from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.distributed.launch import single_process
-from nemo_aligner.models.shape import ModelShape, with_lora
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.lora import with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _SUM_TOLERANCE = 1e-6

@@ -18,7 +18,7 @@ from nemo_aligner.cli.parser import (
 )
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.evaluation.report import check_report
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.planning.planner import (
     PRESETS,
     PlanRequest,

@@ -3,8 +3,7 @@
 The modules, in the order in which a model is built and a pack (a batch of sequences laid out one
 after the other) goes through it:
 
-- ``shape.py`` and ``layer_shape.py`` read the architecture from ``model_config.yaml``, without
-  importing torch.
+- ``shapes/`` reads the architecture from ``model_config.yaml``, without importing torch.
 - ``reward_model.py`` has ``GPTRewardModel``, ``reward_head.py`` its head, and ``readout.py`` the
   mean over a reply's tokens, which a head may read instead of the last token. ``training_wrap.py``
   freezes layers and wraps the model for training, ``batch_invariance.py`` makes rewards independent

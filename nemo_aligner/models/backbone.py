@@ -54,7 +54,7 @@ from nemo_aligner.models.layers import (
 from nemo_aligner.models.linear_attention import GatedDeltaNet
 from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.models.pointwise.eager import Shared, rms_norm
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
 

@@ -33,8 +33,8 @@ from torch.autograd import Function
 
 from nemo_aligner.cpu.products import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.expert_rows import Exchange, RowCounts
-from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
+from nemo_aligner.models.shapes.experts import ExpertShape
 
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import Balance

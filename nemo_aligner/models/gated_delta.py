@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import chains_of
-from nemo_aligner.models.layer_shape import CHUNK_TOKENS
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 from nemo_aligner.utils.host_transfer import all_to_device
 
 _EPSILON = 1e-6  # added to the squared L2 norm of queries and keys before the root

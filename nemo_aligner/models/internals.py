@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_aligner.cpu.products import accumulate_weight_gradients
 from nemo_aligner.distributed.gpu_products import add_weight_gradient, adds_to_fp32
-from nemo_aligner.models.layer_shape import RopeScaling
+from nemo_aligner.models.shapes.rope import RopeScaling
 
 # The private operators that torch's public module torch.nn.attention.varlen calls. That module
 # exists only from torch 2.10 on, and is complete only from 2.12 on.

@@ -31,7 +31,7 @@ from nemo_aligner.cpu import kernels
 from nemo_aligner.cpu.products import invariant_linear_on_cpu
 from nemo_aligner.distributed.gpu_products import invariant_linear_on_gpu
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
-from nemo_aligner.models.shape import LORA_A, LORA_B
+from nemo_aligner.models.shapes.lora import LORA_A, LORA_B
 
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import PackContext

@@ -19,8 +19,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
-from nemo_aligner.models.layer_shape import CHUNK_TOKENS, LinearAttentionShape
 from nemo_aligner.models.layers import learns
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
 
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import PackContext

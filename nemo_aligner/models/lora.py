@@ -32,7 +32,7 @@ from nemo_aligner.models.expert_rows import RowCounts
 from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.pack_context import PackContext
-from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
+from nemo_aligner.models.shapes.lora import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
 

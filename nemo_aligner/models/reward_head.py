@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.outputs import HeadOutputs
 from nemo_aligner.models.layers import invariant_linear, rows_now
-from nemo_aligner.models.shape import HeadShape
+from nemo_aligner.models.shapes.head import HeadShape
 
 _HEAD_INIT_STD = 0.02
 

@@ -57,7 +57,7 @@ from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.reward_head import RewardHead
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nemo_aligner.models.internals import scale_rotary_frequencies
-from nemo_aligner.models.layer_shape import QueryScaling, YarnScaling
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.rope import QueryScaling, YarnScaling
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines ``[T, 1, 1, r]`` in the model's dtype."""

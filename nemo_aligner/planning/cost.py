@@ -20,8 +20,9 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.models.layer_shape import CHUNK_TOKENS, LinearAttentionShape
-from nemo_aligner.models.shape import HeadShape, ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import HeadShape
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS, LinearAttentionShape
 from nemo_aligner.utils.errors import ConfigError
 
 FP32_BYTES = 4

@@ -15,8 +15,8 @@ from functools import partial
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
-from nemo_aligner.models.layer_shape import CHUNK_TOKENS
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,

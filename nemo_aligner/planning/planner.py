@@ -14,7 +14,8 @@ from math import gcd
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
-from nemo_aligner.models.shape import LoraShape, ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
 from nemo_aligner.planning.step_time import Machine, StepTime, step_time

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,

@@ -39,7 +39,7 @@ from nemo_aligner.distributed.layout import (
     initialize_layout,
 )
 from nemo_aligner.models.batch_invariance import make_batch_invariant
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
 from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer

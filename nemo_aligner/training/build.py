@@ -19,7 +19,8 @@ from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import GPTRewardModel
-from nemo_aligner.models.shape import LoraShape, ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.training_wrap import freeze_lower_layers, set_routers, wrap_for_training
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner

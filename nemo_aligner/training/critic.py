@@ -41,7 +41,7 @@ from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.value import ClippedValueLoss
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import gather_rewards, infer_values
 from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.training.build import build_optimized

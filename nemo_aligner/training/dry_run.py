@@ -19,7 +19,7 @@ from nemo_aligner.models.attention.backends import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import EAGER
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
 from nemo_aligner.training.describe import describe_model, describe_steps

@@ -33,7 +33,9 @@ from nemo_aligner.distributed.collectives import gpu_computes_bf16, on_main
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.losses import build_objective, settings_of_run
 from nemo_aligner.metrics.table import Better, better_values
-from nemo_aligner.models.shape import LoraShape, ModelShape, check_lora, head_to_train
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import head_to_train
+from nemo_aligner.models.shapes.lora import LoraShape, check_lora
 from nemo_aligner.models.training_wrap import check_freezing
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.loggers import check_loggers

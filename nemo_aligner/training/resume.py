@@ -44,7 +44,7 @@ from nemo_aligner.losses import (
     objective_settings,
     settings_with_defaults,
 )
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import Optimizer
 from nemo_aligner.training.trainer import EarlyStopping

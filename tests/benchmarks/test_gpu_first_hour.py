@@ -220,7 +220,7 @@ def test_parts_fit_into_half_an_hour_and_80_gib_and_have_what_they_need_before(
     from first_hour_work import points_of
     from synthetic import plan_of
 
-    from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.models.shapes.decoder import ModelShape
     from nemo_aligner.planning.memory import fullest_stage
 
     assert [part.name for part in hour._with_needs(["scoring"])] == ["model", "scoring"]

@@ -76,7 +76,7 @@ def test_import_keeps_settings_weights_and_scores(
     tmp_path: Path,
 ) -> None:
     """Opened in place and imported, a checkpoint has the converted model's settings and scores."""
-    from nemo_aligner.models.shape import ModelShape
+    from nemo_aligner.models.shapes.decoder import ModelShape
 
     source, output = theirs(write), tmp_path / "ours.nemo"
     assert "a base model" in import_nemo(source, output)

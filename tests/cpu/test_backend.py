@@ -17,7 +17,7 @@ def test_package_imports_no_torch_and_sets_what_cuda_reads_at_its_start() -> Non
 def test_megatron_after_a_module_that_needs_it_runs_on_the_cpu() -> None:
     """That all packages with such modules begin alike is held by the test of the architecture."""
     done = run_code(
-        "import nemo_aligner.models.shape, torch\n"
+        "import nemo_aligner.models.shapes.decoder, torch\n"
         "from megatron.core import parallel_state\n"
         "print(torch.zeros(1).cuda().device, torch.cuda.current_device())"
     )
@@ -26,7 +26,7 @@ def test_megatron_after_a_module_that_needs_it_runs_on_the_cpu() -> None:
 
 def test_megatron_before_the_package_is_refused() -> None:
     there = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')"
-    done = run_code(f"{there}\nimport nemo_aligner.models.shape")
+    done = run_code(f"{there}\nimport nemo_aligner.models.shapes.decoder")
     assert done.returncode == 1
     assert "import nemo_aligner.distributed first" in done.stderr
 

@@ -35,7 +35,7 @@ from nemo_aligner.models.pointwise.operations import (
     use_pointwise_kernels,
 )
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.training_wrap import wrap_for_training
 
 SHAPE = {

@@ -16,7 +16,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.activation_offload import ActivationOffload, offload_activations
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import forward_backward
 from nemo_aligner.models.training_wrap import set_routers, wrap_for_training
 from nemo_aligner.utils.errors import ConfigError

@@ -23,7 +23,7 @@ from nemo_aligner.models.experts import (
 )
 from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
 from nemo_aligner.models.pack_context import Balance
-from nemo_aligner.models.shape import LoraShape
+from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.models.training_wrap import set_routers
 from tests.harness import families

@@ -22,7 +22,7 @@ from nemo_aligner.config.model import Recompute
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import forward_backward, infer
 from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.utils.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.models.gated_delta import ChunkProducts, ChunkTree, Inputs
-from nemo_aligner.models.layer_shape import CHUNK_TOKENS
+from nemo_aligner.models.shapes.linear_attention import CHUNK_TOKENS
 
 BEFORE = 3
 # A prefix of 150 tokens of two sequences, one of which is a prefix of a third; and a short one.

@@ -18,7 +18,7 @@ from nemo_aligner.cpu.products import BATCH_INVARIANT_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.backbone import transformer_config
 from nemo_aligner.models.batch_invariance import make_batch_invariant
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import infer
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import ConfigError

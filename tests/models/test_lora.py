@@ -33,10 +33,10 @@ from nemo_aligner.models.lora import (
     train_adapters_alone,
 )
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
-from nemo_aligner.models.shape import (
-    HeadShape,
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import HeadShape
+from nemo_aligner.models.shapes.lora import (
     LoraShape,
-    ModelShape,
     check_lora,
     is_of_adapter,
     read_lora,

@@ -16,7 +16,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.lora import LoraDropout, draw_adapters
 from nemo_aligner.models.pack_context import PackContext
-from nemo_aligner.models.shape import LoraShape
+from nemo_aligner.models.shapes.lora import LoraShape
 from tests.harness import families
 
 ATTENTION = LoraShape(4, 8.0, ("linear_qkv", "linear_proj"))

@@ -31,7 +31,7 @@ from nemo_aligner.models.pointwise.eager import (
 from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.rotary import rotate
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from tests.harness import tiny
 from tests.harness.environments import kept_environment, make_environment
 

@@ -24,13 +24,9 @@ from nemo_aligner.config.model import LORA_TARGETS, HeadConfig
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.models.reward_head import RewardHead
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import (
-    HeadShape,
-    LoraShape,
-    ModelShape,
-    read_head_shape,
-    with_head_shape,
-)
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import HeadShape, read_head_shape, with_head_shape
+from nemo_aligner.models.shapes.lora import LoraShape
 from nemo_aligner.planning.cost import Packs, Plan, head_size
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError

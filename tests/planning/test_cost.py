@@ -18,7 +18,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.training_wrap import freeze_lower_layers, wrap_for_training
 from nemo_aligner.planning.cost import (
     Packs,

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.planning.cost import (
     Packs,
     Plan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.tools.layouts_worker import fitting_layouts, run_world
 from nemo_aligner.utils.errors import PeerError
 

@@ -20,7 +20,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import PairObjective
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import build_optimizer

@@ -19,7 +19,7 @@ from nemo_aligner.config.training import MonitorMode, TrainConfig, TrainerConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.training.resume import (
     changes_since,
     check_objective_exists,

@@ -17,7 +17,7 @@ from nemo_aligner.distributed.collectives import gather_objects
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer

@@ -45,7 +45,9 @@ from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import fold_into_weight
-from nemo_aligner.models.shape import EXPERT_LINEARS, LoraShape, ModelShape, check_is_linear
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import check_is_linear
+from nemo_aligner.models.shapes.lora import EXPERT_LINEARS, LoraShape
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError
 

@@ -57,7 +57,8 @@ from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.launch import single_process
-from nemo_aligner.models.shape import ModelShape, with_head_shape
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import with_head_shape
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError, shown
 
 

@@ -44,7 +44,8 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_last_token
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import write_conversation
-from nemo_aligner.models.shape import ModelShape, check_is_linear
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import check_is_linear
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, shown
 

@@ -30,7 +30,7 @@ from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.steps import MARKS
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.models.shape import HeadShape
+from nemo_aligner.models.shapes.head import HeadShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 

@@ -40,7 +40,8 @@ from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.models.lora import fold_into_weight
-from nemo_aligner.models.shape import LORA_A, LORA_B, LoraShape, ModelShape, is_of_adapter
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.lora import LORA_A, LORA_B, LoraShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Keys that a NeMo config may lack; the model's shape has their defaults.

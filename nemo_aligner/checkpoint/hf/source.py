@@ -42,7 +42,7 @@ from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.dtypes import safetensors_dtypes
 from nemo_aligner.contract.added_tokens import load_hf_tokenizer
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 _SINGLE_NAME, _INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"

@@ -30,7 +30,7 @@ from nemo_aligner.checkpoint.nemo.folder import (
 )
 from nemo_aligner.checkpoint.safe_load import parse_json, read_text
 from nemo_aligner.checkpoint.weights.sums import WeightSums
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 _CHARACTERS = 32

@@ -29,14 +29,9 @@ from nemo_aligner.checkpoint.weights.save import LazyTensor, load_into
 from nemo_aligner.checkpoint.weights.store import StoredTensors
 from nemo_aligner.models.lora import fold_into_weight
 from nemo_aligner.models.reward_model import GPTRewardModel
-from nemo_aligner.models.shape import (
-    LORA_A,
-    LORA_B,
-    HeadShape,
-    ModelShape,
-    is_of_adapter,
-    read_lora,
-)
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import HeadShape
+from nemo_aligner.models.shapes.lora import LORA_A, LORA_B, is_of_adapter, read_lora
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 
 _MAX_VOCAB_DIVISOR = 2**16

@@ -51,17 +51,14 @@ from nemo_aligner.distributed.collectives import barrier, current_device, gather
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import LoraDropout, draw_adapters, fold_adapters
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
-from nemo_aligner.models.shape import (
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.head import (
     HeadShape,
-    LoraShape,
-    ModelShape,
-    check_lora,
     head_to_train,
     read_head_shape,
-    read_lora,
     with_head_shape,
-    with_lora,
 )
+from nemo_aligner.models.shapes.lora import LoraShape, check_lora, read_lora, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.writing import explaining_full_disk
 

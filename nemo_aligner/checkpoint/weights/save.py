@@ -51,7 +51,7 @@ from nemo_aligner.checkpoint.weights.store import (
 )
 from nemo_aligner.checkpoint.weights.sums import WeightSums, add_shard, merge_sums
 from nemo_aligner.distributed.collectives import gather_objects, on_main
-from nemo_aligner.models.shape import is_of_adapter
+from nemo_aligner.models.shapes.lora import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.host_transfer import Wait, host_zeros, start_host_copies
 from nemo_aligner.utils.writing import is_disk_full, write_problem

@@ -30,7 +30,7 @@ from nemo_aligner.models.attention.segments import (
     Scores,
     gathering_again,
 )
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 
 
 class Feature(Enum):

@@ -26,7 +26,7 @@ from nemo_aligner.models.attention.backends import (
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.rotary import rotate, rotation_of
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 
 if TYPE_CHECKING:
     from nemo_aligner.models.pack_context import PackContext

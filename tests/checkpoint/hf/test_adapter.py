@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.from_settings import build_contract
-from nemo_aligner.models.shape import LoraShape, is_of_adapter
+from nemo_aligner.models.shapes.lora import LoraShape, is_of_adapter
 from tests.checkpoint.hf.exporting import edit_tensors, export, tensors_of
 from tests.checkpoint.refusals import refusals
 from tests.harness import families, tiny

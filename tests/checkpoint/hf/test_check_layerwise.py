@@ -14,7 +14,7 @@ from nemo_aligner.checkpoint.hf.check import compute_in_fp32, load_layers_on_dem
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import infer
 from tests.harness import families
 

@@ -29,7 +29,8 @@ from nemo_aligner.checkpoint.weights.save import save_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.contract.from_settings import build_contract
-from nemo_aligner.models.shape import LoraShape, ModelShape, is_of_adapter
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.lora import LoraShape, is_of_adapter
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge, nemo1, nemo2, zarr_folder
 from tests.checkpoint.loading import (

@@ -23,7 +23,7 @@ from nemo_aligner.config.model import HeadConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.training.build import _initialize_head
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.checkpoint.refusals import refusals

@@ -24,7 +24,8 @@ from nemo_aligner.checkpoint.weights.save import (
     sharded_weights,
     zero_copy_slice,
 )
-from nemo_aligner.models.shape import HeadShape, is_of_adapter
+from nemo_aligner.models.shapes.head import HeadShape
+from nemo_aligner.models.shapes.lora import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import zarr_folder

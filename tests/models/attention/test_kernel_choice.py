@@ -21,7 +21,7 @@ from nemo_aligner.models.attention.backends import (
     slow_attention,
 )
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 
 BF16 = torch.bfloat16
 PLAIN = ModelShape.from_config(

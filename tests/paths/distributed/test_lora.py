@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.shape import LoraShape, is_of_adapter, read_lora
+from nemo_aligner.models.shapes.lora import LoraShape, is_of_adapter, read_lora
 from nemo_aligner.utils.errors import CheckpointError
 from tests.distributed import layouts
 from tests.harness import tiny

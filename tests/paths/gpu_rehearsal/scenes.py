@@ -42,7 +42,7 @@ from nemo_aligner.models.pointwise.choice import load_kernels
 from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import build_reward_model
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
 from nemo_aligner.models.training_wrap import freeze_lower_layers, set_routers, wrap_for_training
 from nemo_aligner.planning.cost import Plan, even_packs

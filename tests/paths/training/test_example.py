@@ -13,7 +13,7 @@ import torch
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.weights import open_weights
 from nemo_aligner.checkpoint.weights.store import is_optimizer_state
-from nemo_aligner.models.shape import is_of_adapter
+from nemo_aligner.models.shapes.lora import is_of_adapter
 from tests.config.nemo_aligner_files import write_file
 from tests.harness import tiny
 from tests.training import jobs

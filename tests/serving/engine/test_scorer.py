@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.serving.engine.rows import Row
 from tests.harness import families, tiny
 from tests.harness.once import Once

@@ -40,7 +40,7 @@ from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, QWEN3_5, SEED_OSS
 from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 # In order of preference: a decoder is exported as the first family that it fits.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied, linear_layers
-from nemo_aligner.models.layer_shape import EXPERT_COUNT
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.experts import EXPERT_COUNT
 from nemo_aligner.utils.errors import CheckpointError
 
 # Rules, which join Hugging Face tensors to a Megatron tensor, and split it again.

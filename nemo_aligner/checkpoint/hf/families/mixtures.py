@@ -12,9 +12,9 @@ from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.qwen import qwen_to_hf, qwen_to_nemo
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
-from nemo_aligner.models import layer_shape
-from nemo_aligner.models.layer_shape import ExpertShape
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes import experts as expert_keys
+from nemo_aligner.models.shapes.decoder import ModelShape
+from nemo_aligner.models.shapes.experts import ExpertShape
 from nemo_aligner.utils.errors import CheckpointError
 
 
@@ -42,10 +42,10 @@ def _to_nemo(
     if renormalized is None:
         renormalized = reader.flag("norm_topk_prob", False)
     return {
-        layer_shape.EXPERT_COUNT: count,
-        layer_shape.EXPERT_TOP_K: reader.count("num_experts_per_tok", top_k, limit=count),
-        layer_shape.EXPERT_WIDTH: reader.count(*width),
-        layer_shape.PRE_SOFTMAX: not renormalized,
+        expert_keys.EXPERT_COUNT: count,
+        expert_keys.EXPERT_TOP_K: reader.count("num_experts_per_tok", top_k, limit=count),
+        expert_keys.EXPERT_WIDTH: reader.count(*width),
+        expert_keys.PRE_SOFTMAX: not renormalized,
     }
 
 
@@ -141,7 +141,7 @@ def _mixtral_to_hf(config: Config) -> dict[str, Any]:
     shape, experts = ModelShape.from_config(config), _experts_of(config)
     if shape.ffn_hidden_size != experts.width:
         raise CheckpointError(
-            f"model_config.yaml: {layer_shape.EXPERT_WIDTH}: got {experts.width}, but "
+            f"model_config.yaml: {expert_keys.EXPERT_WIDTH}: got {experts.width}, but "
             f"ffn_hidden_size is {shape.ffn_hidden_size}; a Mixtral has one setting for both"
         )
     return settings.decoder_to_hf(
@@ -180,7 +180,7 @@ def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
         config,
         qkv_bias=reader.flag("qkv_bias", True),
         **_to_nemo(config, ("moe_intermediate_size", 1408), 60, 4),
-        **{layer_shape.SHARED_WIDTH: reader.count(_SHARED, 5632), layer_shape.SHARED_GATE: True},
+        **{expert_keys.SHARED_WIDTH: reader.count(_SHARED, 5632), expert_keys.SHARED_GATE: True},
     )
 
 

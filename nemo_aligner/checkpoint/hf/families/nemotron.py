@@ -7,7 +7,7 @@ from typing import Any
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
 _POST_NORMS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.families import base, settings
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings, linear_layers
-from nemo_aligner.models import layer_shape
+from nemo_aligner.models.shapes import linear_attention
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 Widths = Callable[[Config], tuple[tuple[int, ...], ...]]
@@ -115,7 +115,7 @@ QWEN3 = ModelFamily(
 
 # Qwen3.5's text decoder: most layers are Gated DeltaNet; in the others attention has output gates.
 
-_FREQUENCY, _VARIANT = layer_shape.LINEAR_FREQUENCY, layer_shape.ATTENTION_VARIANT
+_FREQUENCY, _VARIANT = linear_attention.LINEAR_FREQUENCY, linear_attention.ATTENTION_VARIANT
 # transformers' defaults, in the order of ``LINEAR_ATTENTION_KEYS``.
 _SIZES = {
     "linear_num_key_heads": 16,
@@ -142,7 +142,7 @@ def _qwen3_5_to_nemo(config: Config) -> dict[str, Any]:
     if settings.LINEAR in kinds:
         marks = [int(kind == settings.LINEAR) for kind in kinds]
         linear = {
-            _VARIANT: layer_shape.GATED_DELTA_NET,
+            _VARIANT: linear_attention.GATED_DELTA_NET,
             _FREQUENCY: settings.frequency(marks, 0),
             **{key: reader.count(key, default) for key, default in _SIZES.items()},
         }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.config.common import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, read_count, read_number
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Key of a NeMo config for the name of the model family. It is written only for a family whose

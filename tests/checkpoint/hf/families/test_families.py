@@ -25,7 +25,7 @@ from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.contract.scorer import score_all
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.shapes.decoder import ModelShape
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import config_of, edit, export

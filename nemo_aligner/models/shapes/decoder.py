@@ -1,7 +1,4 @@
-"""Architecture of a model, read from ``model_config.yaml`` and checked, without importing torch.
-
-``ModelShape`` describes the decoder, ``HeadShape`` the reward head, and ``LoraShape`` the adapters.
-"""
+"""Architecture of a model, read from ``model_config.yaml`` and checked, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,37 +7,28 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nemo_aligner.config.common import (
-    MAX_COUNT,
-    MAX_NUMBER,
-    MIN_NUMBER,
     count_of_config,
     number_of_config,
     optional_number_of_config,
-    read_count,
-    read_number,
 )
-from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
-from nemo_aligner.models.layer_shape import (
-    ExpertShape,
-    Frequency,
-    LinearAttentionShape,
+from nemo_aligner.models.shapes.experts import ExpertShape
+from nemo_aligner.models.shapes.frequency import Frequency, is_in, read_frequency
+from nemo_aligner.models.shapes.head import HeadShape, read_head_shape
+from nemo_aligner.models.shapes.layer import check_supported, read_layer
+from nemo_aligner.models.shapes.linear_attention import LinearAttentionShape
+from nemo_aligner.models.shapes.lora import LoraShape, read_lora
+from nemo_aligner.models.shapes.rope import (
     LongRope,
     QueryScaling,
     RopeScaling,
     YarnScaling,
     check_longer,
-    check_supported,
-    is_in,
-    read_frequency,
-    read_layer,
     read_longrope,
     read_query_scaling,
     read_rope_scaling,
     read_yarn,
 )
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
-
-# The decoder: its keys in ``model_config.yaml``, and ``ModelShape``.
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
@@ -367,211 +355,3 @@ class ModelShape:
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         return self.hidden_size * ((2 + self.attention_output_gate) * heads + 2 * groups)
-
-
-# The reward head, if it is more than one matrix.
-
-# Key in ``model_config.yaml``. Models whose head is one matrix, and older archives, lack it.
-_KEY = "reward_head"
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Layers of a reward head.
-
-    Attributes:
-        bias: every layer has a bias.
-        mlp_size: width of the hidden layer; None is a single linear layer.
-    """
-
-    bias: bool = False
-    mlp_size: int | None = None
-
-    @classmethod
-    def from_settings(cls, config: HeadConfig) -> HeadShape | None:
-        """Convert the settings to a shape; None for a head of one matrix."""
-        head = cls(config.bias, config.mlp_size)
-        return None if head == cls() else head
-
-    def tensors(self, outputs: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the head's tensors by their names after ``rm_head.``"""
-        width = hidden_size if self.mlp_size is None else self.mlp_size
-        shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
-        if self.mlp_size is not None:
-            shapes["hidden.weight"] = (self.mlp_size, hidden_size)
-        if self.bias:
-            biases = {name.replace("weight", "bias"): size[:1] for name, size in shapes.items()}
-            shapes |= biases
-        return shapes
-
-    def __str__(self) -> str:
-        parts = ["linear" if self.mlp_size is None else f"two layers of {self.mlp_size}"]
-        return " ".join([*parts, *(["with bias"] * self.bias)])
-
-
-def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
-    """Read the head's shape from a model config; None for a head of one matrix.
-
-    Raises:
-        CheckpointError: the section has an unknown key or a value out of range.
-    """
-    section = config.get(_KEY)
-    if section is None:
-        return None
-    location = f"model_config.yaml: {_KEY}"
-    if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
-        raise CheckpointError(f"{location}: got {shown(section)}, wanted bias and mlp_size only")
-    bias, size = section.get("bias", False), section.get("mlp_size")
-    if not isinstance(bias, bool):
-        raise CheckpointError(f"{location}.bias: got {shown(bias)}, wanted true or false")
-    if size is not None:
-        size = read_count(size, f"{location}.mlp_size", f"a whole number from 1 to {MAX_COUNT}")
-    head = HeadShape(bias, size)
-    return None if head == HeadShape() else head
-
-
-def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
-    """Return a copy of a model config that describes ``head``; None removes the section."""
-    remaining = {key: value for key, value in config.items() if key != _KEY}
-    return remaining if head is None else {**remaining, _KEY: asdict(head)}
-
-
-def head_to_train(
-    stored: HeadShape | None, settings: HeadConfig, *, is_new: bool
-) -> HeadShape | None:
-    """Return the settings' head; ``stored`` if the settings name none and the head is not new."""
-    requested = HeadShape.from_settings(settings)
-    return stored if requested is None and not is_new else requested
-
-
-def check_is_linear(head: HeadShape | None, location: str, format_name: str) -> None:
-    """Check that the head is one matrix, because ``format_name`` can store no other head.
-
-    Raises:
-        CheckpointError: the head has a hidden layer. The message names the file ``location``.
-    """
-    if head is not None and head.mlp_size is not None:
-        raise CheckpointError(
-            f"{location}: its head is {head}, wanted one matrix, as {format_name} stores no other"
-        )
-
-
-# LoRA: rank, scale, and the linear layers that have an adapter.
-
-# Name of LoRA's section in ``model_config.yaml``.
-LORA_KEY = "lora"
-# Suffixes of the two matrices after the linear layer's own name, as in NeMo 2.
-LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"
-# Linear layers of a decoder layer by their names in the settings, in the order of LORA_TARGETS.
-LINEARS = dict(
-    zip(
-        LORA_TARGETS,
-        ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
-         "mlp.linear_fc2"),
-        strict=True,
-    )
-)  # fmt: skip
-# The same for mixture-of-experts layers, where each expert has its own linear layers.
-EXPERT_LINEARS = {
-    name: path.replace("mlp.", "mlp.experts.") for name, path in LINEARS.items() if "mlp" in path
-}
-_WHERE = f"model_config.yaml: {LORA_KEY}"
-
-
-@dataclass(frozen=True)
-class LoraShape:
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): ``W x`` becomes ``W x + alpha / rank * B A x``.
-
-    Each linear layer named in ``targets`` trains its ``A [rank, in]`` and ``B [out, rank]``.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    @classmethod
-    def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
-        """Convert the settings to a shape; None if the rank is 0, which means no LoRA."""
-        if settings.rank == 0:
-            return None
-        targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
-        return cls(settings.rank, float(settings.alpha), targets)
-
-    @property
-    def scale(self) -> float:
-        """The factor ``alpha / rank`` of ``B A x``, which LoRA adds to a layer's output."""
-        return self.alpha / self.rank
-
-    @property
-    def linears(self) -> list[str]:
-        """Module names of the targets in a decoder layer, both in a dense and in an MoE layer."""
-        names = [LINEARS[target] for target in self.targets]
-        return names + [
-            EXPERT_LINEARS[target] for target in self.targets if target in EXPERT_LINEARS
-        ]
-
-    def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the unsharded shapes of A and B by name, given the shapes of a layer's weights."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name in self.linears:
-            if f"{name}.weight" in weights:
-                *outputs, inputs = weights[f"{name}.weight"]
-                count = outputs[:1] if name in EXPERT_LINEARS.values() else []
-                shapes[f"{name}.{LORA_A}"] = (*count, self.rank, inputs)
-                shapes[f"{name}.{LORA_B}"] = (*outputs, self.rank)
-        return shapes
-
-    def to_config(self) -> dict[str, Any]:
-        """Convert to LoRA's section of ``model_config.yaml``, which ``read_lora`` reads."""
-        return {**asdict(self), "targets": list(self.targets)}
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
-
-
-def is_of_adapter(name: str) -> bool:
-    """Tell from a tensor's name if it belongs to a LoRA adapter."""
-    return name.endswith((LORA_A, LORA_B))
-
-
-def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
-    """Read LoRA's section of a NeMo model config; None if the model has no adapters.
-
-    Raises:
-        CheckpointError: the section is not one that ``LoraShape.to_config`` writes.
-    """
-    section = config.get(LORA_KEY)
-    if section is None:
-        return None
-    keys = {"rank", "alpha", "targets"}
-    if not isinstance(section, Mapping) or set(section) != keys:
-        raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
-    expected = f"a whole number above 0 and of at most {MAX_COUNT}"
-    rank = read_count(section["rank"], f"{_WHERE}.rank", expected)
-    expected = f"a number above 0, from {MIN_NUMBER} to {MAX_NUMBER}"
-    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", expected))
-    targets = section["targets"]
-    names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]
-    if not names or len(names) != len(targets):
-        expected = f"at least one of {', '.join(LORA_TARGETS)}, each once"
-        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {expected}")
-    return LoraShape(rank, alpha, tuple(names))
-
-
-def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
-    """Return a copy of a NeMo model config that describes ``lora``; None removes the section."""
-    remaining = {key: value for key, value in config.items() if key != LORA_KEY}
-    return remaining if lora is None else {**remaining, LORA_KEY: lora.to_config()}
-
-
-def check_lora(stored: LoraShape | None, requested: LoraShape | None, source: object) -> None:
-    """Check that the settings request the adapters that the model already has, if it has any.
-
-    Raises:
-        CheckpointError: the settings request different adapters.
-    """
-    if stored is not None and requested is not None and stored != requested:
-        raise CheckpointError(
-            f"{source}: the model has LoRA adapters of {stored}, but model.lora has {requested}. "
-            "Set the same adapters, or model.lora.rank=0 to fold them and train all weights."
-        )

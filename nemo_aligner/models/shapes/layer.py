@@ -1,0 +1,130 @@
+"""Modules of a decoder layer, read from ``model_config.yaml``; unsupported values are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_aligner.config.common import (
+    MAX_COUNT,
+    count_of_config,
+    number_of_config,
+    optional_number_of_config,
+    read_count,
+)
+from nemo_aligner.models.shapes.experts import read_experts
+from nemo_aligner.models.shapes.frequency import read_frequency
+from nemo_aligner.models.shapes.linear_attention import read_linear_attention
+from nemo_aligner.utils.errors import CheckpointError, shown
+
+
+def read_window(value: Any) -> int | None:
+    """Read a window: a number of keys, or NeMo's pair (keys before a token, keys after it).
+
+    Raises:
+        CheckpointError: the value is neither of them.
+    """
+    size = value
+    if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
+        keys_before = value[0]
+        size = keys_before + 1 if type(keys_before) is int else keys_before
+        if keys_before == -1:
+            size = None
+    if size is None or (type(size) is int and 0 < size <= MAX_COUNT):
+        return size
+    raise CheckpointError(
+        f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
+        "NeMo's pair [keys before the token, 0]"
+    )
+
+
+def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
+    """Read which layers have the window, from ``window_pattern`` or ``window_attn_skip_freq``.
+
+    Raises:
+        CheckpointError: the config has both keys.
+    """
+    pattern, key = config.get("window_pattern") or "all", "window_attn_skip_freq"
+    skipped = read_frequency(config, key)
+    if pattern != "all" and skipped is not None:
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {shown(config[key])} and window_pattern={pattern}, "
+            "wanted only one of the two keys"
+        )
+    if window is None:
+        pattern, skipped = "all", None
+    return {"window_pattern": pattern, key: skipped}
+
+
+def read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields that describe a layer's modules."""
+    normalization = config.get("normalization", "rmsnorm")
+    window = read_window(config.get("window_size"))
+    return {
+        "activation": config.get("activation", "swiglu").removeprefix("fast-"),
+        "normalization": normalization,
+        "layernorm_zero_centered_gamma": normalization == "layernorm1p"
+        or bool(config.get("layernorm_zero_centered_gamma")),
+        "qkv_bias": bool(config.get("qkv_bias")),
+        "qk_layernorm": bool(config.get("qk_layernorm")),
+        "qk_layernorm_across_heads": bool(config.get("qk_layernorm_across_heads")),
+        "zero_query_groups": _read_zero_groups(config),
+        "pre_layernorms": config.get("pre_layernorms") is not False,
+        "post_layernorms": bool(config.get("post_layernorms")),
+        "apply_embedding_scaling": bool(config.get("apply_embedding_scaling")),
+        "embedding_multiplier": number_of_config(config, "embedding_multiplier", 1.0),
+        "residual_multiplier": number_of_config(config, "residual_multiplier", 1.0),
+        "window_size": window,
+        **read_window_pattern(config, window),
+        "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
+        "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
+        "attention_output_gate": bool(config.get("attention_output_gate")),
+        "experts": read_experts(config),
+        **read_linear_attention(config),
+    }
+
+
+def _read_zero_groups(config: Mapping[str, Any]) -> int:
+    value = config.get("zero_query_groups") or 0
+    largest = count_of_config(config, "num_query_groups", config["num_attention_heads"]) - 1
+    expected = f"a whole number from 0 to {largest}, fewer than the query groups"
+    return read_count(value, "model_config.yaml: zero_query_groups", expected, 0, largest)
+
+
+# Supported values of each key; the first one is the default where the key is missing.
+_SUPPORTED = {
+    "normalization": ("rmsnorm", "layernorm1p"),
+    "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
+    "position_embedding_type": ("rope", "yarn", "longrope"),
+    "bias": (False,),
+    **dict.fromkeys(
+        (
+            "qkv_bias",
+            "qk_layernorm",
+            "qk_layernorm_across_heads",
+            "attention_output_gate",
+            "post_layernorms",
+            "apply_embedding_scaling",
+            "layernorm_zero_centered_gamma",
+            "scale_positional_embedding",
+            "share_embeddings_and_output_weights",
+        ),
+        (False, True, None),
+    ),
+    "pre_layernorms": (True, False, None),
+    "transformer_block_type": ("pre_ln",),
+    "rotary_interleaved": (False, None),
+    "window_pattern": ("all", "alternate", None),
+    "moe_num_experts": (None, 0),
+}
+
+
+def check_supported(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the first key whose value is not supported."""
+    for key, values in _SUPPORTED.items():
+        value = config.get(key, values[0])
+        if value not in values:
+            expected = " or ".join(str(item) for item in values)
+            raise CheckpointError(
+                f"model_config.yaml: {key}: got {shown(value)}, wanted {expected}"
+            )

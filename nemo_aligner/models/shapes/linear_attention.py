@@ -1,0 +1,120 @@
+"""Linear attention of decoder layers, read from ``model_config.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.common import count_of_config
+from nemo_aligner.models.shapes.experts import EXPERT_COUNT
+from nemo_aligner.models.shapes.frequency import read_frequency
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
+
+# Megatron's keys, in the order of the fields of ``LinearAttentionShape``.
+LINEAR_ATTENTION_KEYS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+CHUNK_TOKENS = 64
+"""Tokens of a chunk, in which linear attention is computed by matmuls."""
+ATTENTION_VARIANT, LINEAR_FREQUENCY = "experimental_attention_variant", "linear_attention_freq"
+GATED_DELTA_NET = "gated_delta_net"
+
+
+@dataclass(frozen=True)
+class LinearAttentionShape:
+    """A Gated DeltaNet layer (Yang et al. 2024, arXiv:2412.06464), in place of attention.
+
+    Attributes:
+        num_key_heads: heads of queries, and of keys.
+        num_value_heads: heads of values, each with a state; consecutive ones share a key head.
+        key_head_dim: channels of a query and of a key.
+        value_head_dim: channels of a value.
+        conv_kernel: taps of the causal convolution over queries, keys and values.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads, which the output projection reads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of queries, keys and values, which the convolution reads."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.value_width
+
+    @property
+    def projection_width(self) -> int:
+        """Outputs of the input projection: queries, keys, values, output gates, and two scalars.
+
+        The scalars of each value head become its write strength (beta) and its decay.
+        """
+        return self.conv_width + self.value_width + 2 * self.num_value_heads
+
+    def check_fits(self, tp: int) -> None:
+        """Check that tensor parallelism splits the key heads evenly.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.num_key_heads % tp != 0:
+            raise ConfigError(
+                f"model.tensor_model_parallel_size: got {tp}, wanted a divisor of the "
+                f"{self.num_key_heads} key heads of the model's linear attention"
+            )
+
+    def parameters(self, hidden_size: int) -> tuple[int, int]:
+        """Count a layer's parameters: those that TP shards, and those replicated on all ranks."""
+        matrices = hidden_size * (self.projection_width + self.value_width)
+        of_heads = self.conv_width * self.conv_kernel + 2 * self.num_value_heads
+        return matrices + of_heads, self.value_head_dim
+
+
+def read_linear_attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the layers with linear attention; the fields are None for a model without.
+
+    ``linear_attention_freq`` is Megatron's: every N-th layer has attention and all others have
+    linear attention; or a list with a 0 for each layer with attention and a 1 for each other one.
+
+    Raises:
+        CheckpointError: the variant is not supported, a key is missing or out of range, or the
+            layers have experts or norms of their outputs, which is not supported.
+    """
+    variant = config.get(ATTENTION_VARIANT)
+    if variant is None:
+        return {"linear_attention": None, LINEAR_FREQUENCY: None}
+    if variant != GATED_DELTA_NET:
+        raise CheckpointError(
+            f"model_config.yaml: {ATTENTION_VARIANT}: got {shown(variant)}, wanted "
+            f"{GATED_DELTA_NET}, or no such key"
+        )
+    shape = LinearAttentionShape(*(count_of_config(config, key) for key in LINEAR_ATTENTION_KEYS))
+    if shape.num_value_heads % shape.num_key_heads != 0:
+        raise CheckpointError(
+            f"model_config.yaml: linear_num_value_heads: got {shape.num_value_heads}, wanted a "
+            f"multiple of the {shape.num_key_heads} key heads"
+        )
+    unsupported = [key for key in (EXPERT_COUNT, "post_layernorms") if config.get(key)]
+    if config.get("normalization", "rmsnorm") != "rmsnorm":
+        unsupported.append("normalization")
+    if unsupported:
+        raise CheckpointError(
+            f"model_config.yaml: {unsupported[0]}: got {shown(config[unsupported[0]])} together "
+            f"with {ATTENTION_VARIANT}={GATED_DELTA_NET}, which is not supported"
+        )
+    return {"linear_attention": shape, LINEAR_FREQUENCY: read_frequency(config, LINEAR_FREQUENCY)}
