@@ -63,7 +63,7 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         by_id = config[_BY_ID]
         if not isinstance(by_id, dict) or not all(key.isdecimal() for key in by_id):
             raise DataError(
-                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object id -> token"
+                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object that maps ids to tokens"
             )
         rules = {repr(token) for token in existing}
         tokens = [_make_added_token(by_id[key], location) for key in sorted(by_id, key=_parse_id)]
@@ -73,7 +73,9 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         config = {**_read_json_object(folder, name, _SPECIAL), **config}
         ids = _read_json_object(folder, name, _ADDED)
         if not all(type(token_id) is int for token_id in ids.values()):
-            raise DataError(f"{name}/{_ADDED}: got {shown(ids)}, wanted an object token -> id")
+            raise DataError(
+                f"{name}/{_ADDED}: got {shown(ids)}, wanted an object that maps tokens to ids"
+            )
         missing = [AddedToken(token) for token in sorted(ids, key=lambda token: ids[token])]
         missing = [token for token in missing if token.content not in names]
     names |= {token.content for token in missing}

@@ -483,8 +483,8 @@ class ScoringContract:
         """Cut each sample into steps and tokenize them.
 
         Returns:
-            For each sample the pieces, the token ids before truncation, and the indices in these
-            ids where rewards are read.
+            For each sample: the strings that it was cut into, the token ids before truncation, and
+            the indices in these ids where rewards are read.
         """
         if not self.template:
             tail = ""

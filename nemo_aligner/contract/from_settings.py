@@ -322,9 +322,13 @@ def check_plain_reading(contract: ScoringContract, location: str, reader: str) -
 
 
 def check_last_token(contract: ScoringContract, location: str, reader: str) -> None:
-    """Check that a model reads its rewards only at the last token.
+    """Check that a model reads its rewards only at the last token; it may have several outputs.
 
-    The arguments and the error are those of ``check_plain_reading``.
+    ``location`` is the model's file and ``reader`` the part that needs this, such as "a critic",
+    both for the error message.
+
+    Raises:
+        CheckpointError: the model reads turns, steps, or the mean of the reply.
     """
     if contract.reply_marker is not None:
         raise CheckpointError(

@@ -389,8 +389,10 @@ class TemplateReading:
             name = self.reasoning("tool_calls" in message)
             is_scored = is_last and message[REASONING[0]].strip()
             self._check(name is not None or not is_scored, f"{location}.{REASONING[0]}")
-            # If the template renders no reasoning in a last reply of this kind (with or without
-            # tool calls), it may do so in an earlier turn, under the key for the other kind.
+            # ``name`` is the key under which the template renders the reasoning of a last reply
+            # with tool calls, if ``message`` has some, else of one without. If the template renders
+            # neither, use the key for the other kind of reply: the template may still render it in
+            # an earlier turn.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
                 message[name] = message.pop(REASONING[0])

@@ -111,8 +111,8 @@ def _with_tools(earlier: str) -> str:
 
 
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
-# From a built-in template to its earlier version, which renders plain conversations (role and
-# content only) to the same text faster.
+# Maps each built-in template to its earlier version. That one renders a conversation of only roles
+# and contents to the same text, and is faster.
 _QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
 KWARGS_KEY = "model.data.chat_template_kwargs"
 TEMPLATE_KEY = "model.data.template"
@@ -424,7 +424,7 @@ def _find_around(write: Write, roles: Sequence[str]) -> tuple[str, ...]:
     """Return the strings that the template writes around the contents of a trial dialogue.
 
     The result is empty if the template rejects the dialogue. The string before the last reply is
-    skipped; see ``find_frames``.
+    skipped, because some templates add tags for reasoning there.
 
     Args:
         roles: the roles of the messages of the dialogue.

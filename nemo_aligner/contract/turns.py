@@ -91,9 +91,9 @@ class TurnMarks:
 
     @classmethod
     def of(cls, write: Write, tokenizer: Tokenizer | None) -> TurnMarks:
-        """Find the marks of the template that ``write`` renders.
+        """Find the turn marks of the template that ``write`` renders.
 
-        Without a tokenizer marks that are added tokens are not found, only marks made of words.
+        Without a tokenizer, marks that are added tokens are not found, only those made of words.
 
         Raises:
             DataError: the template cannot render a question and its answer.
@@ -224,9 +224,11 @@ class TurnMarks:
 def _marks_of_results(
     pieces: Sequence[str], anywhere: Sequence[str], tokenizer: Tokenizer | None
 ) -> tuple[str, ...]:
-    """Find the marks in the strings that a template writes around tool results.
+    """Find the turn marks around tool results: strings that no message may contain.
 
-    A mark is an added token, a tag or, if a string contains neither, the whole string.
+    They come from the strings that the template writes between two results, and between the last
+    result and a reply. A mark is an added token or a tag in such a string, or the whole string if
+    it has neither.
 
     Args:
         pieces: ``Frames.results``.
@@ -234,7 +236,8 @@ def _marks_of_results(
     """
     added = [] if tokenizer is None else tokenizer.added_tokens(pieces)
     tokens = [token.content for token in added if _is_mark(token.content, token.special)]
-    # Some templates (Qwen2.5) write tags between results, and the tags are no added tokens.
+    # Added tokens are not all marks: Qwen2.5's template puts results between the tags
+    # <tool_response> and </tool_response>, which its tokenizer treats as ordinary text.
     tags = [tag for piece in pieces[:1] for tag in _TAG.findall(piece)]
     marks = [*dict.fromkeys([*tokens, *tags])]
     words = [
@@ -300,7 +303,10 @@ def write_conversation(
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The end-of-turn string ``end``, and the ``rest`` that the template writes behind it.
+    """What a template writes after a reply: the end-of-turn string ``end``, then ``rest``.
+
+    With ChatML these are ``<|im_end|>`` and a newline. A generated text stops after ``end``, so
+    ``complete`` appends ``rest``.
 
     ``end_ids`` and ``rest_ids`` are the token ids of these strings. Both tuples are empty if a
     token spans the boundary between the two strings.
@@ -387,7 +393,8 @@ def _find_missing(sequence: Any, end: Any, trailing: Any) -> Any:
 
 _KEY = "model.head.reads"
 _QUESTION, _REPLY = "a question", "the reply"
-# There are several trials, because a question and a reply may change the marker between them.
+# Several questions and replies, because the tokens of the marker can merge with the characters next
+# to it.
 _TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{", "}"))
 
 

@@ -132,9 +132,9 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
 
 
 def list_first(items: Sequence[object], limit: int) -> list[str]:
-    """Write lines for an error: one for each of the first ``limit`` items.
+    """Render the first ``limit`` items as indented lines, one an item, for an error message.
 
-    If there are more items, a last line has their number.
+    If there are more items, a last line says how many were left out.
     """
     lines = [f"  {item}" for item in items[:limit]]
     left = len(items) - limit
@@ -220,7 +220,11 @@ def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
 
 
 def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
-    """Build the error about a file that has no usable record; ``counts`` says why, by reason."""
+    """Build the error about a file that has no usable record.
+
+    ``counts`` maps each reason for dropping a record to the number of records; the message lists
+    it.
+    """
     advice = (
         ". Overlong samples have more tokens than model.data.seq_length: raise it, or set "
         "model.data.overlong=truncate_left"
@@ -242,9 +246,10 @@ class EncodedRecord(NamedTuple):
     Attributes:
         record: the record.
         texts: for each sample, its tokens, or an error if the sample is too long.
-        reply_tokens: number of tokens of each sample's reply; empty if not counted.
-        step_tokens: for each reply, the number of tokens of each of its steps; empty if not
-            counted.
+        reply_tokens: number of tokens of each sample's reply; empty if the caller did not count
+            them.
+        step_tokens: for each reply, the number of tokens of each of its steps; empty if the caller
+            did not count them.
     """
 
     record: Record

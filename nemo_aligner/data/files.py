@@ -376,7 +376,7 @@ def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
 
 
 def _describe_error(raw: str, error: Exception) -> str:
-    """Describe a decoder's ``error`` about the line ``raw``, without its line number, always 1."""
+    """Describe the ``error`` of decoding the line ``raw``, without "line 1", its own numbering."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if "\r" in raw.strip():
@@ -449,7 +449,7 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a file, at the boundaries of records, so that no record is in two blocks.
+    """A part of a file that holds complete records, so that no record is in two blocks.
 
     Attributes:
         first: number of the block's first line in the file.

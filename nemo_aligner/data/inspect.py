@@ -200,8 +200,8 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
     if reads is None:
         last = tokenizer.decode(ids[-1:])
         return [*lines, f"   scored at the last token: {ids[-1]} {last!r}"]
-    # Labels belong to the last steps: the one label of a whole sample is shown at its last step.
-    # Earlier steps get an empty text.
+    # There may be fewer labels than steps: a rating of the whole sample has one. Labels are shown
+    # at the last steps, and earlier steps show nothing.
     unlabelled = [""] * (encoded.lost + len(reads) - len(labels))
     shown = [*unlabelled, *(f", label {label}" for label in labels)]
     for number, place in enumerate(reads, encoded.lost):

@@ -77,7 +77,9 @@ class ReaderConfig:
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str, **fields: Any) -> ReaderConfig:
-        """Build the rules from the ``settings`` of a ``section``, and from other ``fields``.
+        """Build the rules from settings; ``fields`` are attributes that the settings do not decide.
+
+        ``section`` is the prefix of the settings in errors, such as ``model.data``.
 
         Raises:
             ConfigError: see ``PromptWrapping.of``.
@@ -155,8 +157,8 @@ class FileRules:
         format: name of its format.
         kind: kind of its records.
         reading: the rules that the caller passed.
-        contradicted: keys of the pairs of samples that the file has with opposite verdicts
-            (``verdict_keys``, lowest bit 0); records with such a pair are dropped.
+        contradicted: pairs of samples for which the file has opposite verdicts, as ``verdict_keys``
+            with the lowest bit set to 0; records with such a pair are dropped.
     """
 
     path: str
@@ -235,7 +237,7 @@ def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> fro
     """Read the file to find pairs of samples for which it has opposite verdicts.
 
     Returns:
-        The keys of these pairs (``verdict_keys``), with the lowest bit 0.
+        The ``verdict_keys`` of these pairs, with the lowest bit set to 0.
     """
     keys = array("Q")
     for block in file.blocks(chosen.lines_per_record):

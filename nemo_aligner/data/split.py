@@ -203,7 +203,7 @@ def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
 def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Return ``keys``, where keys that ``pairs`` connect are replaced by one of them.
 
-    Keys are connected by a pair, or by a chain of pairs.
+    Keys are connected if they are a pair, or if pairs lead from one to the other.
     """
     same_as = {key: key for key in keys}
 

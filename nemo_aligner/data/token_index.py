@@ -187,7 +187,7 @@ class _Writer:
     def __init__(self, arrays: Arrays) -> None:
         self.records = 0
         self._arrays = arrays
-        # The sums of the counts of all blocks. The ``arrays`` of this block stay empty.
+        # A block used only to add up the counts of all blocks; its ``arrays`` stay empty.
         self._total = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
@@ -263,7 +263,8 @@ class _Writer:
         saved = prefixes * (np.diff(sample_bounds) - 1)
         reply_lengths = arrays.read("reply_lengths", _COUNT)
         if rules.kind is RecordKind.comparison:
-            # The last reward of a sample has the length of the whole reply.
+            # The summary has one length for each reply of a comparison. It is that of the sample's
+            # last reward, which ``lengths_of_rewards`` sets to the length of the whole reply.
             reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
         summary = FileSummary(

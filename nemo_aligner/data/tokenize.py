@@ -168,7 +168,8 @@ def _tokenize_records(
         if isinstance(record, Comparison) and record.has_ties:
             counts["all_tied" if record.is_tied else "some_tied"] += 1
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
-        # If turns and steps are not scored, the head reads the last token.
+        # ``text.reads`` is None if turns and steps are not scored. The reward then belongs to the
+        # last token.
         reads = [text.reads or (len(text.token_ids) - 1,) for text in texts]
         if rules.contract.has_steps:
             counts["steps"] += sum(map(len, reads))

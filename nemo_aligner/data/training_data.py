@@ -180,8 +180,8 @@ def _choose_label_means(
     if objective.centres_labels and measure:
         return contract.with_label_means(_measure_means(train, contract.attributes))
     if not objective.centres_labels and any(contract.label_means):
-        # The model that training starts from has label means, but this objective does not centre
-        # labels.
+        # The contract may have label means from the model that training starts from. This objective
+        # does not centre labels, so they become zeros.
         return contract.with_label_means([0.0] * len(contract.attributes))
     return contract
 
@@ -206,7 +206,8 @@ def _fit_objective(
 ) -> Objective:
     """Return the objective with the settings that follow from the training labels.
 
-    A head that training starts from may determine them, too.
+    If training starts from a reward model with its head, the head may decide some of them, such as
+    the values of bins.
 
     Raises:
         ConfigError: the labels do not determine a setting, or the objective needs other outputs

@@ -71,7 +71,9 @@ def turns_of(text: str, key: str) -> Messages:
     """
     head, *parts = _TURN.split(text)
     if head.strip() or not parts:
-        raise DataError(f"{key}: got {text[:40]!r}, wanted a text that begins with '\\n\\nHuman:'")
+        raise DataError(
+            f"{key}: got {text[:40]!r}, wanted a string that begins with '\\n\\nHuman:'"
+        )
     return [
         {"role": _ROLES[speaker], "content": content.strip()}
         for speaker, content in zip(parts[::2], parts[1::2], strict=True)

@@ -26,7 +26,7 @@ from nemo_aligner.metrics import ranking
 from nemo_aligner.metrics.ranking import ConfidenceBin, wilson_interval
 from nemo_aligner.utils.console import show_number
 
-# Figures, from plain numbers.
+# Functions that draw figures from plain numbers.
 
 _MAX_POINTS = 200
 _MAX_TOOLTIPS = 60
@@ -425,7 +425,7 @@ class Canvas:
 
 
 def draw(name: str, alt: str, draw_on: Callable[[Canvas], None], height: float = HEIGHT) -> str:
-    """Render as SVG what ``draw_on`` draws; equal numbers give equal bytes.
+    """Render as SVG what ``draw_on`` draws; the same drawing always gives the same bytes.
 
     Args:
         name: identifier of the figure, unique on the page.
