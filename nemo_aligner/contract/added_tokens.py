@@ -63,7 +63,8 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         by_id = config[_BY_ID]
         if not isinstance(by_id, dict) or not all(key.isdecimal() for key in by_id):
             raise DataError(
-                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object that maps ids to tokens"
+                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object that maps "
+                "ids to tokens"
             )
         rules = {repr(token) for token in existing}
         tokens = [_make_added_token(by_id[key], location) for key in sorted(by_id, key=_parse_id)]

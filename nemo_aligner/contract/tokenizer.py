@@ -261,7 +261,8 @@ class Tokenizer:
             ids.add(encoded[0])
         if not ids:
             raise DataError(
-                f"token {shown(text)}: the tokenizer splits it into {len(encoded)} tokens, wanted a single token"
+                f"token {shown(text)}: the tokenizer splits it into {len(encoded)} tokens, "
+                "wanted a single token"
             )
         if len(ids) > 1:
             raise DataError(

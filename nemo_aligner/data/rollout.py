@@ -102,8 +102,8 @@ class Rollout:
             if length > seq_length:
                 raise DataError(
                     f"mask, row {row}: its last 1 is at token {length}; sequences have at most "
-                    f"{seq_length} tokens (the model's seq_length). Shorten the sequence, or set its "
-                    "mask to 0 from there on"
+                    f"{seq_length} tokens (the model's seq_length). Shorten the sequence, or set "
+                    "its mask to 0 from there on"
                 )
             used = self.tokens[row, :length]
             wrong = used[(used < 0) | (used >= vocab_size)]

@@ -308,8 +308,8 @@ def open_server(
     path, name = urlsplit(url).path.rstrip("/"), hide_password(url)
     if path not in ("", "/classify", "/get_reward"):
         raise ConfigError(
-            f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, or a URL that ends "
-            "in /classify (vLLM) or /get_reward (OpenRLHF)"
+            f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, or a URL that "
+            "ends in /classify (vLLM) or /get_reward (OpenRLHF)"
         )
     token = find_token(None, config.token_variable, "source.token")
     if path == "":
@@ -336,6 +336,6 @@ def _build_served_scorer(name: str, client: RewardClient) -> ServedScorer:
         return ServedScorer(client)
     except NoKServeError as error:
         raise ServingError(
-            f"server: {error}. If it is not a nemo-aligner server, use {name}/classify for vLLM or the "
-            f"gateway, or {name}/get_reward for OpenRLHF's remote reward model."
+            f"server: {error}. If it is not a nemo-aligner server, use {name}/classify for vLLM or "
+            f"the gateway, or {name}/get_reward for OpenRLHF's remote reward model."
         ) from error

@@ -88,7 +88,7 @@ class InProcessScorer:
         return self._scorer.attributes
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples; see ``Scorer``.
+        """Score N samples; with ``on_error="nan"`` a rejected sample gets NaN, and its reason.
 
         Raises:
             DataError: with ``on_error="raise"``, for the first sample that is rejected.

@@ -391,7 +391,8 @@ def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
     """Find the ratings among ``records``, which may also have comparisons.
 
     Returns:
-        The indices of the ratings, and the rows of their rewards, both ``[n]`` int64.
+        The indices of the n ratings in ``records``, and those of their rewards in the batch's
+        rewards, both ``[n]`` int64.
     """
     rated = (records.sample_bounds.diff() == 1).nonzero().flatten()
     return rated, records.record_bounds[:-1][rated]

@@ -51,7 +51,7 @@ class PairRewards:
     def right(self) -> Tensor:
         """What each pair adds to the number of correct ones, ``[N]`` float64.
 
-        This credit is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0.
+        It is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0.
         """
         return share_right(self.margins)
 
@@ -129,8 +129,8 @@ class ConfidenceBin:
     Attributes:
         count: number of pairs in the bin.
         confidence: mean ``sigmoid(|margin|)`` of these pairs.
-        right: sum of the pairs' credits (``PairRewards.right``); ``right / count`` is the accuracy
-            of the bin.
+        right: sum over the pairs of 1 if the model is right, 0.5 for a tie, and 0 if it is wrong;
+            ``right / count`` is the accuracy of the bin.
     """
 
     count: int
@@ -293,9 +293,9 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
     """
     if differences.size == 0:
         return math.nan, math.nan
-    # Differences of credits have few distinct values, and the mean of a resample depends only on
-    # how often each value occurs. Draw these counts, which are multinomial: this is much cheaper
-    # than drawing N pairs 10,000 times.
+    # The differences between the verdicts of two models (0, 0.5 or 1) have few distinct values, and
+    # the mean of a resample depends only on how often each value occurs. Draw these counts, which
+    # are multinomial: this is much cheaper than drawing N pairs 10,000 times.
     values, counts = np.unique(differences, return_counts=True)
     random = np.random.RandomState(seed)
     resampled_counts = random.multinomial(

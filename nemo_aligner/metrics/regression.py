@@ -124,7 +124,7 @@ def _compare_with_labels(
 ) -> dict[str, float]:
     """Compute ``compare(values, labels)`` for each attribute, over the labels that are present.
 
-    ``values`` are ``[N, A]``. The result is by name of the attribute.
+    ``values`` are ``[N, A]``. The result maps names of attributes to values.
     """
     results = {}
     for column, name in enumerate(rated.attributes):
