@@ -60,7 +60,7 @@ class CacheUse:
     slots: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """List the tensors: ``taken``, ``stored`` and ``slots``."""
+        """List ``taken``, ``stored`` and ``slots``, which a CUDA graph needs at fixed addresses."""
         return [self.taken, self.stored, self.slots]
 
 
@@ -91,7 +91,7 @@ class LabelColumns:
 
     @classmethod
     def none(cls, rows: int) -> LabelColumns:
-        """Build labels with ``rows`` rows and no column."""
+        """Build labels without any column, for records that have ``rows`` rows but no labels."""
         return cls.of((), torch.zeros(rows, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:

@@ -22,7 +22,8 @@ from nemo_aligner.utils.errors import DataError, short, shown
 _CONFIG = "tokenizer_config.json"
 _SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
-# pad_token is not among them: no text contains it, and the model may have no embedding for it.
+# Keys whose tokens are added to the tokenizer. ``pad_token`` is left out, because no text contains
+# it, and the model may have no embedding for it.
 _BOUNDARIES = ("bos_token", "eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -123,7 +124,7 @@ def _make_added_token(entry: Any, location: str, *, special: bool = False) -> Ad
 
 
 def _parse_id(key: str) -> int:
-    # The key is cut, because Python refuses to parse integers of more than 4,300 digits.
+    # Cut the key to 20 digits, because Python refuses to parse integers of more than 4,300.
     return int(key[:20])
 
 

@@ -326,13 +326,13 @@ class TextBounds:
 
 
 def first_cut(text: str) -> int | None:
-    """Return the first position in ``text`` to cut at (``TextBounds.cuts_at_words``), or None."""
+    """Return the first position in ``text`` before the space between two words, or None."""
     match = _CUT.search(text)
     return None if match is None else match.start()
 
 
 def last_cut(text: str, stop: int) -> int | None:
-    """Return the last position in ``text[:stop]`` to cut at, or None."""
+    """Return the last position in ``text[:stop]`` before the space between two words, or None."""
     match = _LAST_CUT.match(text, 0, stop)
     return None if match is None else match.end()
 

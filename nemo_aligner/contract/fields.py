@@ -12,8 +12,8 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
-# Largest length of a template in characters; no real template is near it. As JSON a character
-# takes at most 12 bytes.
+# Largest length of a template in characters (of at most 12 bytes each in JSON), so that an untrusted
+# contract stays small. No real template is near it.
 MAX_TEMPLATE = 2**16
 _MAX_INT = 2**31
 _MAX_SEPARATOR = 100

@@ -169,7 +169,8 @@ def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, nam
     return is_added
 
 
-# Differences between two scoring contracts, and which of them training may make.
+# Differences between two scoring contracts, and which of them are allowed when training starts from
+# a reward model.
 
 # The setting that decides each field of a contract, for error messages.
 _SETTINGS = {

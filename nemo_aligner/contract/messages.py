@@ -25,7 +25,8 @@ from typing import Any, TypeAlias
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.utils.errors import DataError, shown
 
-# Roles used in the trials of a template; few templates render developer and function.
+# Roles of the trial conversations by which a template is checked. ``developer`` and ``function``
+# are not tried, because few templates render them.
 ROLES = ("system", "user", "assistant", "tool")
 ALL_ROLES = (*ROLES, "developer", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -90,7 +91,7 @@ def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:
-    """Return a conversation of ``messages``, with the tools and documents of ``text``."""
+    """Replace the messages of a conversation ``text``; keep its tools and documents."""
     return replace(text, messages=messages) if isinstance(text, Conversation) else messages
 
 
@@ -256,7 +257,7 @@ def read_messages(values: Sequence[Any]) -> Messages:
 
 
 def is_plain(messages: Messages) -> bool:
-    """Tell if every message has a role of ``ROLES``, a string as content, and no other key."""
+    """Tell if every message has only a role, one of ``ROLES``, and a string as content."""
     return all(
         message.keys() == _PLAIN
         and isinstance(message["content"], str)

@@ -135,7 +135,7 @@ class ScoredRows:
     foreign_template: np.ndarray | None = None
 
     def take(self, rows: Sequence[int]) -> ScoredRows:
-        """Return the rows with these numbers, in this order."""
+        """Return the results of the samples with the numbers ``rows``, in this order."""
         indices = np.asarray(rows, dtype=np.int64)
         arrays: dict[str, Any] = {
             name: values[indices]

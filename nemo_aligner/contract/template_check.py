@@ -135,7 +135,7 @@ def _check_kwargs(template: str, kwargs: str) -> None:
 
 def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
     """Tell if a template writes today's date, which would change the tokens from day to day."""
-    # The two days in _DAYS differ in every field of strftime.
+    # The two days in _DAYS differ in every field of strftime, so any date makes two texts.
     texts = {write_probe(template, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
 

@@ -343,7 +343,7 @@ class TurnEnd:
         return cls(end, trailing, end_ids, rest_ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the fields as JSON values, which a server publishes in its metadata."""
         return {
             "end": self.end,
             "rest": self.rest,
@@ -352,12 +352,18 @@ class TurnEnd:
         }
 
     def complete(self, text: str) -> str:
-        """Append the missing part of ``rest`` to a text that ends with ``end``."""
+        """Append the missing part of ``rest`` to a text that has reached its end of turn, ``end``.
+
+        A text that was cut off before the end of the turn is returned unchanged.
+        """
         missing = _find_missing(text, self.end, self.rest)
         return text if missing is None else text + str(missing)
 
     def complete_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """Append the missing part of ``rest_ids`` to token ids that end with ``end_ids``."""
+        """Append the missing part of ``rest_ids`` to token ids that have reached ``end_ids``.
+
+        Token ids that were cut off before the end of the turn are returned unchanged.
+        """
         ids = list(token_ids)
         if not self.end_ids:
             return ids
@@ -409,7 +415,11 @@ def find_marker(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) ->
 
 
 def reply_start(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) -> int:
-    """Return the index of the reply's first token; the last index if the reply is empty."""
+    """Return the index of the reply's first token; the last index if the reply is empty.
+
+    ``marker`` has the token ids that the template writes before every reply. If it does not occur,
+    the whole sequence is the reply.
+    """
     marker_start = find_marker(token_ids, marker)
     return 0 if marker_start < 0 else min(marker_start + len(marker), len(token_ids) - 1)
 

@@ -194,7 +194,7 @@ def _advise(files: Sequence[ReadFile], rule: MalformedRule) -> str:
     return advice
 
 
-# Rules for the text of a record.
+# Rules that drop a record because of its text.
 
 
 def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
@@ -237,7 +237,7 @@ def _describe_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(parts) or "it is empty"
 
 
-# Rules for the tokens of a record.
+# Rules that drop a record because of its tokens.
 
 
 class EncodedRecord(NamedTuple):
@@ -291,10 +291,10 @@ def keep_usable(
     malformed: list[MalformedRecord],
     overlong_error: str | None,
 ) -> Iterator[tuple[EncodedRecord, list[EncodedText]]]:
-    """Yield each record that the rules for tokens keep, and the tokens of its samples.
+    """Yield each record that is still usable after tokenization, with the tokens of its samples.
 
-    The rules are in the second table of this module. The other records are counted by reason in
-    ``counts``, and malformed records are also added to ``malformed``.
+    Records are dropped for the reasons in the second table of this module, such as ``overlong``.
+    They are counted by reason in ``counts``, and malformed ones are also added to ``malformed``.
 
     Args:
         overlong_error: end of the message of the error about a sample that is too long; None drops

@@ -77,7 +77,7 @@ class TokenizedDataset:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts over all files: ``read``, ``kept``, and each reason of ``clean.py``."""
+        """Numbers of records over all files: ``read``, ``kept``, and dropped for each reason."""
         total: Counter[str] = Counter()
         for report in self.reports:
             total.update(report.counts)
@@ -92,7 +92,7 @@ class TokenizedDataset:
         return self.sequences.lengths(*self._find_samples(index)).tolist()
 
     def num_tokens(self, index: int) -> int:
-        """Count the tokens of all samples of the record ``index``, without sharing prefixes."""
+        """Count the tokens of the record ``index``; a shared prefix counts once for each sample."""
         return sum(self.lengths(index))
 
     @property
@@ -109,7 +109,9 @@ class TokenizedDataset:
         return self.records.reward_bounds.numpy()[first : end + 1].tolist()
 
     def num_rewards(self, index: int) -> int:
-        """Count the rewards of all samples of the record ``index``."""
+        """Count the rewards of the record ``index``: one for each sample, or for each turn or
+        step.
+        """
         bounds = self._find_reward_bounds(index)
         return bounds[-1] - bounds[0]
 
@@ -272,7 +274,7 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     ``contradicted``.
     """
     reports: list[FileReport] = []
-    # Each array is sorted once, and searched for all later files.
+    # The verdicts of each file are sorted once, and then searched for those of all later files.
     earlier_verdicts: list[np.ndarray] = []
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys

@@ -96,7 +96,8 @@ def build_demo_pairs(
 def _draw_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
     """Draw the fraction ``heldout`` of the items that ``candidates`` ask about.
 
-    Two kinds of pairs that ask about the same items hold out the same items.
+    The draw depends on nothing but the items and the seed, so two kinds of pairs that ask about the
+    same items hold out the same ones.
     """
     items = sorted({pair.item for pair in candidates})
     random.Random(f"{seed}/items").shuffle(items)

@@ -166,7 +166,7 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
 
 
 def render_record(record: Record, options: Inspection) -> str:
-    """Render a record exactly as it is tokenized or, without rules, as it was read."""
+    """Render a record as the text that is tokenized or, without a tokenizer, as it was read."""
     lines = [f"\n{record.origin}" + (f" ({record.source})" if record.source else "")]
     if isinstance(record, Comparison):
         for name, text in zip(text_names(record), record.texts, strict=True):

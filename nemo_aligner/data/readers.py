@@ -179,7 +179,7 @@ class FileRules:
         malformed: list[MalformedRecord],
         unread: Counter[str] | None = None,
     ) -> Iterator[Record]:
-        """Yield the records of a block that the rules for text keep.
+        """Yield the records in ``lines`` that are usable by their text, labels and ranks.
 
         Dropped records are counted by reason in ``counts``, and malformed ones are also added to
         ``malformed``. Lines with a column that is not read are counted in ``unread``.

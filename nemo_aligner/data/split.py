@@ -133,7 +133,7 @@ def _check_apart(source: Path, parts: Iterable[Path]) -> None:
 
 
 def check_names(attributes: Sequence[str]) -> None:
-    """Check the names of label columns.
+    """Check that no name of a label column is empty.
 
     Raises:
         ConfigError: a name is empty.

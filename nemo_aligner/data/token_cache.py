@@ -233,7 +233,7 @@ def _write_facts(folder: Path, header: dict[str, Any]) -> None:
 
 
 def _publish(part: Path, folder: Path, path: str) -> None:
-    """Rename ``part`` to ``folder``, unless another process has written the index meanwhile."""
+    """Rename the finished index ``part`` to ``folder``, unless another process did so before."""
     for _ in range(_TRIES):
         with suppress(OSError):
             # The rename fails if ``folder`` exists and is not empty.

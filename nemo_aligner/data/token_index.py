@@ -340,7 +340,7 @@ class ArraysInMemory:
         self._bytes.setdefault(name, bytearray()).extend(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace the array ``name``."""
+        """Replace the whole array ``name`` by ``array``."""
         self._bytes[name] = bytearray(array.tobytes())
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
@@ -348,7 +348,7 @@ class ArraysInMemory:
         return _reshape(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
 
     def sizes(self) -> dict[str, int]:
-        """Measure each array, in bytes."""
+        """Return the size of each array in bytes, by its name."""
         return {name: len(content) for name, content in self._bytes.items()}
 
 
@@ -370,7 +370,7 @@ class ArraysInFolder:
         self._open[name].write(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace the array ``name``."""
+        """Replace the whole array ``name`` by ``array``."""
         file = self._open.pop(name, None)
         if file is not None:
             file.close()
@@ -391,7 +391,7 @@ class ArraysInFolder:
         return _reshape(np.memmap(path, dtype, mode="c"), width)
 
     def sizes(self) -> dict[str, int]:
-        """Measure each array, in bytes."""
+        """Return the size of each array in bytes, by its name."""
         return {path.stem: path.stat().st_size for path in self._folder.glob("*.bin")}
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ def _distribute(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Tok
 
 
 class _Worker:
-    """One process and the pipes to its stdin and stdout."""
+    """A process that tokenizes blocks, and the pipes to its stdin and stdout."""
 
     def __init__(self, rules: TokenRules) -> None:
         self._process = subprocess.Popen(
@@ -162,5 +162,5 @@ def answer_blocks() -> None:
 
 
 def usable_processes() -> int:
-    """Count the cores that this process may use."""
+    """Count the CPU cores that this process may run on, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))

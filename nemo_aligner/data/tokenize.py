@@ -116,7 +116,7 @@ class _TokenizedRecord(NamedTuple):
             return [record.labels or missing]
         if record.steps is not None:
             return [labels or missing for labels in record.steps[self.lost :]]
-        # The labels of a whole sample go to its last step; earlier steps have none.
+        # A rating of the whole sample, of a model that scores steps, labels the last step only.
         return [missing] * (len(self.reads[0]) - 1) + [record.labels or missing]
 
 

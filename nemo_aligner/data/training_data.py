@@ -131,7 +131,7 @@ def build_training_data(
 
 
 def _check_reads(contract: ScoringContract, objective: Objective) -> None:
-    """Raise ConfigError if the objective cannot learn from rewards of turns or steps."""
+    """Raise ConfigError if the model scores turns or steps, but the objective cannot learn that."""
     reads = contract.scored_position
     if contract.has_steps and objective.takes_comparisons:
         raise ConfigError(

@@ -98,7 +98,7 @@ class RewardSource:
 
     @property
     def about_contract(self) -> str:
-        """Hash of the scoring contract, for people."""
+        """Hash of the scoring contract as text for tables; "not known" without a contract."""
         return "not known" if self.contract is None else self.contract.hash
 
     def with_aggregate(self, rule: Aggregate | None) -> RewardSource:

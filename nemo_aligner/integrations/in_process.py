@@ -79,7 +79,7 @@ class InProcessScorer:
 
     @property
     def contract(self) -> ScoringContract:
-        """The scoring contract."""
+        """The scoring contract of the model."""
         return self._scorer.contract
 
     @property

@@ -311,7 +311,7 @@ def _add_tools(
         conversation = with_tools(text, part.get("tools"), part.get("documents"))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    assert not isinstance(conversation, str)  # because ``text`` is not
+    assert not isinstance(conversation, str)  # ``with_tools`` returns a string only for one
     return conversation
 
 

@@ -218,7 +218,7 @@ def _parse_sharegpt(
     values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     key = _key_of_conversation(values[0])
-    assert key is not None  # because ``matches`` of the format has found it
+    assert key is not None  # the format's ``matches`` requires this field
     return pairs_by(PairKeys(prompt=key)).parse(values, origin, columns)  # type: ignore[return-value]
 
 

@@ -111,7 +111,7 @@ def curve(
     Lines without marks are averaged down to 200 points at most, to keep the page small.
 
     Args:
-        name: identifier of the figure, unique on the page; here and in the functions below.
+        name: identifier of the figure, unique on the page.
         title: heading of the figure.
         unit: label of the vertical axis.
         lines: what to draw.

@@ -40,7 +40,9 @@ _RESULT_KEYS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is known about a training run, an evaluation or a benchmark; the rest is empty.
+    """What is known about a training run, an evaluation or a benchmark.
+
+    Attributes that do not apply to it are empty.
 
     Attributes:
         name: its name in legends and tables.
