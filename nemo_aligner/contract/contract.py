@@ -292,8 +292,8 @@ class ScoringContract:
         version, stated_hash = content.pop("version", None), content.pop("hash", None)
         if version != VERSION:
             raise CheckpointError(
-                f"scoring contract: got version {shown(version)}, wanted {VERSION}: use the version "
-                "of nemo-aligner that wrote it"
+                f"scoring contract: got version {shown(version)}, wanted {VERSION}: use the "
+                "version of nemo-aligner that wrote it"
             )
         # Archives of earlier versions lack these fields.
         for name in _LATER:

@@ -12,7 +12,7 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
-# Largest length of a template in characters (of at most 12 bytes each in JSON), so that an untrusted
+# Largest length of a template in characters (at most 12 bytes each in JSON), so that an untrusted
 # contract stays small. No real template is near it.
 MAX_TEMPLATE = 2**16
 _MAX_INT = 2**31

@@ -109,9 +109,7 @@ class TokenizedDataset:
         return self.records.reward_bounds.numpy()[first : end + 1].tolist()
 
     def num_rewards(self, index: int) -> int:
-        """Count the rewards of the record ``index``: one for each sample, or for each turn or
-        step.
-        """
+        """Count the rewards of the record ``index``: one a sample, or one a turn or step."""
         bounds = self._find_reward_bounds(index)
         return bounds[-1] - bounds[0]
 

@@ -230,9 +230,7 @@ def short_hash(*parts: bytes) -> int:
 
 
 def prompt_hash(record: Record) -> int:
-    """Hash the ``prompt_key`` of a record to 64 bits; records with equal prompts have equal
-    hashes.
-    """
+    """Hash the ``prompt_key`` of a record to 64 bits; equal prompts have equal hashes."""
     # JSON can contain half of a surrogate pair, which plain UTF-8 cannot encode.
     return short_hash(prompt_key(record).encode(errors="surrogatepass"))
 
