@@ -175,7 +175,7 @@ class ScoringContract:
 
     @property
     def output_readout(self) -> Readout | None:
-        """The rule from outputs to rewards; None if the outputs are the rewards themselves."""
+        """The rule that turns head outputs into rewards; None if the outputs are the rewards."""
         return None if self.readout is None else Readout.from_json(self.readout)
 
     def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
@@ -261,7 +261,7 @@ class ScoringContract:
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     def differences(self, other: ScoringContract) -> dict[str, tuple[Any, Any]]:
-        """Return every hashed field that differs: name -> (value here, value in ``other``)."""
+        """Map each differing field that the hash covers to its values here and in ``other``."""
         fields, other_fields = self._collect_fields(), other._collect_fields()
         return {
             name: (fields.get(name), other_fields.get(name))
@@ -452,7 +452,7 @@ class ScoringContract:
     def count_step_tokens(
         self, tokenizer: Tokenizer, texts: Sequence[Text], spans: Sequence[Sequence[StepSpan]]
     ) -> list[tuple[int, ...]]:
-        """Count the tokens of each step, tokenized by itself, as for ``count_reply_tokens``.
+        """Count the tokens of each step, tokenized by itself and before truncation.
 
         Args:
             spans: the steps of each sample.

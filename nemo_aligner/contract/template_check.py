@@ -123,7 +123,7 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
 
 
 def _check_kwargs(template: str, kwargs: str) -> None:
-    """Raise ConfigError if one of ``kwargs`` is not used by the template, or is reserved."""
+    """Raise ConfigError for a variable that the template does not use, or that ``render`` sets."""
     usable = sorted(variables_of(template).difference(_RESERVED_VARIABLES))
     for name in json.loads(kwargs or "{}"):
         if name not in usable:
@@ -475,7 +475,7 @@ class TemplateReading:
     def _writes(
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
-        """Tell if one of the rendered trials contains all words.
+        """Tell if the template renders all ``words`` in at least one of the ``trials``.
 
         Return None if the template rejects every trial.
         """

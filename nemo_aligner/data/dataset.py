@@ -88,7 +88,7 @@ class TokenizedDataset:
         return self.sequences[slice(*self._find_samples(index))]
 
     def lengths(self, index: int) -> list[int]:
-        """Count the tokens of each sample of the record ``index``, without reading them."""
+        """Count the tokens of each sample of the record ``index``, without reading their ids."""
         return self.sequences.lengths(*self._find_samples(index)).tolist()
 
     def num_tokens(self, index: int) -> int:
@@ -123,7 +123,7 @@ class TokenizedDataset:
 
     @property
     def label_origins(self) -> Sequence[Origin]:
-        """File and line of the record that each row of ``records.labels`` belongs to."""
+        """For each row of ``records.labels``, the file and line of its record."""
         counts = self.records.label_bounds.diff().tolist()
         return [self.origins[record] for record, count in enumerate(counts) for _ in range(count)]
 
@@ -235,7 +235,7 @@ def check_indexes(indexes: Sequence[FileIndex], rule: MalformedRule) -> None:
 
 
 def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
-    """Join the indexes of files, which have one kind of records and the same label columns.
+    """Join the token indexes of files, which have one kind of records and the same label columns.
 
     Raises:
         DataError: no file has a usable record.

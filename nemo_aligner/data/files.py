@@ -261,7 +261,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
 
 
 def are_json_lines(lines: Iterable[AnyLine]) -> bool:
-    """True if the first line is a JSON object, or at least half of all lines are."""
+    """True if the lines are JSON lines, not a table: the first or half of them are JSON objects."""
     objects = count = 0
     for count, line in enumerate(lines, start=1):
         objects += isinstance(line, Line)

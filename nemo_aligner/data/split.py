@@ -143,7 +143,7 @@ def check_names(attributes: Sequence[str]) -> None:
 
 
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """Return the lines of each record as they are in the file, by the number of its first line."""
+    """Map the number of each record's first line to all its lines, as they are in the file."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = format_named(file.format, None).lines_per_record
     return {

@@ -197,7 +197,7 @@ class _Writer:
             arrays.append(name, np.zeros(1, _INT))
 
     def add(self, block: TokenizedBlock) -> None:
-        """Append the arrays of a block to those of the index, and add its counts to the sums."""
+        """Append the arrays of a block to those of the index, and add its counts to the file's."""
         total, parts = self._total, dict(block.arrays)
         total.counts.update(block.counts)
         total.unread.update(block.unread)

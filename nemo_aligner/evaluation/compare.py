@@ -224,7 +224,7 @@ def _list_flips(names: Sequence[str], first: Predictions, second: Predictions) -
 
 
 def render_compared(compared: PairedComparison, names: Sequence[str], show: int) -> str:
-    """Render the table, and the first ``show`` flips with shortened replies.
+    """Render the comparison as a table, and the first ``show`` flips with shortened replies.
 
     Args:
         names: what to call the two models, in the order of ``compare_files``.
@@ -269,7 +269,7 @@ def _shorten_reply(samples: Sequence[Text], limit: int = 200) -> str:
 
 
 def write_rows(path: Path, compared: PairedComparison) -> None:
-    """Write the rows, the number of flips and the number of unmatched pairs as one JSON object."""
+    """Write the compared rows, and the numbers of flips and unmatched pairs, as one JSON object."""
     content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),

@@ -248,9 +248,7 @@ class Predictions:
         return replace(self, rows=[self.rows[index] for index in drawn])
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Convert every row to a dict of JSON values, with the keys of an ``output_rewards``
-        file.
-        """
+        """Convert every row to a dict that JSON can hold, as in an ``output_rewards`` file."""
         convert = _benchmark_row_to_dict if self.is_benchmark else self._row_to_dict
         return [convert(row) for row in self.rows]
 

@@ -173,9 +173,7 @@ def build_share_row(level: Level, name: str, predictions: Sequence[Prediction]) 
 
 
 def build_subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """Build a row with the mean of ``Prediction.right`` for each subset, in the order of their
-    names.
-    """
+    """Build a row for each subset, with its mean ``Prediction.right``, in the order of names."""
     return [
         build_share_row(Level.subset, name, members)
         for name, members in group_by_subset(predictions).items()
