@@ -84,7 +84,7 @@ class ContextShare:
         return _select_local(self.gathered[index], self.rank, self.rows.numel())
 
     def to(self, device: torch.device | str) -> ContextShare:
-        """Copy with the tensors on ``device``; ``chunks`` are Python numbers, and stay."""
+        """Copy with the tensors on ``device``; ``chunks``, Python numbers, stay on the host."""
         rows, gathered, reads, read_rows = (
             to_device(index, device)
             for index in (self.rows, self.gathered, self.reads, self.read_rows)

@@ -110,7 +110,7 @@ class LabelColumns:
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
-        """List the number that ``targets`` subtracts from each column in ``names``, or 0."""
+        """List what ``targets`` subtracts from each column in ``names``; 0 if it is not centred."""
         means = dict(zip(self.names, self.means, strict=True))
         return [means.get(name) or 0.0 for name in names]
 

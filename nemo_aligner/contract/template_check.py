@@ -390,9 +390,9 @@ class TemplateReading:
             is_scored = is_last and message[REASONING[0]].strip()
             self._check(name is not None or not is_scored, f"{location}.{REASONING[0]}")
             # ``name`` is the key under which the template renders the reasoning of a last reply
-            # with tool calls, if ``message`` has some, else of one without. If the template renders
-            # neither, use the key for the other kind of reply: the template may still render it in
-            # an earlier turn.
+            # with tool calls, if ``message`` has some, else of one without; None if it
+            # renders no reasoning there. Then use the key for the other kind of reply, because the
+            # template may still render reasoning in an earlier turn.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
                 message[name] = message.pop(REASONING[0])

@@ -194,7 +194,7 @@ class TokenizedDataset:
         )
 
     def centred_on(self, means: Mapping[str, float]) -> TokenizedDataset:
-        """Return the same data with ``means[name]`` subtracted from the label column ``name``."""
+        """Return the same data, where ``labels.targets`` subtracts ``means[name]`` from columns."""
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
 

@@ -216,7 +216,9 @@ class BradleyTerry(PairObjective):
         return pairs.of_records(labels.nan_to_num(_NEUTRAL_LABELS[self.label_margin]))
 
     def _pair_losses(self, negative_margins: Tensor, labels: Tensor | None) -> Tensor:
-        """Compute ``L(m)`` of the class's docstring for each of P pairs, before label smoothing.
+        """Compute the losses ``[P]`` of pairs from their margins, before label smoothing.
+
+        The settings ``label_margin`` and ``focal_gamma`` are applied here.
 
         Args:
             negative_margins: ``[P]`` reward of the worse reply minus that of the better one.

@@ -109,7 +109,7 @@ UNPAIRED = Format(
 )
 
 
-# Labels of steps.
+# Labels of one step, in the order of the label columns; None where a label is missing.
 
 Labels = tuple[float | None, ...]
 
