@@ -326,7 +326,8 @@ def export_archive(
     """Export a reward model's ``.nemo``, for ``nemo-aligner export`` and ``RewardModel.export``.
 
     Raises:
-        ConfigError, CheckpointError: see ``RewardModel.export``.
+        ConfigError: the options do not fit together, or there are several processes.
+        CheckpointError: ``output`` exists already, or the export gives other rewards.
     """
     from nemo_aligner.checkpoint.hf.adapter import export_adapter
     from nemo_aligner.checkpoint.hf.export import export_to_hf

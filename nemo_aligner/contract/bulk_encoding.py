@@ -188,7 +188,8 @@ class WordMemo:
 
     Args:
         encode_batch: the tokenizer's ``encode_batch``.
-        cuts_at_words: see ``TextBounds``; if False, nothing is cached.
+        cuts_at_words: True if no token spans the space between two words; if False, nothing is
+            cached.
     """
 
     def __init__(self, encode_batch: EncodeBatch, cuts_at_words: bool) -> None:
@@ -326,13 +327,13 @@ class TextBounds:
 
 
 def first_cut(text: str) -> int | None:
-    """Return the first position in ``text`` before the space between two words, or None."""
+    """Return the index of the first space between two words; None if there is none."""
     match = _CUT.search(text)
     return None if match is None else match.start()
 
 
 def last_cut(text: str, stop: int) -> int | None:
-    """Return the last position in ``text[:stop]`` before the space between two words, or None."""
+    """Return the index of the last space between two words in ``text[:stop]``; None without one."""
     match = _LAST_CUT.match(text, 0, stop)
     return None if match is None else match.end()
 

@@ -246,7 +246,7 @@ def read_messages(values: Sequence[Any]) -> Messages:
     A list that is in the normal form already is returned itself, not a copy.
 
     Raises:
-        DataError: see ``read_text``.
+        DataError: a message is not valid; the error names its key and the value.
     """
     if all(map(_is_plain_message, values)):
         return values if isinstance(values, list) else [*values]

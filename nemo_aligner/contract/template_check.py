@@ -358,7 +358,7 @@ class TemplateReading:
         return self._nulls[calls]
 
     def reasoning(self, calls: bool) -> str | None:
-        """Return the key under which the template renders the reasoning of a last reply, or None.
+        """Return the key under which the template renders a last reply's reasoning; None if none.
 
         Args:
             calls: whether the reply has tool calls.

@@ -249,11 +249,11 @@ def write_probe(
     """Render a trial dialogue, with a tool if the template requires one.
 
     Args:
-        strftime_now: see ``render``.
+        strftime_now: tells the template the date; None makes a template that asks for it fail.
         messages: the dialogue; by default a question and its answer.
 
     Raises:
-        DataError: see ``render``.
+        DataError: the template rejects the dialogue, or is invalid.
     """
 
     def write(text: Messages | Conversation) -> str:

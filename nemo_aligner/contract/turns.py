@@ -209,7 +209,7 @@ class TurnMarks:
             )
 
     def _find_mark(self, content: str, is_spoken: bool, uses_tools: bool) -> tuple[int, str] | None:
-        """Return the position and the string of the first mark in ``content``, or None."""
+        """Return the position and the string of the first mark in ``content``; None without one."""
         marks = (*self.anywhere, *self.around_results) if uses_tools else self.anywhere
         matches = [(content.index(mark), mark) for mark in marks if mark in content]
         stripped = content.rstrip()

@@ -35,7 +35,7 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
         A table to print, with the number of pairs of each kind in both files.
 
     Raises:
-        DataError: see ``build_demo_pairs``.
+        DataError: the demo set has fewer different pairs than ``pairs``.
     """
     train, heldout_pairs = build_demo_pairs(pairs, heldout, seed)
     sides = {"train": train, "heldout": heldout_pairs}

@@ -473,8 +473,8 @@ class BlockFile:
     """A data file that can be read several times, line by line or block by block.
 
     Raises:
-        DataError: see ``read_lines``. In a file of JSON lines, errors are raised when the lines
-            are read.
+        DataError: the file is missing, not UTF-8, or a broken list or table, or it has no object.
+            In a file of JSON lines, errors are raised when the lines are read.
     """
 
     def __init__(self, path: str | Path) -> None:

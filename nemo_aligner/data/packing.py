@@ -217,7 +217,8 @@ def pack_sequences(
     Args:
         reads: for each sequence, which tokens are read and the rows of their rewards; by default
             the last token, whose row is the index of the sequence.
-        length_dependent_rope: see ``find_prefix_groups``.
+        length_dependent_rope: maps the length of a sequence to the number of its RoPE; only
+            sequences with the same RoPE share a prefix.
 
     Raises:
         DataError: a sequence is empty or larger than the budget.

@@ -82,7 +82,8 @@ class ReaderConfig:
         ``section`` is the prefix of the settings in errors, such as ``model.data``.
 
         Raises:
-            ConfigError: see ``PromptWrapping.of``.
+            ConfigError: a prompt file cannot be read, or a template does not have ``{}`` exactly
+                once.
         """
         return cls(
             format=settings.format,
@@ -137,7 +138,7 @@ def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
-        DataError: no usable record is left, or see the tables in ``clean.py``.
+        DataError: the file cannot be read, too many records are malformed, or none is usable.
     """
     file = parse_file(path, reading)
     check_malformed([file], reading.rule)
@@ -217,7 +218,7 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
-        DataError: the file cannot be read; see the tables in ``clean.py``.
+        DataError: the file cannot be read, or no format fits its records.
     """
     file = BlockFile(path)
     labels = (*reading.attributes, *reading.pair_columns)
@@ -254,7 +255,7 @@ def parse_file(path: str | Path, reading: ReaderConfig) -> RecordFile:
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
-        DataError: the file cannot be read; see the tables in ``clean.py``.
+        DataError: the file cannot be read, or no format fits its records.
     """
     rules, blocks = open_file(path, reading)
     counts: Counter[str] = Counter()

@@ -165,7 +165,7 @@ def make_index(
 
     Raises:
         ConfigError: ``rules.reading`` names a format that does not exist.
-        DataError: the file cannot be read, or see ``tokenize_blocks``.
+        DataError: the file cannot be read, or one of its records cannot be tokenized.
         OSError: the arrays cannot be written.
     """
     file_rules, blocks = open_file(path, rules.reading)
@@ -330,7 +330,7 @@ def end_digest(
 
 
 class ArraysInMemory:
-    """Arrays in the memory of this process, written and read like those of ``ArraysInFolder``."""
+    """Arrays in the memory of this process, with the methods of ``ArraysInFolder``."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, bytearray] = {}

@@ -37,7 +37,7 @@ def tokenize_blocks(
     With fewer than 2 processes, this process does the work itself.
 
     Raises:
-        DataError: see ``tokenize_block``, or a process was killed.
+        DataError: a block cannot be tokenized (``tokenize_block``), or a process was killed.
     """
     if processes < 2:
         yield from (tokenize_block(block, rules) for block in blocks)

@@ -65,7 +65,7 @@ class TokenizedBlock:
     """N records of a block with Q samples and S rewards, and counts of the dropped ones.
 
     Attributes:
-        counts: counts by reason (see ``clean.py`` and the table above), without ``kept``.
+        counts: numbers of records that were read, and dropped for each reason; without ``kept``.
         parsed: number of records that were tokenized, including those that were then dropped.
         malformed: the malformed records, in line order.
         arrays: ``tokens [T]``, ``lengths [Q]``, ``ranks [Q]``, ``sample_counts [N]``,

@@ -88,8 +88,10 @@ def build_training_data(
 
     Raises:
         ConfigError: there is no training file, a record is too large for
-            ``model.micro_batch_tokens``, or see ``build_objective`` and ``open_indexes``.
-        DataError: see ``open_indexes``, ``check_indexes``, ``join_indexes`` and ``check_overlap``.
+            ``model.micro_batch_tokens``, a setting of the objective is wrong, or the token caches
+            cannot be written.
+        DataError: a file cannot be used, or prompts of a validation file are also in the training
+            files although the settings do not allow it.
     """
     prefix = config.data.data_prefix
     if not prefix.train:

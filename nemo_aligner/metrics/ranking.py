@@ -176,7 +176,7 @@ def brier(pairs: PairRewards) -> float:
 def temperature(pairs: PairRewards) -> float:
     """Temperature that fits the margins best; above 1 if the model is overconfident.
 
-    See ``fit_temperature``.
+    Margins divided by it give the best probabilities (``fit_temperature``).
     """
     return fit_temperature(pairs.margins)
 
