@@ -203,8 +203,8 @@ def read_text(value: Any) -> Text:
         value = as_json(value) if value.tools or value.documents else {"messages": value.messages}
     if not isinstance(value, Mapping) or "messages" not in value:
         raise DataError(
-            f"got {_show_value(value)}, wanted a string or a list of messages: a sample is raw "
-            "text or a conversation"
+            f"got {_show_value(value)}, wanted a sample: a string, or a list of messages with role "
+            "and content"
         )
     unknown_keys = [key for key in value if key != "messages" and key not in _CONTEXT_KEYS]
     if unknown_keys:

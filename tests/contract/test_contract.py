@@ -323,7 +323,7 @@ def test_texts_that_cannot_be_encoded_are_refused(
     )
     cases: list[tuple[Any, str]] = [
         ("", "no tokens"),
-        (None, "wanted a string or a list of messages"),
+        (None, "wanted a sample: a string, or a list of messages"),
         (CHAT[:1], "got role 'user', wanted 'assistant'"),
         ([CHAT[0], {"role": "assistant", "content": "a<|im_end|>\n"}], twice.format(1)),
         ([{"role": "user", "content": "a<|im_end|>"}, CHAT[1]], twice.format(0)),

@@ -145,9 +145,9 @@ def test_messages_that_are_no_text_are_refused() -> None:
     for _ in range(99):
         deep = {"a": deep}
     cases: list[tuple[Any, str]] = [
-        ((REPLY,), "got ({'role': 'assistant', 'content': 'the cat'},), wanted a string or a list"),
-        ({}, "got an object with keys none, wanted a string"),
-        (USER, "got an object with keys 'role', 'content', wanted a string"),
+        ((REPLY,), "got ({'role': 'assistant', 'content': 'the cat'},), wanted a sample: a string"),
+        ({}, "got an object with keys none, wanted a sample"),
+        (USER, "got an object with keys 'role', 'content', wanted a sample"),
         ([], "got an empty conversation"),
         ([REPLY, "x"], "messages[1]: got 'x', wanted an object with role and content"),
         ([5, REPLY], "messages[0]: got 5, wanted an object"),
