@@ -215,7 +215,7 @@ def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str 
         problem, status = "", -1
     if status < 0:
         raise DataError(
-            "the chat template cannot write this conversation: it needs more than "
+            "the chat template cannot render this conversation: it needs more than "
             f"{_CPU_SECONDS} s or {_BYTES >> 20} MiB"
         )
     if problem:

@@ -488,7 +488,7 @@ def render(
                 "it writes today's date (strftime_now), so scores would change from day to day; "
                 "choose a template without a date (model.data.template)"
             )
-        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
+        raise DataError(f"the chat template cannot render this conversation: {reason}") from error
 
 
 def _parse_kwargs(kwargs: str) -> dict[str, Any]:
@@ -538,7 +538,7 @@ def _parse(template: str) -> Any:
         return _environment().parse(template)
     except (jinja2.TemplateError, RecursionError) as error:
         reason = f"{type(error).__name__}: {short(error)}"
-        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
+        raise DataError(f"the chat template cannot render this conversation: {reason}") from error
 
 
 @lru_cache(maxsize=8)

@@ -377,7 +377,10 @@ def _check_place(template: str | None, key: str) -> None:
 def _wrap_last_question(conversation: Messages, words: str) -> Messages:
     roles = [turn["role"] for turn in conversation]
     if "user" not in roles:
-        raise DataError(f"got turns of {', '.join(roles)}, wanted a user turn for prompt_file")
+        raise DataError(
+            f"got turns of {', '.join(roles)}, but prompt_file needs a user turn to put its text "
+            "around"
+        )
     last = len(roles) - 1 - roles[::-1].index("user")
     question = {**conversation[last], "content": _fill(words, flatten_message(conversation[last]))}
     return [*conversation[:last], question, *conversation[last + 1 :]]

@@ -347,7 +347,7 @@ def test_template_of_a_contract_is_tried_elsewhere(
     contract.check_template_ends(tokenizer)
     dataclasses.replace(contract, template="").check_template_ends(tokenizer)
     broken = dataclasses.replace(contract, template="{% for %}")
-    with pytest.raises(DataError, match="template cannot write this conversation"):
+    with pytest.raises(DataError, match="template cannot render this conversation"):
         broken.check_template_ends(tokenizer)
 
 
