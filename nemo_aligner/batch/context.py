@@ -51,7 +51,7 @@ class ContextShare:
 
         Args:
             bounds: ``[G + 1]`` bounds of the segments, from 0 to the number of tokens.
-            reads: ``[S]`` rows of the tokens that the head reads.
+            reads: ``[S]`` indices in the pack of the tokens that the head reads.
         """
         chunks = [_cut_chunks(number, ranks, bounds) for number in range(ranks)]
         sizes = [sum(end - start for start, end in rank_chunks) for rank_chunks in chunks]
@@ -95,11 +95,12 @@ class ContextShare:
 def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tensor, Tensor]:
     """Find which of the positions ``gathered [M]`` belong to ``rank``.
 
-    Positions count the rows of all ranks in rank order, ``size_per_rank`` for each rank.
+    The positions are in rank order: rank r has those from ``r * size_per_rank`` up to the next
+    multiple.
 
     Returns:
         For the m positions of the rank: their indices in ``gathered``, and their positions among
-        the rank's own rows, both ``[m]`` int64.
+            those of the rank, from 0, both ``[m]`` int64.
     """
     local = (gathered // size_per_rank == rank).nonzero().flatten()
     return local, gathered[local] - rank * size_per_rank
@@ -108,8 +109,8 @@ def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tens
 def _cut_chunks(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int, int]]:
     """Cut each segment between ``bounds`` into ``2 * ranks`` chunks; return the chunks of ``rank``.
 
-    A chunk is a pair: its first row in the pack, and the row after its last. Empty chunks are left
-    out.
+    A chunk is a pair: the index in the pack of its first token, and of the token after its last.
+    Empty chunks are left out.
     """
     chunks = []
     for start, end in pairwise(bounds):

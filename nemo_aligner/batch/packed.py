@@ -18,12 +18,12 @@ from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-# How a pack uses the keys and values that earlier packs stored in a server's pool.
+# How a pack uses the keys and values that earlier packs stored in a server's cache.
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's pool.
+    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's cache.
 
     All sequences that begin with this prefix refer to the same object, so that a pack recognizes
     them by identity.
@@ -36,7 +36,7 @@ class CachedPrefix:
 class Stored:
     """The n tokens of a sequence, from position ``start`` on, whose keys and values to store.
 
-    ``slots [n]`` int64 are the slots of the pool to store them in.
+    ``slots [n]`` int64 are the slots of the server's key-value cache to store them in.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Keys and values that a pack reads from a pool, and those that it stores there.
+    """Keys and values that a pack reads from a server's cache, and those that it stores there.
 
     Attributes:
         lengths: number of tokens of each of the pack's P cached segments, C in all.
@@ -436,7 +436,7 @@ class PackedBatch:
         rows: ``[S]`` int64 positions of the pack's rewards among all rewards of the step, data set
             or request that the pack is a part of.
         records: the records whose samples the pack has.
-        cached: use of a pool of keys and values; None uses none.
+        cached: use of a server's key-value cache; None uses none.
         replies: tokens over which the head averages; None if it reads ``scored_tokens``.
         share: the tokens that this rank of a context parallel group computes; None computes all.
         filled: number of tokens in filler segments, which are the last ones.

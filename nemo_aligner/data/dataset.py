@@ -272,7 +272,7 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     ``contradicted``.
     """
     reports: list[FileReport] = []
-    # The verdicts of each file are sorted once, and then searched for those of all later files.
+    # Sorted verdicts of each file so far, with which the next files are compared.
     earlier_verdicts: list[np.ndarray] = []
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys

@@ -268,7 +268,7 @@ def _truncate(text: TextIds, contract: ScoringContract) -> EncodedText | Overlon
         return error
 
 
-# Common prefixes of token sequences.
+# Prefixes that token sequences share.
 
 # Shorter prefixes, in tokens, are not shared: a separate segment in a pack would cost more.
 _MIN_PREFIX = 8

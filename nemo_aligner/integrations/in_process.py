@@ -60,8 +60,8 @@ class InProcessScorer:
                 f"model: got the parallel sizes {ranks}, wanted 1 for each in a single process. "
                 "Start nemo-aligner serve with torchrun instead, and set url to its address"
             )
-        # After an error this block destroys the process group at its end; else ``pop_all`` keeps
-        # the group until ``close``.
+        # If loading fails, the end of this block destroys the process group. Otherwise ``pop_all``
+        # keeps the group until ``close``.
         with ExitStack() as resources:
             resources.enter_context(launch())
             layout = initialize_layout()

@@ -285,10 +285,10 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
 
     This is how a loss over the whole batch (``is_batch_level``) is trained on packs. A training
     step multiplies the rewards of each pack by their rows of this gradient, ``[S, outputs]``, takes
-    the sum of the products as the pack's loss, and counts records. The gradient of the weights is
-    then that of the loss over the whole batch, however the batch is split into packs (the cached
-    gradients of Gao et al. 2021, "Scaling deep contrastive learning batch size under memory limited
-    setup").
+    the sum of the products as the pack's loss, and divides by the number of records. The gradient
+    of the weights is then that of the loss over the whole batch, however the batch is split into
+    packs (the cached gradients of Gao et al. 2021, "Scaling deep contrastive learning batch size
+    under memory limited setup").
     """
     leaf = rewards.double().requires_grad_()
     # Every rank has all rewards, and computes the gradient in float64 on the host, without

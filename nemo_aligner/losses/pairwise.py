@@ -37,7 +37,7 @@ from nemo_aligner.losses.length import (
 )
 from nemo_aligner.utils.host_transfer import to_device
 
-# Bradley-Terry, and its variants as settings.
+# Bradley-Terry; its variants are settings of one class.
 
 LABEL_MARGIN = "label_margin"
 # Two values of the setting ``label_margin``, each with the label that leaves a pair's loss
@@ -291,7 +291,7 @@ Number: TypeAlias = float | Tensor
 
 @dataclass(frozen=True)
 class TieModel(Objective):
-    """Loss with ties as a third outcome; a subclass inherits from ``PairObjective``, too.
+    """Mixin of losses with ties as a third outcome, next to the base class ``PairObjective``.
 
     The tie parameter says how often replies with equal rewards are tied. It is fixed, or learned
     with the model, as in the papers of Rao and Kupper and of Davidson. If it is learned, the head

@@ -379,7 +379,8 @@ def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -
             bad.append(line)
             if _JOINED.search(line.raw):
                 joined.append(line)
-            # A line break inside a record leaves two adjacent lines that are not JSON.
+            # A line break inside a record leaves two adjacent lines that are not JSON. A single bad
+            # line takes the place of a good one, so the other lines still belong together.
             if isinstance(last, BadLine):
                 broken.append(last)
         last = line

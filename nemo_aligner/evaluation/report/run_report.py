@@ -42,7 +42,7 @@ _RESULT_KEYS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "
 class RunReport:
     """What is known about a training run, an evaluation or a benchmark.
 
-    Attributes that do not apply to it are empty.
+    Fields that do not apply to it are empty.
 
     Attributes:
         name: its name in legends and tables.

@@ -336,8 +336,8 @@ def build_data(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on the data files: their formats, and how many records were used."""
     tables = []
     for report in reports:
-        # A run's facts have a list of described files under ``data``, an evaluation's the name of
-        # one file.
+        # ``data`` has a list of descriptions of files for a run, and the name of one file for an
+        # evaluation.
         files = report.facts.get("data", [])
         for file in files if isinstance(files, list) else []:
             rows = [*file["rows"], *(["malformed", line] for line in file["malformed"])]

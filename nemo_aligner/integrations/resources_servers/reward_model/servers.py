@@ -114,7 +114,7 @@ def _hide_password(url: str) -> str:
     try:
         parsed = URL(url)
         is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except ValueError:  # another error is raised below: this message may show the password
+    except ValueError:  # replaced by the error below, because its message may show the password
         is_valid = False
     if not is_valid:
         shown = url.rpartition("@")[2]
