@@ -470,7 +470,7 @@ class PackedBatch:
 
         Args:
             records: the records of the sequences; by default each sequence is a record.
-            rows: ``[S]`` positions of the rewards (see the class); by default 0 to S - 1.
+            rows: ``[S]`` positions of the rewards in the whole step or request; default 0 to S - 1.
             groups: adjacent sequences with a shared prefix; by default no two share one.
             stored: for each sequence, the tokens whose keys and values to store, none of which may
                 be cached already; or None.

@@ -29,7 +29,7 @@ class Augment:
     Attributes:
         share: number of new pairs per pair of the file, for example 0.3.
         seed: seed of the draws.
-        reading: rules by which the file is read; tied pairs are kept.
+        reading: rules by which the file is read; tied pairs are kept, as verdicts do not matter.
     """
 
     share: float = 0.3

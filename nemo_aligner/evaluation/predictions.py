@@ -229,8 +229,7 @@ class Predictions:
 
         Returns:
             (name, indices of rows ``[n]``): all rows as ``all`` and then, if there are several
-            sources,
-            the rows of each source.
+            sources, the rows of each source.
         """
         sources = np.array([row.item.source for row in self.rows])
         names = sorted(set(sources.tolist()))
