@@ -268,10 +268,10 @@ def _as_bounds(counts: Tensor) -> Tensor:
 
 
 def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the items of ``parts [p]``; part n has items ``bounds[n]`` to ``bounds[n + 1] - 1``.
+    """Find the items of groups ``parts [p]``; group n has ``bounds[n]`` to ``bounds[n + 1] - 1``.
 
     Returns:
-        Number of items of each part, ``[p]`` int64, and their indices, ``[i]`` int64, part by part.
+        Number of items of each group, ``[p]`` int64, and their indices, ``[i]`` int64, in order.
     """
     starts = bounds[parts]
     counts = bounds[parts + 1] - starts

@@ -301,7 +301,7 @@ def check_plain_reading(contract: ScoringContract, location: str, reader: str) -
 
     Args:
         location: the model's file, for the error message.
-        reader: the part that supports only plain heads, such as "a critic", for the error message.
+        reader: the code that supports only plain heads, such as "a critic", for the error message.
 
     Raises:
         CheckpointError: the model has another head.
@@ -325,7 +325,7 @@ def check_plain_reading(contract: ScoringContract, location: str, reader: str) -
 def check_last_token(contract: ScoringContract, location: str, reader: str) -> None:
     """Check that a model reads its rewards only at the last token; it may have several outputs.
 
-    ``location`` is the model's file and ``reader`` the part that needs this, such as "a critic",
+    ``location`` is the model's file and ``reader`` the code that needs this, such as "a critic",
     both for the error message.
 
     Raises:

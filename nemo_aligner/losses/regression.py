@@ -78,7 +78,7 @@ class BinaryCrossEntropy(RatingObjective):
     """``-(l * log sigmoid(r) + (1 - l) * log sigmoid(-r))`` of an output r and a label l in [0, 1].
 
     The loss is averaged over the labels that are present: those of every step if steps are scored,
-    otherwise those of the sample. A label between 0 and 1, such as the share of completions that
+    otherwise those of the sample. A label between 0 and 1, such as the fraction of completions that
     reach the right answer, is the probability to learn (the soft estimation of Wang et al. 2023,
     "Math-Shepherd", eq. 3).
 

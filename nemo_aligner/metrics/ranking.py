@@ -66,12 +66,12 @@ def share_right(margins: Tensor) -> Tensor:
 
 
 def accuracy(pairs: PairRewards) -> float:
-    """Share of pairs whose chosen reply has the higher reward; a tie counts one half."""
+    """Fraction of pairs whose chosen reply has the higher reward; a tie counts one half."""
     return float(pairs.right.mean())
 
 
 def ties(pairs: PairRewards) -> float:
-    """Share of pairs whose two rewards are equal."""
+    """Fraction of pairs whose two rewards are equal."""
     return float((pairs.margins == 0).double().mean())
 
 
@@ -236,7 +236,7 @@ def _length_differences(pairs: PairRewards) -> Tensor:
     return pairs.reply_lengths[:, 0] - pairs.reply_lengths[:, 1]
 
 
-# Uncertainty of a share, and the comparison of two models on the same pairs.
+# Uncertainty of a fraction, and the comparison of two models on the same pairs.
 #
 # The intervals treat pairs as independent draws. They do not cover the variation between training
 # seeds, and they are too narrow if many pairs share a prompt.
@@ -247,7 +247,7 @@ _BOOTSTRAP_DRAWS = 10_000
 
 
 def wilson_interval(right: float, count: int) -> tuple[float, float]:
-    """Compute Wilson's 95% interval (Wilson 1927) of the share ``right / count``: (low, high).
+    """Compute Wilson's 95% interval (Wilson 1927) of the fraction ``right / count``: (low, high).
 
     Unlike the normal approximation it stays inside [0, 1], and it has a positive width at 0 and 1.
     ``right`` need not be an integer, because ties count one half. If ``count`` is 0, the interval

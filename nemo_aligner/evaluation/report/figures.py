@@ -162,7 +162,7 @@ def _draw_marks(canvas: Canvas, line: PlotLine) -> None:
 def histogram(
     name: str, title: str, unit: str, sets: Sequence[Histogram], line_at: float | None = None
 ) -> Drawing:
-    """Draw histograms of several sets over common bins, as shares of each set.
+    """Draw histograms of several sets over common bins, as fractions of each set.
 
     Args:
         name: identifier of the figure.

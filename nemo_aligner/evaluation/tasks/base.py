@@ -165,7 +165,7 @@ def first_is_above(item: Item, rewards: np.ndarray) -> float:
 def build_share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
     """Build the row whose figure is the mean of ``Prediction.right`` over ``predictions``.
 
-    Its interval is the 95% Wilson interval of a share.
+    Its interval is the 95% Wilson interval of a fraction.
     """
     right = sum(prediction.right for prediction in predictions)
     low, high = wilson_interval(right, len(predictions))
