@@ -77,8 +77,8 @@ class RewardModel:
                 "server: a RewardModel runs in this process. For a server use RewardClient of "
                 "nemo_aligner.serving.client"
             )
-        # Report settings without an effect now, so that ``evaluate`` does not report them each
-        # time.
+        # Report settings without an effect once, here. ``evaluate`` leaves these settings out of
+        # its own reports.
         self._idle = frozenset(idle_settings(self._config))
         for note in idle_notes(self._config):
             say(note)
@@ -303,7 +303,7 @@ class RewardModel:
         return evaluate_source(config, self._source())
 
     def _source(self) -> RewardSource:
-        """Load the model unless it is loaded, and return it as the source of its rewards."""
+        """Load the model unless it is loaded; return it as a ``RewardSource``, ready to score."""
         return _SESSION.load(self, self._config)
 
 
@@ -326,7 +326,8 @@ def export_archive(
     """Export a reward model's ``.nemo``, for ``nemo-aligner export`` and ``RewardModel.export``.
 
     Raises:
-        ConfigError, CheckpointError: see ``RewardModel.export``.
+        ConfigError: the options do not fit together, or there are several processes.
+        CheckpointError: ``output`` exists already, or the export gives other rewards.
     """
     from nemo_aligner.checkpoint.hf.adapter import export_adapter
     from nemo_aligner.checkpoint.hf.export import export_to_hf
@@ -375,7 +376,7 @@ class _Session:
     """
 
     def __init__(self) -> None:
-        # Closing it destroys the process group; None if there is no group.
+        # Closing this stack destroys the process group; None if there is no group.
         self._exit_stack: ExitStack | None = None
         self._sizes: dict[str, Any] | None = None
         self._layout: ParallelLayout | None = None
@@ -383,7 +384,7 @@ class _Session:
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
     def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
-        """Load ``model`` if necessary, and return its source of rewards.
+        """Load ``model`` unless it is loaded, and return it as a ``RewardSource``, ready to score.
 
         If the loaded models have another parallel layout, they are unloaded.
 

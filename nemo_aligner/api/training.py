@@ -151,7 +151,7 @@ def _list_files(data: Any, folder: Path, part: str, name: str) -> list[str]:
     may_replace = part != "train" or not step_folders(folder / CHECKPOINTS_NAME)
     count = _run_on_first_rank(partial(write_records, path, rows, may_replace))
     if is_first_rank():
-        print(f"{part}: {count} records, as {path}", flush=True)
+        print(f"{part}: {count} records, stored in {path}", flush=True)
     return [str(path)]
 
 

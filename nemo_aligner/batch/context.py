@@ -22,11 +22,12 @@ class ContextShare:
 
     Attributes:
         rank: index of the rank in its group.
-        chunks: for every rank, its chunks: the first row of each in the pack, and the row after the
-            chunk's last.
-        rows: ``[n]`` int64, the rows of the pack that this rank computes, chunk after chunk.
-        gathered: ``[T]`` int64, position of each row of the pack in the concatenation of all ranks'
-            rows in rank order.
+        chunks: for every rank, its chunks. A chunk is given by the index in the pack of its first
+            token, and of the token after its last.
+        rows: ``[n]`` int64, indices in the pack of the tokens that this rank computes, chunk after
+            chunk. A token is a row of the pack's tensors.
+        gathered: ``[T]`` int64, position of each token of the pack in the concatenation of all
+            ranks' ``rows``, in rank order.
         reads: ``[r]`` int64, the tokens that the head reads and this rank computes, as indices into
             all tokens that the head reads.
         read_rows: ``[r]`` int64, positions of these tokens in ``rows``.
@@ -43,14 +44,14 @@ class ContextShare:
     def of(
         cls, bounds: Sequence[int], reads: Tensor, rank: int, ranks: int, multiple: int
     ) -> ContextShare:
-        """Split the segments of a pack over ``ranks`` ranks; return the share of ``rank``.
+        """Split the segments of a pack over ``ranks`` ranks; return what ``rank`` computes.
 
         A filler segment after the last bound gives every rank the same number of tokens, n, which
         is a multiple of ``multiple``.
 
         Args:
             bounds: ``[G + 1]`` bounds of the segments, from 0 to the number of tokens.
-            reads: ``[S]`` rows of the tokens that the head reads.
+            reads: ``[S]`` indices in the pack of the tokens that the head reads.
         """
         chunks = [_cut_chunks(number, ranks, bounds) for number in range(ranks)]
         sizes = [sum(end - start for start, end in rank_chunks) for rank_chunks in chunks]
@@ -74,16 +75,16 @@ class ContextShare:
         )
 
     def own(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Find which of the pack's rows ``index [M]`` this rank computes.
+        """Find which of the pack's tokens at the indices ``index [M]`` this rank computes.
 
         Returns:
-            For the m rows that it computes, their positions in ``index`` and their positions in
+            For the m tokens that it computes, their positions in ``index`` and their positions in
             ``rows``, both ``[m]`` int64.
         """
         return _select_local(self.gathered[index], self.rank, self.rows.numel())
 
     def to(self, device: torch.device | str) -> ContextShare:
-        """Copy the share with its tensors on ``device``; the chunks stay on the host."""
+        """Copy with the tensors on ``device``; ``chunks``, Python numbers, stay on the host."""
         rows, gathered, reads, read_rows = (
             to_device(index, device)
             for index in (self.rows, self.gathered, self.reads, self.read_rows)
@@ -94,11 +95,12 @@ class ContextShare:
 def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tensor, Tensor]:
     """Find which of the positions ``gathered [M]`` belong to ``rank``.
 
-    Positions count the rows of all ranks in rank order, ``size_per_rank`` for each rank.
+    The positions are in rank order: rank r has those from ``r * size_per_rank`` up to the next
+    multiple.
 
     Returns:
         For the m positions of the rank: their indices in ``gathered``, and their positions among
-        the rank's own rows, both ``[m]`` int64.
+            those of the rank, from 0, both ``[m]`` int64.
     """
     local = (gathered // size_per_rank == rank).nonzero().flatten()
     return local, gathered[local] - rank * size_per_rank
@@ -107,8 +109,8 @@ def _select_local(gathered: Tensor, rank: int, size_per_rank: int) -> tuple[Tens
 def _cut_chunks(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int, int]]:
     """Cut each segment between ``bounds`` into ``2 * ranks`` chunks; return the chunks of ``rank``.
 
-    A chunk is a pair: its first row in the pack, and the row after its last. Empty chunks are left
-    out.
+    A chunk is a pair: the index in the pack of its first token, and of the token after its last.
+    Empty chunks are left out.
     """
     chunks = []
     for start, end in pairwise(bounds):

@@ -32,7 +32,7 @@ class HeadOutputs:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """The numbers of columns of each kind in a head's outputs, as an objective needs them.
+    """How many columns a head's outputs have for attributes and for learned scalars.
 
     Attributes:
         num_attributes: number of attributes, A.

@@ -18,12 +18,12 @@ from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-# How a pack uses the keys and values that earlier packs stored in a server's pool.
+# How a pack uses the keys and values that earlier packs stored in a server's cache.
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's pool.
+    """A prefix of h tokens whose keys and values are in ``slots [h]`` int64 of a server's cache.
 
     All sequences that begin with this prefix refer to the same object, so that a pack recognizes
     them by identity.
@@ -36,7 +36,7 @@ class CachedPrefix:
 class Stored:
     """The n tokens of a sequence, from position ``start`` on, whose keys and values to store.
 
-    ``slots [n]`` int64 are the slots of the pool to store them in.
+    ``slots [n]`` int64 are the slots of the server's key-value cache to store them in.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Keys and values that a pack reads from a pool, and those that it stores there.
+    """Keys and values that a pack reads from a server's cache, and those that it stores there.
 
     Attributes:
         lengths: number of tokens of each of the pack's P cached segments, C in all.
@@ -60,7 +60,7 @@ class CacheUse:
     slots: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """List the tensors: ``taken``, ``stored`` and ``slots``."""
+        """List ``taken``, ``stored`` and ``slots``, which a CUDA graph needs at fixed addresses."""
         return [self.taken, self.stored, self.slots]
 
 
@@ -91,7 +91,7 @@ class LabelColumns:
 
     @classmethod
     def none(cls, rows: int) -> LabelColumns:
-        """Build labels with ``rows`` rows and no column."""
+        """Build labels without any column, for records that have ``rows`` rows but no labels."""
         return cls.of((), torch.zeros(rows, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
@@ -110,7 +110,7 @@ class LabelColumns:
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
     def offsets(self, names: Sequence[str]) -> list[float]:
-        """List the number that ``targets`` subtracts from each column in ``names``; 0 for none."""
+        """List what ``targets`` subtracts from each column in ``names``; 0 if it is not centred."""
         means = dict(zip(self.names, self.means, strict=True))
         return [means.get(name) or 0.0 for name in names]
 
@@ -123,7 +123,8 @@ class LabelColumns:
         missing = [name for name in names if name not in self.names]
         if missing:
             raise KeyError(f"no label column {missing[0]!r}; the label columns are {self.names}")
-        # Centre column by column: an index tensor or a row of means would be copied to the device.
+        # Centre column by column: an index tensor or a tensor of means would first have to be
+        # copied to the device, which waits for the GPU.
         columns = [self.names.index(name) for name in names]
         return torch.stack([self._centre(column) for column in columns], dim=1)
 
@@ -209,21 +210,22 @@ class Records:
 
     @property
     def record_bounds(self) -> Tensor:
-        """Bounds of the rewards of each record, ``[R + 1]`` int64 from 0 to S."""
+        """Index of the first reward of each record, then S: ``[R + 1]`` int64."""
         return self.reward_bounds[self.sample_bounds]
 
     @cached_property
     def label_bounds(self) -> Tensor:
-        """Bounds of the rows of labels of each record, ``[R + 1]`` int64."""
-        # Cache the bounds: each step selects a few records, but all, maybe millions, are counted.
+        """Index of each record's first row of labels, then L: ``[R + 1]`` int64."""
+        # Cached, because each training step selects a few records, but the bounds need a pass over
+        # all records of the data set, maybe millions.
         return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
 
     def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return the rows ``[q]`` int64 of all samples of the records ``indices``, in order."""
+        """Return the indices ``[q]`` int64 of all samples of the records ``indices``, in order."""
         return _find_items(self.sample_bounds, torch.as_tensor(indices, dtype=torch.int64))[1]
 
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Return the rows ``[s]`` int64 of all rewards of the records ``indices``, in order."""
+        """Return the indices ``[s]`` int64 of all rewards of the records ``indices``, in order."""
         return _find_items(self.reward_bounds, self.sample_rows(indices))[1]
 
     def select(self, indices: Sequence[int] | Tensor) -> Records:
@@ -245,7 +247,9 @@ class Records:
         return pair_rows(self.sample_bounds, self.ranks, with_ties)
 
     def as_single(self, rewards: Tensor) -> Tensor:
-        """Return ``rewards [S, ...]`` unchanged, after checking that each has a row of labels.
+        """Return ``rewards [S, ...]`` unchanged, after checking that no record is a comparison.
+
+        Losses on ratings call this, because they need a row of labels for each reward.
 
         Raises:
             ValueError: a record is a comparison, which has one row of labels for all its rewards.
@@ -259,15 +263,15 @@ class Records:
 
 
 def _as_bounds(counts: Tensor) -> Tensor:
-    """Turn ``counts [n]`` of items in adjacent parts into their bounds, ``[n + 1]`` int64."""
+    """Turn the sizes ``counts [n]`` of adjacent groups into start offsets, ``[n + 1]`` int64."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _find_items(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the items of ``parts [p]``; part n has items ``bounds[n]`` to ``bounds[n + 1] - 1``.
+    """Find the items of groups ``parts [p]``; group n has ``bounds[n]`` to ``bounds[n + 1] - 1``.
 
     Returns:
-        Number of items of each part, ``[p]`` int64, and their indices, ``[i]`` int64, part by part.
+        Number of items of each group, ``[p]`` int64, and their indices, ``[i]`` int64, in order.
     """
     starts = bounds[parts]
     counts = bounds[parts + 1] - starts
@@ -289,7 +293,7 @@ class Group:
 
 
 class _Segments:
-    """Collects the segments of a pack, group by group, and numbers them: cached prefixes first."""
+    """Collects and numbers the segments of a pack (shared prefixes, and what follows them)."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.cached = list(dict.fromkeys(g.cached for g in groups if g.cached is not None))
@@ -387,7 +391,7 @@ class ReplyRows:
         return replace(self, index=to_device(self.index, device), places=places)
 
     def shared(self, share: ContextShare) -> ReplyRows:
-        """Keep the tokens in ``share``; the new ``index`` counts only the tokens of its rank."""
+        """Keep the tokens that the rank of ``share`` computes, with their indices on that rank."""
         local, rows = share.own(self.index)
         replies = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
         lengths = replies[local].bincount(minlength=len(self.lengths)).tolist()
@@ -401,7 +405,7 @@ class FixedSizes:
     Attributes:
         segments: number of segments, empty ones included.
         keys: number of keys of all segments, if some have a shared prefix; else None.
-        length: upper bound of the queries, and of the keys, of a segment.
+        length: upper bound of the number of queries, and of keys, of a segment.
     """
 
     segments: int
@@ -432,7 +436,7 @@ class PackedBatch:
         rows: ``[S]`` int64 positions of the pack's rewards among all rewards of the step, data set
             or request that the pack is a part of.
         records: the records whose samples the pack has.
-        cached: use of a pool of keys and values; None uses none.
+        cached: use of a server's key-value cache; None uses none.
         replies: tokens over which the head averages; None if it reads ``scored_tokens``.
         share: the tokens that this rank of a context parallel group computes; None computes all.
         filled: number of tokens in filler segments, which are the last ones.
@@ -466,7 +470,7 @@ class PackedBatch:
 
         Args:
             records: the records of the sequences; by default each sequence is a record.
-            rows: ``[S]`` positions of the rewards (see the class); by default 0 to S - 1.
+            rows: ``[S]`` positions of the rewards in the whole step or request; default 0 to S - 1.
             groups: adjacent sequences with a shared prefix; by default no two share one.
             stored: for each sequence, the tokens whose keys and values to store, none of which may
                 be cached already; or None.
@@ -558,7 +562,7 @@ class PackedBatch:
         return replace(filled, share=share, replies=replies)
 
     def _append_filler(self, fill: int, longest: int | None = None) -> PackedBatch:
-        """Append ``fill`` tokens of id 0 in segments of at most ``longest`` (default: one)."""
+        """Append ``fill`` tokens of id 0, in segments of at most ``longest`` (None: in one)."""
         if fill == 0:
             return self
         longest = longest or fill

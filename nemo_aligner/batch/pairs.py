@@ -20,8 +20,8 @@ class PairRows:
     Attributes:
         better, worse: ``[P]`` int64 indices of the samples, or slices.
         records: ``[P]`` int64 index of each pair's record, or a slice.
-        shares: ``[P]`` float32, 1 divided by the number of pairs of the pair's record; None if the
-            indices are slices, because all shares are 1.
+        shares: ``[P]`` float32, weight of each pair; those of a record's pairs add up to 1;
+            None if the indices are slices, because all weights are 1.
         are_ties: ``[P]`` bool, True if neither sample is better; if None, no pair is tied.
         num_records: number of records with at least one pair.
     """

@@ -22,7 +22,8 @@ from nemo_aligner.utils.errors import DataError, short, shown
 _CONFIG = "tokenizer_config.json"
 _SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
-# pad_token is not among them: no text contains it, and the model may have no embedding for it.
+# Keys whose tokens are added to the tokenizer. ``pad_token`` is left out, because no text contains
+# it, and the model may have no embedding for it.
 _BOUNDARIES = ("bos_token", "eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -63,7 +64,8 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         by_id = config[_BY_ID]
         if not isinstance(by_id, dict) or not all(key.isdecimal() for key in by_id):
             raise DataError(
-                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object id -> token"
+                f"{location}: {_BY_ID}: got {shown(by_id)}, wanted an object that maps "
+                "ids to tokens"
             )
         rules = {repr(token) for token in existing}
         tokens = [_make_added_token(by_id[key], location) for key in sorted(by_id, key=_parse_id)]
@@ -73,7 +75,9 @@ def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list
         config = {**_read_json_object(folder, name, _SPECIAL), **config}
         ids = _read_json_object(folder, name, _ADDED)
         if not all(type(token_id) is int for token_id in ids.values()):
-            raise DataError(f"{name}/{_ADDED}: got {shown(ids)}, wanted an object token -> id")
+            raise DataError(
+                f"{name}/{_ADDED}: got {shown(ids)}, wanted an object that maps tokens to ids"
+            )
         missing = [AddedToken(token) for token in sorted(ids, key=lambda token: ids[token])]
         missing = [token for token in missing if token.content not in names]
     names |= {token.content for token in missing}
@@ -120,7 +124,7 @@ def _make_added_token(entry: Any, location: str, *, special: bool = False) -> Ad
 
 
 def _parse_id(key: str) -> int:
-    # The key is cut, because Python refuses to parse integers of more than 4,300 digits.
+    # Cut the key to 20 digits, because Python refuses to parse integers of more than 4,300.
     return int(key[:20])
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class WrittenText(NamedTuple):
     """The whole text of a sample, as it will be tokenized, and the text of its reply.
 
-    ``reply`` is None for raw text, which counts as a reply as a whole.
+    ``reply`` is None for raw text, all of which counts as the reply.
     """
 
     text: str
@@ -92,11 +92,15 @@ def encode_records(
 
 
 def _cut_reply_ends(text: str, reply: str) -> str | None:
-    """Join the part of the reply before its first cut and the part after its last cut.
+    """Return the first and last words of a reply, which must be tokenized to count its tokens.
 
-    The tokens between the two cuts are counted when ``text`` is tokenized (``WordIds.inner``), so
-    only the returned ends must be tokenized to count the tokens of the reply. Return None if
-    ``text`` has another first or last cut than the reply: then all of the reply must be tokenized.
+    A cut is a position before the space between two words, where a text may be split without a
+    change of its tokens. The result is the part before the reply's first cut and the part after its
+    last cut, joined.
+
+    The tokens between the two cuts are counted when ``text``, which contains the reply, is
+    tokenized (``WordIds.inner``). Return None if ``text`` has another first or last cut than the
+    reply: then all of the reply must be tokenized.
     """
     start = text.find(reply)
     first, last = first_cut(reply), last_cut(reply, len(reply))
@@ -125,7 +129,9 @@ def _join_pieces(
 
 
 def _shared_prefix_length(record: Sequence[WrittenText]) -> int:
-    """Return the length of the prefix that all samples of a record share, up to its last cut.
+    """Return the length in characters of the prefix that all samples of a record share.
+
+    The prefix ends before the space between two words, where it can be tokenized by itself.
 
     It is 0 for a record of one sample, which shares nothing.
     """
@@ -155,8 +161,8 @@ def common_prefix_length(first: str, second: str) -> int:
 #
 # If a tokenizer allows cuts between words, the ids of a text are the ids of its words in order.
 
-# The space behind a cut. The pattern begins with a literal space, because the regex engine finds
-# literals fast.
+# The space between two words, where a text is cut. The pattern begins with a literal space, because
+# the regex engine finds literals fast.
 _SPACE = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")
 # Words of more letters hardly ever repeat, so they are not cached.
 _MAX_WORD_LENGTH = 24
@@ -168,7 +174,10 @@ _ID = np.dtype(np.int32)
 
 
 class WordIds(NamedTuple):
-    """The ``[L]`` int32 ids of a text, and how many of them lie between its first and last cut."""
+    """The ``[L]`` int32 ids of a text, and how many of them are not of its first or last word.
+
+    ``inner`` is this number: the ids between the first and the last space between two words.
+    """
 
     ids: np.ndarray
     inner: int = 0
@@ -179,7 +188,8 @@ class WordMemo:
 
     Args:
         encode_batch: the tokenizer's ``encode_batch``.
-        cuts_at_words: see ``TextBounds``; if False, nothing is cached.
+        cuts_at_words: True if no token spans the space between two words; if False, nothing is
+            cached.
     """
 
     def __init__(self, encode_batch: EncodeBatch, cuts_at_words: bool) -> None:
@@ -317,13 +327,13 @@ class TextBounds:
 
 
 def first_cut(text: str) -> int | None:
-    """Return the first position in ``text`` to cut at (``TextBounds.cuts_at_words``), or None."""
+    """Return the index of the first space between two words; None if there is none."""
     match = _CUT.search(text)
     return None if match is None else match.start()
 
 
 def last_cut(text: str, stop: int) -> int | None:
-    """Return the last position in ``text[:stop]`` to cut at, or None."""
+    """Return the index of the last space between two words in ``text[:stop]``; None without one."""
     match = _LAST_CUT.match(text, 0, stop)
     return None if match is None else match.end()
 

@@ -175,7 +175,7 @@ class ScoringContract:
 
     @property
     def output_readout(self) -> Readout | None:
-        """The rule from outputs to rewards; None if the outputs are the rewards themselves."""
+        """The rule that turns head outputs into rewards; None if the outputs are the rewards."""
         return None if self.readout is None else Readout.from_json(self.readout)
 
     def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
@@ -261,7 +261,7 @@ class ScoringContract:
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     def differences(self, other: ScoringContract) -> dict[str, tuple[Any, Any]]:
-        """Return every hashed field that differs: name -> (value here, value in ``other``)."""
+        """Map each differing field that the hash covers to its values here and in ``other``."""
         fields, other_fields = self._collect_fields(), other._collect_fields()
         return {
             name: (fields.get(name), other_fields.get(name))
@@ -292,7 +292,8 @@ class ScoringContract:
         version, stated_hash = content.pop("version", None), content.pop("hash", None)
         if version != VERSION:
             raise CheckpointError(
-                f"scoring contract: got version {shown(version)}, wanted {VERSION}"
+                f"scoring contract: got version {shown(version)}, wanted {VERSION}: use the "
+                "version of nemo-aligner that wrote it"
             )
         # Archives of earlier versions lack these fields.
         for name in _LATER:
@@ -451,7 +452,7 @@ class ScoringContract:
     def count_step_tokens(
         self, tokenizer: Tokenizer, texts: Sequence[Text], spans: Sequence[Sequence[StepSpan]]
     ) -> list[tuple[int, ...]]:
-        """Count the tokens of each step, tokenized by itself, as for ``count_reply_tokens``.
+        """Count the tokens of each step, tokenized by itself and before truncation.
 
         Args:
             spans: the steps of each sample.
@@ -483,8 +484,8 @@ class ScoringContract:
         """Cut each sample into steps and tokenize them.
 
         Returns:
-            For each sample the pieces, the token ids before truncation, and the indices in these
-            ids where rewards are read.
+            For each sample: the strings that it was cut into, the token ids before truncation, and
+            the indices in these ids where rewards are read.
         """
         if not self.template:
             tail = ""

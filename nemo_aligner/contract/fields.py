@@ -12,8 +12,8 @@ from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
-# Largest length of a template in characters; no real template is near it. As JSON a character
-# takes at most 12 bytes.
+# Largest length of a template in characters (at most 12 bytes each in JSON), so that an untrusted
+# contract stays small. No real template is near it.
 MAX_TEMPLATE = 2**16
 _MAX_INT = 2**31
 _MAX_SEPARATOR = 100
@@ -33,22 +33,23 @@ def check_fields(contract: Any) -> None:
     if is_mean == (contract.reply_marker is None):
         raise DataError(
             f"scoring contract: reply_marker: got {shown(contract.reply_marker)} with "
-            f"scored_position {contract.scored_position}, wanted token ids with "
-            f"{ScoredPosition.reply_mean.value}, null with all others"
+            f"scored_position {contract.scored_position}, wanted token ids if scored_position is "
+            f"{ScoredPosition.reply_mean.value}, else null"
         )
     has_steps = contract.scored_position in SEPARATED
     if has_steps == (contract.step_separator is None):
         raise DataError(
             f"scoring contract: step_separator: got {shown(contract.step_separator)} with "
-            f"scored_position {contract.scored_position}, wanted a separator with "
-            f"{', '.join(SEPARATED)}, null with all others"
+            f"scored_position {contract.scored_position}, wanted a separator if scored_position is "
+            f"one of {', '.join(SEPARATED)}, else null"
         )
     has_one_output = contract.scored_position in STEPPED and contract.readout is None
     if contract.aggregate is not None and not has_one_output:
         raise DataError(
             f"scoring contract: aggregate: got {shown(contract.aggregate)} with scored_position "
-            f"{contract.scored_position}, wanted null, because only {', '.join(STEPPED)} without "
-            "a readout have several rewards to combine"
+            f"{contract.scored_position} and readout {shown(contract.readout)}, wanted null: only "
+            f"a model that scores each turn or step ({', '.join(STEPPED)}), without a readout, has "
+            "several rewards to combine into one"
         )
 
 
@@ -112,12 +113,12 @@ _ID = (_is_token_id_or_none, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
 # All rules except ``last``, which a contract stores as null.
 _AGGREGATES = tuple(rule.value for rule in Aggregate if rule is not Aggregate.last)
-_TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
+_TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a string or null")
 # For each field a check of its value, and the expected value in words, for the error message.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "template": (
         lambda value: is_text(value) and len(value) <= MAX_TEMPLATE,
-        f"a text of at most {MAX_TEMPLATE} characters",
+        f"a string of at most {MAX_TEMPLATE} characters",
     ),
     "add_bos": _FLAG,
     "add_eos": _FLAG,
@@ -132,7 +133,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attribute_weights": _NUMBERS,
     "label_means": _NUMBERS,
     "dtype": _check_member(Precision),
-    "tokenizer_fingerprint": (is_text, "a text"),
+    "tokenizer_fingerprint": (is_text, "a string"),
     "reward_model_type": _check_member(RewardModelType),
     "scored_position": _check_member(ScoredPosition),
     "reward_mean": (_are_numbers_or_none, "numbers or null"),
@@ -147,7 +148,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "reward_token_id": _ID,
     "step_separator": (
         lambda value: value is None or (is_text(value) and 0 < len(value) <= _MAX_SEPARATOR),
-        f"a text of 1 to {_MAX_SEPARATOR} characters, or null",
+        f"a string of 1 to {_MAX_SEPARATOR} characters, or null",
     ),
     "aggregate": (
         lambda value: value is None or value in _AGGREGATES,

@@ -169,7 +169,8 @@ def _resolve_flag(setting: bool | None, default: bool, token_id: int | None, nam
     return is_added
 
 
-# Differences between two scoring contracts, and which of them training may make.
+# Differences between two scoring contracts, and which of them are allowed when training starts from
+# a reward model.
 
 # The setting that decides each field of a contract, for error messages.
 _SETTINGS = {
@@ -300,7 +301,7 @@ def check_plain_reading(contract: ScoringContract, location: str, reader: str) -
 
     Args:
         location: the model's file, for the error message.
-        reader: the part that supports only plain heads, such as "a critic", for the error message.
+        reader: the code that supports only plain heads, such as "a critic", for the error message.
 
     Raises:
         CheckpointError: the model has another head.
@@ -322,9 +323,13 @@ def check_plain_reading(contract: ScoringContract, location: str, reader: str) -
 
 
 def check_last_token(contract: ScoringContract, location: str, reader: str) -> None:
-    """Check that a model reads its rewards only at the last token.
+    """Check that a model reads its rewards only at the last token; it may have several outputs.
 
-    The arguments and the error are those of ``check_plain_reading``.
+    ``location`` is the model's file and ``reader`` the code that needs this, such as "a critic",
+    both for the error message.
+
+    Raises:
+        CheckpointError: the model reads turns, steps, or the mean of the reply.
     """
     if contract.reply_marker is not None:
         raise CheckpointError(

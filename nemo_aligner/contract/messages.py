@@ -25,7 +25,8 @@ from typing import Any, TypeAlias
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.utils.errors import DataError, shown
 
-# Roles used in the trials of a template; few templates render developer and function.
+# Roles of the trial conversations by which a template is checked. ``developer`` and ``function``
+# are not tried, because few templates render them.
 ROLES = ("system", "user", "assistant", "tool")
 ALL_ROLES = (*ROLES, "developer", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -90,7 +91,7 @@ def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:
-    """Return a conversation of ``messages``, with the tools and documents of ``text``."""
+    """Replace the messages of a conversation ``text``; keep its tools and documents."""
     return replace(text, messages=messages) if isinstance(text, Conversation) else messages
 
 
@@ -140,7 +141,7 @@ def flatten_message(message: Message) -> str:
 
 
 def joined_content(content: Any) -> str:
-    """Join the parts of a content by newlines, as vLLM does; null becomes an empty string."""
+    """Join the text parts of a message's content by newlines, as vLLM does; null becomes ""."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
@@ -201,7 +202,10 @@ def read_text(value: Any) -> Text:
     if isinstance(value, Conversation):
         value = as_json(value) if value.tools or value.documents else {"messages": value.messages}
     if not isinstance(value, Mapping) or "messages" not in value:
-        raise DataError(f"got {_show_value(value)}, wanted a text or a list of messages")
+        raise DataError(
+            f"got {_show_value(value)}, wanted a sample: a string, or a list of messages with role "
+            "and content"
+        )
     unknown_keys = [key for key in value if key != "messages" and key not in _CONTEXT_KEYS]
     if unknown_keys:
         raise DataError(
@@ -242,7 +246,7 @@ def read_messages(values: Sequence[Any]) -> Messages:
     A list that is in the normal form already is returned itself, not a copy.
 
     Raises:
-        DataError: see ``read_text``.
+        DataError: a message is not valid; the error names its key and the value.
     """
     if all(map(_is_plain_message, values)):
         return values if isinstance(values, list) else [*values]
@@ -253,7 +257,7 @@ def read_messages(values: Sequence[Any]) -> Messages:
 
 
 def is_plain(messages: Messages) -> bool:
-    """Tell if every message has a role of ``ROLES``, a string as content, and no other key."""
+    """Tell if every message has only a role, one of ``ROLES``, and a string as content."""
     return all(
         message.keys() == _PLAIN
         and isinstance(message["content"], str)
@@ -327,7 +331,7 @@ def _read_message(value: Any, location: str) -> Message:
 
 def _describe_missing_content(value: Mapping[Any, Any], location: str) -> str:
     if "content" in value:
-        return f"{location}.content: got null, wanted a text, as there are no tool calls"
+        return f"{location}.content: got null, wanted a string, as there are no tool calls"
     near = suggestion("content", [key for key in value if isinstance(key, str) and key != "role"])
     hint = f"; did you mean 'content' for {near!r:.60}?" if near else ""
     return f"{location}: got {_show_value(value)}, wanted content, as there are no tool calls{hint}"
@@ -360,7 +364,7 @@ def _read_content(content: Any, location: str) -> Any:
 
 def _add_reasoning(message: Message, key: str, value: Any, location: str) -> None:
     if not isinstance(value, str):
-        raise DataError(f"{location}.{key}: got {_show_value(value)}, wanted a text")
+        raise DataError(f"{location}.{key}: got {_show_value(value)}, wanted a string")
     _check_unicode(value, f"{location}.{key}: ")
     if message["role"] != "assistant":
         raise DataError(
@@ -376,9 +380,9 @@ def _add_reasoning(message: Message, key: str, value: Any, location: str) -> Non
 
 def _read_other_key(key: Any, value: Any, location: str) -> Any:
     if not isinstance(key, str):
-        raise DataError(f"{location}: got the key {key!r:.60}, wanted a text")
+        raise DataError(f"{location}: got the key {key!r:.60}, wanted a string")
     if key in ("name", "tool_call_id") and not isinstance(value, str):
-        raise DataError(f"{location}.{key}: got {_show_value(value)}, wanted a text")
+        raise DataError(f"{location}.{key}: got {_show_value(value)}, wanted a string")
     _check_json(value, f"{location}.{key}")
     return value
 
@@ -400,7 +404,9 @@ def _read_call(value: Any, location: str) -> dict[str, Any]:
     Chat templates in transformers accept both forms.
     """
     if not isinstance(value, Mapping):
-        raise DataError(f"{location}: got {_show_value(value)}, wanted an object with function")
+        raise DataError(
+            f"{location}: got {_show_value(value)}, wanted an object with the key 'function'"
+        )
     call = {key: field for key, field in value.items() if field is not None}
     if "function" not in call:
         return _read_function(call, location, {*_FUNCTION_KEYS, "id", "type"})
@@ -408,7 +414,7 @@ def _read_call(value: Any, location: str) -> dict[str, Any]:
     if call.get("type", "function") != "function":
         raise DataError(f"{location}.type: got {_show_value(call['type'])}, wanted 'function'")
     if not isinstance(call.get("id", ""), str):
-        raise DataError(f"{location}.id: got {_show_value(call['id'])}, wanted a text")
+        raise DataError(f"{location}.id: got {_show_value(call['id'])}, wanted a string")
     _check_unicode(call.get("id", ""), f"{location}.id: ")
     function_location = f"{location}.function"
     return {**call, "function": _read_function(call["function"], function_location, _FUNCTION_KEYS)}
@@ -482,7 +488,7 @@ def _check_json(value: Any, location: str, depth: int = 0) -> None:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise DataError(f"{location}: got the key {key!r:.60}, wanted a text")
+                raise DataError(f"{location}: got the key {key!r:.60}, wanted a string")
             _check_unicode(key, f"{location}: ")
             _check_json(item, f"{location}.{key:.40}", depth + 1)
     elif isinstance(value, list):

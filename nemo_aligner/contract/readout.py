@@ -135,7 +135,9 @@ class Readout:
             kind, rows = content["kind"], content["numbers"]
             numbers = tuple(tuple(float(number) for number in row) for row in rows)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise DataError(f"readout: got {shown(text)}, wanted JSON: kind, numbers") from error
+            raise DataError(
+                f"readout: got {shown(text)}, wanted the JSON of an object with kind and numbers"
+            ) from error
         return cls(kind, numbers)
 
     def _apply(

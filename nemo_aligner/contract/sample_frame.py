@@ -93,7 +93,7 @@ class SampleFrame:
         return cls(begins, ids, before_reply, end, bos, eos, bool(values["adds_eos"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the fields as JSON values, which a server publishes in its metadata."""
         return {
             **vars(self),
             "begins": list(self.begins),

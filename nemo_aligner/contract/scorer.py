@@ -108,7 +108,8 @@ class ScoredRows:
         model_fingerprint: fingerprint of the weights; None if unknown or not the same for all rows.
         raw_rewards: ``[N, M * A]``, rewards of the M models before shaping; from a server that
             shapes rewards, else None.
-        deviation: ``[N, A]``, standard deviation between the models of an ensemble, or None.
+        deviation: ``[N, A]``, standard deviation between the models of an ensemble; None for a
+            single model.
         passed: ``[N]``, 1 if the reward reaches the server's threshold, 0 if not, NaN for each row
             in ``errors``; None without a threshold.
         spread: ``[N, A]``, uncertainty of the rewards, from a head with K outputs for each
@@ -135,7 +136,7 @@ class ScoredRows:
     foreign_template: np.ndarray | None = None
 
     def take(self, rows: Sequence[int]) -> ScoredRows:
-        """Return the rows with these numbers, in this order."""
+        """Return the results of the samples with the numbers ``rows``, in this order."""
         indices = np.asarray(rows, dtype=np.int64)
         arrays: dict[str, Any] = {
             name: values[indices]

@@ -123,7 +123,7 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
 
 
 def _check_kwargs(template: str, kwargs: str) -> None:
-    """Raise ConfigError if one of ``kwargs`` is not used by the template, or is reserved."""
+    """Raise ConfigError for a variable that the template does not use, or that ``render`` sets."""
     usable = sorted(variables_of(template).difference(_RESERVED_VARIABLES))
     for name in json.loads(kwargs or "{}"):
         if name not in usable:
@@ -135,7 +135,7 @@ def _check_kwargs(template: str, kwargs: str) -> None:
 
 def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
     """Tell if a template writes today's date, which would change the tokens from day to day."""
-    # The two days in _DAYS differ in every field of strftime.
+    # The two days in _DAYS differ in every field of strftime, so any date makes two texts.
     texts = {write_probe(template, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
 
@@ -215,7 +215,7 @@ def check_terminates(template: str, bos_token: str, eos_token: str, kwargs: str 
         problem, status = "", -1
     if status < 0:
         raise DataError(
-            "the chat template cannot write this conversation: it needs more than "
+            "the chat template cannot render this conversation: it needs more than "
             f"{_CPU_SECONDS} s or {_BYTES >> 20} MiB"
         )
     if problem:
@@ -358,7 +358,7 @@ class TemplateReading:
         return self._nulls[calls]
 
     def reasoning(self, calls: bool) -> str | None:
-        """Return the key under which the template renders the reasoning of a last reply, or None.
+        """Return the key under which the template renders a last reply's reasoning; None if none.
 
         Args:
             calls: whether the reply has tool calls.
@@ -389,8 +389,10 @@ class TemplateReading:
             name = self.reasoning("tool_calls" in message)
             is_scored = is_last and message[REASONING[0]].strip()
             self._check(name is not None or not is_scored, f"{location}.{REASONING[0]}")
-            # If the template renders no reasoning in a last reply of this kind (with or without
-            # tool calls), it may do so in an earlier turn, under the key for the other kind.
+            # ``name`` is the key under which the template renders the reasoning of a last reply
+            # with tool calls, if ``message`` has some, else of one without; None if it
+            # renders no reasoning there. Then use the key for the other kind of reply, because the
+            # template may still render reasoning in an earlier turn.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
                 message[name] = message.pop(REASONING[0])
@@ -473,7 +475,7 @@ class TemplateReading:
     def _writes(
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
-        """Tell if one of the rendered trials contains all words.
+        """Tell if the template renders all ``words`` in at least one of the ``trials``.
 
         Return None if the template rejects every trial.
         """

@@ -111,8 +111,8 @@ def _with_tools(earlier: str) -> str:
 
 
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
-# From a built-in template to its earlier version, which renders plain conversations (role and
-# content only) to the same text faster.
+# Maps each built-in template to its earlier version. That one renders a conversation of only roles
+# and contents to the same text, and is faster.
 _QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
 KWARGS_KEY = "model.data.chat_template_kwargs"
 TEMPLATE_KEY = "model.data.template"
@@ -249,11 +249,11 @@ def write_probe(
     """Render a trial dialogue, with a tool if the template requires one.
 
     Args:
-        strftime_now: see ``render``.
+        strftime_now: tells the template the date; None makes a template that asks for it fail.
         messages: the dialogue; by default a question and its answer.
 
     Raises:
-        DataError: see ``render``.
+        DataError: the template rejects the dialogue, or is invalid.
     """
 
     def write(text: Messages | Conversation) -> str:
@@ -424,7 +424,7 @@ def _find_around(write: Write, roles: Sequence[str]) -> tuple[str, ...]:
     """Return the strings that the template writes around the contents of a trial dialogue.
 
     The result is empty if the template rejects the dialogue. The string before the last reply is
-    skipped; see ``find_frames``.
+    skipped, because some templates add tags for reasoning there.
 
     Args:
         roles: the roles of the messages of the dialogue.
@@ -488,7 +488,7 @@ def render(
                 "it writes today's date (strftime_now), so scores would change from day to day; "
                 "choose a template without a date (model.data.template)"
             )
-        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
+        raise DataError(f"the chat template cannot render this conversation: {reason}") from error
 
 
 def _parse_kwargs(kwargs: str) -> dict[str, Any]:
@@ -538,7 +538,7 @@ def _parse(template: str) -> Any:
         return _environment().parse(template)
     except (jinja2.TemplateError, RecursionError) as error:
         reason = f"{type(error).__name__}: {short(error)}"
-        raise DataError(f"the chat template cannot write this conversation: {reason}") from error
+        raise DataError(f"the chat template cannot render this conversation: {reason}") from error
 
 
 @lru_cache(maxsize=8)

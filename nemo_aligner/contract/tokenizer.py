@@ -88,7 +88,7 @@ class Tokenizer:
         token = value.get("content") if isinstance(value, dict) else value
         if token is not None and not is_text(token):
             raise DataError(
-                f"{self._location}/{_CONFIG}: {name}: got {shown(token)}, wanted a text"
+                f"{self._location}/{_CONFIG}: {name}: got {shown(token)}, wanted a string"
             )
         return token
 
@@ -160,7 +160,7 @@ class Tokenizer:
             template = named.get("default")
         if template is not None and not is_text(template):
             raise DataError(
-                f"{self._location}/{_CONFIG}: chat_template: got {shown(template)}, wanted a text"
+                f"{self._location}/{_CONFIG}: chat_template: got {shown(template)}, wanted a string"
             )
         return template
 
@@ -260,7 +260,10 @@ class Tokenizer:
         if len(encoded) == 1:
             ids.add(encoded[0])
         if not ids:
-            raise DataError(f"token {shown(text)}: got {len(encoded)} tokens for it, wanted one")
+            raise DataError(
+                f"token {shown(text)}: the tokenizer splits it into {len(encoded)} tokens, "
+                "wanted a single token"
+            )
         if len(ids) > 1:
             raise DataError(
                 f"token {shown(text)}: it is ambiguous: the vocabulary has it as token "

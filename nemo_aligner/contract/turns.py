@@ -91,9 +91,9 @@ class TurnMarks:
 
     @classmethod
     def of(cls, write: Write, tokenizer: Tokenizer | None) -> TurnMarks:
-        """Find the marks of the template that ``write`` renders.
+        """Find the turn marks of the template that ``write`` renders.
 
-        Without a tokenizer marks that are added tokens are not found, only marks made of words.
+        Without a tokenizer, marks that are added tokens are not found, only those made of words.
 
         Raises:
             DataError: the template cannot render a question and its answer.
@@ -209,7 +209,7 @@ class TurnMarks:
             )
 
     def _find_mark(self, content: str, is_spoken: bool, uses_tools: bool) -> tuple[int, str] | None:
-        """Return the position and the string of the first mark in ``content``, or None."""
+        """Return the position and the string of the first mark in ``content``; None without one."""
         marks = (*self.anywhere, *self.around_results) if uses_tools else self.anywhere
         matches = [(content.index(mark), mark) for mark in marks if mark in content]
         stripped = content.rstrip()
@@ -224,9 +224,11 @@ class TurnMarks:
 def _marks_of_results(
     pieces: Sequence[str], anywhere: Sequence[str], tokenizer: Tokenizer | None
 ) -> tuple[str, ...]:
-    """Find the marks in the strings that a template writes around tool results.
+    """Find the turn marks around tool results: strings that no message may contain.
 
-    A mark is an added token, a tag or, if a string contains neither, the whole string.
+    They come from the strings that the template writes between two results, and between the last
+    result and a reply. A mark is an added token or a tag in such a string, or the whole string if
+    it has neither.
 
     Args:
         pieces: ``Frames.results``.
@@ -234,7 +236,8 @@ def _marks_of_results(
     """
     added = [] if tokenizer is None else tokenizer.added_tokens(pieces)
     tokens = [token.content for token in added if _is_mark(token.content, token.special)]
-    # Some templates (Qwen2.5) write tags between results, and the tags are no added tokens.
+    # Added tokens are not all marks: Qwen2.5's template puts results between the tags
+    # <tool_response> and </tool_response>, which its tokenizer treats as ordinary text.
     tags = [tag for piece in pieces[:1] for tag in _TAG.findall(piece)]
     marks = [*dict.fromkeys([*tokens, *tags])]
     words = [
@@ -300,7 +303,10 @@ def write_conversation(
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The end-of-turn string ``end``, and the ``rest`` that the template writes behind it.
+    """What a template writes after a reply: the end-of-turn string ``end``, then ``rest``.
+
+    With ChatML these are ``<|im_end|>`` and a newline. A generated text stops after ``end``, so
+    ``complete`` appends ``rest``.
 
     ``end_ids`` and ``rest_ids`` are the token ids of these strings. Both tuples are empty if a
     token spans the boundary between the two strings.
@@ -337,7 +343,7 @@ class TurnEnd:
         return cls(end, trailing, end_ids, rest_ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the fields as JSON values, which a server publishes in its metadata."""
         return {
             "end": self.end,
             "rest": self.rest,
@@ -346,12 +352,18 @@ class TurnEnd:
         }
 
     def complete(self, text: str) -> str:
-        """Append the missing part of ``rest`` to a text that ends with ``end``."""
+        """Append the missing part of ``rest`` to a text that has reached its end of turn, ``end``.
+
+        A text that was cut off before the end of the turn is returned unchanged.
+        """
         missing = _find_missing(text, self.end, self.rest)
         return text if missing is None else text + str(missing)
 
     def complete_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """Append the missing part of ``rest_ids`` to token ids that end with ``end_ids``."""
+        """Append the missing part of ``rest_ids`` to token ids that have reached ``end_ids``.
+
+        Token ids that were cut off before the end of the turn are returned unchanged.
+        """
         ids = list(token_ids)
         if not self.end_ids:
             return ids
@@ -387,7 +399,8 @@ def _find_missing(sequence: Any, end: Any, trailing: Any) -> Any:
 
 _KEY = "model.head.reads"
 _QUESTION, _REPLY = "a question", "the reply"
-# There are several trials, because a question and a reply may change the marker between them.
+# Several questions and replies, because the tokens of the marker can merge with the characters next
+# to it.
 _TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{", "}"))
 
 
@@ -402,7 +415,11 @@ def find_marker(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) ->
 
 
 def reply_start(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) -> int:
-    """Return the index of the reply's first token; the last index if the reply is empty."""
+    """Return the index of the reply's first token; the last index if the reply is empty.
+
+    ``marker`` has the token ids that the template writes before every reply. If it does not occur,
+    the whole sequence is the reply.
+    """
     marker_start = find_marker(token_ids, marker)
     return 0 if marker_start < 0 else min(marker_start + len(marker), len(token_ids) - 1)
 

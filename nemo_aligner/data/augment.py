@@ -29,7 +29,7 @@ class Augment:
     Attributes:
         share: number of new pairs per pair of the file, for example 0.3.
         seed: seed of the draws.
-        reading: rules by which the file is read; tied pairs are kept.
+        reading: rules by which the file is read; tied pairs are kept, as verdicts do not matter.
     """
 
     share: float = 0.3
@@ -60,8 +60,9 @@ def augment_file(source: Path, output: Path, settings: Augment) -> str:
     keys = [prompt_key(record) for record in plain]
     if len(set(keys)) < 2:
         raise DataError(
-            f"{source}: it has {len(set(keys))} prompts of plain conversations; at least 2 are "
-            "needed. Raw texts cannot be used, as they do not show where the reply begins"
+            f"{source}: it has {len(set(keys))} prompts of conversations without tools or "
+            "documents; at least 2 are needed. Raw texts cannot be used, as they do not show where "
+            "the reply begins"
         )
     count, rng = round(settings.share * len(plain)), random.Random(settings.seed)
     pairs = _draw_pairs(plain, keys, count, rng)

@@ -132,9 +132,9 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
 
 
 def list_first(items: Sequence[object], limit: int) -> list[str]:
-    """Write lines for an error: one for each of the first ``limit`` items.
+    """Render the first ``limit`` items as indented lines, one an item, for an error message.
 
-    If there are more items, a last line has their number.
+    If there are more items, a last line says how many were left out.
     """
     lines = [f"  {item}" for item in items[:limit]]
     left = len(items) - limit
@@ -194,7 +194,7 @@ def _advise(files: Sequence[ReadFile], rule: MalformedRule) -> str:
     return advice
 
 
-# Rules for the text of a record.
+# Rules that drop a record because of its text.
 
 
 def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
@@ -220,7 +220,11 @@ def find_drop_reason(record: Record, labelled: bool, ties: bool) -> str | None:
 
 
 def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
-    """Build the error about a file that has no usable record; ``counts`` says why, by reason."""
+    """Build the error about a file that has no usable record.
+
+    ``counts`` maps each reason for dropping a record to the number of records; the message lists
+    it.
+    """
     advice = (
         ". Overlong samples have more tokens than model.data.seq_length: raise it, or set "
         "model.data.overlong=truncate_left"
@@ -233,7 +237,7 @@ def _describe_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(parts) or "it is empty"
 
 
-# Rules for the tokens of a record.
+# Rules that drop a record because of its tokens.
 
 
 class EncodedRecord(NamedTuple):
@@ -242,9 +246,10 @@ class EncodedRecord(NamedTuple):
     Attributes:
         record: the record.
         texts: for each sample, its tokens, or an error if the sample is too long.
-        reply_tokens: number of tokens of each sample's reply; empty if not counted.
-        step_tokens: for each reply, the number of tokens of each of its steps; empty if not
-            counted.
+        reply_tokens: number of tokens of each sample's reply; empty if the caller did not count
+            them.
+        step_tokens: for each reply, the number of tokens of each of its steps; empty if the caller
+            did not count them.
     """
 
     record: Record
@@ -286,10 +291,10 @@ def keep_usable(
     malformed: list[MalformedRecord],
     overlong_error: str | None,
 ) -> Iterator[tuple[EncodedRecord, list[EncodedText]]]:
-    """Yield each record that the rules for tokens keep, and the tokens of its samples.
+    """Yield each record that is still usable after tokenization, with the tokens of its samples.
 
-    The rules are in the second table of this module. The other records are counted by reason in
-    ``counts``, and malformed records are also added to ``malformed``.
+    Records are dropped for the reasons in the second table of this module, such as ``overlong``.
+    They are counted by reason in ``counts``, and malformed ones are also added to ``malformed``.
 
     Args:
         overlong_error: end of the message of the error about a sample that is too long; None drops

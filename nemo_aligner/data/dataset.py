@@ -43,7 +43,8 @@ class TokenizedDataset:
         kind: comparison or rating.
         name: name of the data set in logs.
         sequences: token ids of the Q samples, in record order.
-        records: the samples of each record, their rewards, and labels.
+        records: which samples belong to each record and which rewards to each sample, as index
+            bounds; and labels and ranks.
         places: ``[S]`` int32, for each reward the position in its sample of the token that the head
             reads.
         origins: file and line of each record.
@@ -76,7 +77,7 @@ class TokenizedDataset:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts over all files: ``read``, ``kept``, and each reason of ``clean.py``."""
+        """Numbers of records over all files: ``read``, ``kept``, and dropped for each reason."""
         total: Counter[str] = Counter()
         for report in self.reports:
             total.update(report.counts)
@@ -87,11 +88,11 @@ class TokenizedDataset:
         return self.sequences[slice(*self._find_samples(index))]
 
     def lengths(self, index: int) -> list[int]:
-        """Count the tokens of each sample of the record ``index``, without reading them."""
+        """Count the tokens of each sample of the record ``index``, without reading their ids."""
         return self.sequences.lengths(*self._find_samples(index)).tolist()
 
     def num_tokens(self, index: int) -> int:
-        """Count the tokens of all samples of the record ``index``, without sharing prefixes."""
+        """Count the tokens of the record ``index``; a shared prefix counts once for each sample."""
         return sum(self.lengths(index))
 
     @property
@@ -108,21 +109,21 @@ class TokenizedDataset:
         return self.records.reward_bounds.numpy()[first : end + 1].tolist()
 
     def num_rewards(self, index: int) -> int:
-        """Count the rewards of all samples of the record ``index``."""
+        """Count the rewards of the record ``index``: one a sample, or one a turn or step."""
         bounds = self._find_reward_bounds(index)
         return bounds[-1] - bounds[0]
 
     def reads(self, index: int) -> list[list[int]]:
-        """List the tokens that the head reads in each sample of the record ``index``.
+        """List the positions at which the reward head reads each sample of the record ``index``.
 
-        A token is given by its position in the sample.
+        A position counts the sample's tokens from 0.
         """
         bounds = self._find_reward_bounds(index)
         return [self.places[start:end].tolist() for start, end in pairwise(bounds)]
 
     @property
     def label_origins(self) -> Sequence[Origin]:
-        """File and line of the record that each row of ``records.labels`` belongs to."""
+        """For each row of ``records.labels``, the file and line of its record."""
         counts = self.records.label_bounds.diff().tolist()
         return [self.origins[record] for record, count in enumerate(counts) for _ in range(count)]
 
@@ -145,18 +146,25 @@ class TokenizedDataset:
             records.ranks.numpy(),
             records.sample_bounds.numpy(),
             records.reward_bounds.numpy(),
-            # Tokenizing counts ``steps`` only if turns or steps are scored.
+            # The count ``steps`` exists only if each turn or step has a reward. Otherwise places
+            # are not hashed, so that the digest equals that of earlier versions.
             self.places.numpy() if "steps" in self.counts else None,
         )
         return digest.hexdigest()
 
     @property
     def reply_lengths(self) -> Tensor:
-        """``[S]`` int32 tokens of the reply, turn or step of each reward, before truncation."""
+        """Length in tokens, before truncation, of the text that each reward scores: ``[S]`` int32.
+
+        The text is the whole reply or, if turns or steps are scored, one of them.
+        """
         return self.records.reply_lengths
 
     def first(self, count: int) -> TokenizedDataset:
-        """Select the first ``count`` records, or all if there are fewer; ``reports`` are empty."""
+        """Select the first ``count`` records, or all if there are fewer.
+
+        The result has no ``reports``, because those describe whole files.
+        """
         return replace(self.select(range(min(count, len(self)))), reports=[])
 
     def draw(self, count: int, seed: int) -> TokenizedDataset:
@@ -186,7 +194,7 @@ class TokenizedDataset:
         )
 
     def centred_on(self, means: Mapping[str, float]) -> TokenizedDataset:
-        """Return the same data, whose label columns are centred on ``means``, by name of column."""
+        """Return the same data, where ``labels.targets`` subtracts ``means[name]`` from columns."""
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
 
@@ -213,7 +221,7 @@ class TokenizedDataset:
 
 
 def check_indexes(indexes: Sequence[FileIndex], rule: MalformedRule) -> None:
-    """Check that ``rule`` allows the files' malformed records, and that each file has good ones.
+    """Check that ``rule`` allows the files' malformed records, and that each file has usable ones.
 
     Raises:
         DataError: a file has too many malformed records, or none to tokenize. One error names the
@@ -227,7 +235,7 @@ def check_indexes(indexes: Sequence[FileIndex], rule: MalformedRule) -> None:
 
 
 def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
-    """Join the indexes of files, which have one kind of records and the same label columns.
+    """Join the token indexes of files, which have one kind of records and the same label columns.
 
     Raises:
         DataError: no file has a usable record.
@@ -264,7 +272,7 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     ``contradicted``.
     """
     reports: list[FileReport] = []
-    # Each array is sorted once, and searched for all later files.
+    # Sorted verdicts of each file so far, with which the next files are compared.
     earlier_verdicts: list[np.ndarray] = []
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys
@@ -300,7 +308,10 @@ def _join_records(indexes: Sequence[FileIndex]) -> Records:
 
 
 def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
-    """Join the bounds of several files, ``[n + 1]`` each, to the bounds of their concatenation."""
+    """Join the start offsets of the items of several files, as if the files were one.
+
+    Each array is ``[n + 1]``, from 0 to the file's total.
+    """
     bounds = parts[0]
     for part in parts[1:]:
         bounds = np.concatenate([bounds, bounds[-1] + part[1:]])
@@ -359,7 +370,7 @@ class EpochOrder:
     An epoch has as many records as all files together. Without weights it has each record once.
     With weights it has a number of records of each file that is in proportion to the file's weight.
     These records come from shuffled passes through the file. An epoch continues the pass in which
-    the previous epoch stopped, so that no record is left out for long.
+    the previous epoch stopped, so every record is used once before the next pass begins.
 
     Attributes:
         sizes: number of records of each file, in the order of the files in the data set.
@@ -390,7 +401,8 @@ class EpochOrder:
             return list(self.sizes)
         exact = np.array(self.weights) * (self.size / sum(self.weights))
         shares = np.floor(exact).astype(int)
-        # The records that rounding down left over go to the files that it took most from.
+        # Rounding down leaves a few records of the epoch unassigned. Assign one each to the files
+        # that lost the largest fractions.
         rounded_most = np.argsort(shares - exact, kind="stable")[: self.size - shares.sum()]
         shares[rounded_most] += 1
         return shares.tolist()
@@ -437,7 +449,8 @@ def _order_epoch(order: EpochOrder, epoch: int) -> np.ndarray:
 def _take_from_passes(size: int, share: int, seed: int, epoch: int) -> np.ndarray:
     """Return the records that epoch number ``epoch`` takes from a file of ``size`` records.
 
-    The file is shuffled anew in each pass, and every epoch takes the next ``share`` records.
+    The file is read in passes, each in a new random order; an epoch takes the next ``share``
+    records, from wherever the previous epoch stopped.
 
     Returns:
         ``[share]`` indices of records in the file.

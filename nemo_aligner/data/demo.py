@@ -21,9 +21,9 @@ from nemo_aligner.utils.errors import DataError
 
 # The demo set of pairs: it is balanced, and split by what the prompts ask about.
 #
-# All pairs of an item (a question, a sum, a word) are in the same part, so that held-out prompts
-# ask about nothing that a training prompt asks about. In exactly half of the pairs of each kind the
-# better reply is the shorter one, so that length is no hint.
+# All pairs of an item (a question, a sum, a word) are either training or held-out pairs, so that
+# held-out prompts ask about nothing that a training prompt asks about. In exactly half of the pairs
+# of each kind the better reply is the shorter one, so that length is no hint.
 
 
 def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int = 1) -> str:
@@ -35,7 +35,7 @@ def write_demo(folder: Path, pairs: int = 2400, heldout: float = 0.1, seed: int 
         A table to print, with the number of pairs of each kind in both files.
 
     Raises:
-        DataError: see ``build_demo_pairs``.
+        DataError: the demo set has fewer different pairs than ``pairs``.
     """
     train, heldout_pairs = build_demo_pairs(pairs, heldout, seed)
     sides = {"train": train, "heldout": heldout_pairs}
@@ -96,7 +96,8 @@ def build_demo_pairs(
 def _draw_items(candidates: list[DemoPair], heldout: float, seed: int) -> set[str]:
     """Draw the fraction ``heldout`` of the items that ``candidates`` ask about.
 
-    Two kinds of pairs that ask about the same items hold out the same items.
+    The draw depends on nothing but the items and the seed, so two kinds of pairs that ask about the
+    same items hold out the same ones.
     """
     items = sorted({pair.item for pair in candidates})
     random.Random(f"{seed}/items").shuffle(items)
@@ -124,8 +125,8 @@ def _draw_balanced(candidates: list[DemoPair], count: int, rng: random.Random) -
 class DemoPair:
     """One pair of the demo set.
 
-    ``item`` names what the prompt asks about, so that pairs with differently worded prompts about
-    the same thing stay in the same part.
+    ``item`` names what the prompt asks about. Pairs with the same item, even if their prompts are
+    worded differently, are all training pairs or all held-out pairs.
     """
 
     kind: str
@@ -333,7 +334,8 @@ KINDS: dict[str, Callable[[random.Random], Iterator[DemoPair]]] = {
 }
 
 
-# The demo set of steps: chains of sums, half of which have a wrong step.
+# The demo set of steps: sums of several numbers, with one addition a step. Half of the records have
+# a wrong step.
 
 _MIN_STEPS, _MAX_STEPS = 3, 6
 # The largest number to add. A small model learns to add one-digit numbers within minutes, but not
@@ -349,11 +351,12 @@ def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str
     The records have the format ``stepwise``. The two files have different questions.
 
     Args:
-        chains: number of chains of sums in both files together.
-        heldout: fraction of the chains to hold out.
+        chains: number of records in both files together. A record is a question such as "What is 3
+            + 5 + 2?", answered with one addition a step.
+        heldout: fraction of the records to hold out.
 
     Returns:
-        A table to print, with the numbers of chains, errors and steps.
+        A table to print, with the numbers of records, wrong steps and all steps.
     """
     rng = random.Random(f"{seed}/steps")
     records = list(_make_chains(rng, chains))
@@ -370,9 +373,9 @@ def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str
 
 
 def _make_chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
-    """Yield ``count`` chains as ``stepwise`` records with different questions.
+    """Yield ``count`` sums, answered with one addition a step, as ``stepwise`` records.
 
-    Every second chain has a wrong step.
+    All questions differ. Every second record has a wrong step.
     """
     seen: set[str] = set()
     while len(seen) < count:

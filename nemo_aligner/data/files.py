@@ -261,7 +261,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
 
 
 def are_json_lines(lines: Iterable[AnyLine]) -> bool:
-    """True if the first line is a JSON object, or at least half of all lines are."""
+    """True if the lines are JSON lines, not a table: the first or half of them are JSON objects."""
     objects = count = 0
     for count, line in enumerate(lines, start=1):
         objects += isinstance(line, Line)
@@ -376,7 +376,7 @@ def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:
 
 
 def _describe_error(raw: str, error: Exception) -> str:
-    """Describe a decoder's ``error`` about the line ``raw``, without its line number, always 1."""
+    """Describe the ``error`` of decoding the line ``raw``, without "line 1", its own numbering."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     if "\r" in raw.strip():
@@ -449,7 +449,7 @@ _HEAD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a file, at the boundaries of records, so that no record is in two blocks.
+    """A part of a file that holds complete records, so that no record is in two blocks.
 
     Attributes:
         first: number of the block's first line in the file.
@@ -473,8 +473,8 @@ class BlockFile:
     """A data file that can be read several times, line by line or block by block.
 
     Raises:
-        DataError: see ``read_lines``. In a file of JSON lines, errors are raised when the lines
-            are read.
+        DataError: the file is missing, not UTF-8, or a broken list or table, or it has no object.
+            In a file of JSON lines, errors are raised when the lines are read.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -166,7 +166,7 @@ def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
 
 
 def render_record(record: Record, options: Inspection) -> str:
-    """Render a record exactly as it is tokenized or, without rules, as it was read."""
+    """Render a record as the text that is tokenized or, without a tokenizer, as it was read."""
     lines = [f"\n{record.origin}" + (f" ({record.source})" if record.source else "")]
     if isinstance(record, Comparison):
         for name, text in zip(text_names(record), record.texts, strict=True):
@@ -200,8 +200,8 @@ def _text_lines(name: str, text: Text, labels: Sequence[str], options: Inspectio
     if reads is None:
         last = tokenizer.decode(ids[-1:])
         return [*lines, f"   scored at the last token: {ids[-1]} {last!r}"]
-    # Labels belong to the last steps: the one label of a whole sample is shown at its last step.
-    # Earlier steps get an empty text.
+    # There may be fewer labels than steps: a rating of the whole sample has one. Labels are shown
+    # at the last steps, and earlier steps show nothing.
     unlabelled = [""] * (encoded.lost + len(reads) - len(labels))
     shown = [*unlabelled, *(f", label {label}" for label in labels)]
     for number, place in enumerate(reads, encoded.lost):

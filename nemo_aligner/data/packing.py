@@ -130,8 +130,9 @@ def pack_records(
     into the memory that it used.
 
     Args:
-        first_rows: for each of ``record_ids``, position of its first reward (see
-            ``PackedBatch.rows``); by default the rewards follow each other.
+        first_rows: for each of ``record_ids``, position of its first reward among the rewards of
+            the global batch or data set (see ``PackedBatch.rows``); by default the rewards are
+            numbered from 0 in the order of ``record_ids``.
 
     Raises:
         DataError: one record is larger than the budget.
@@ -185,9 +186,10 @@ class SequenceReads(NamedTuple):
 
     @classmethod
     def number(cls, places: Sequence[Sequence[int]]) -> list[SequenceReads]:
-        """Build the reads of sequences from their ``places``.
+        """Build a ``SequenceReads`` for each sequence from the token positions that the head reads.
 
-        The rewards are numbered from 0, over all sequences in order: these are the ``rows``.
+        The rewards of all sequences are numbered from 0, in order; these numbers are their
+        ``rows``.
         """
         rows = iter(range(sum(map(len, places))))
         return [
@@ -215,7 +217,8 @@ def pack_sequences(
     Args:
         reads: for each sequence, which tokens are read and the rows of their rewards; by default
             the last token, whose row is the index of the sequence.
-        length_dependent_rope: see ``find_prefix_groups``.
+        length_dependent_rope: maps the length of a sequence to the number of its RoPE; only
+            sequences with the same RoPE share a prefix.
 
     Raises:
         DataError: a sequence is empty or larger than the budget.
@@ -241,8 +244,9 @@ def pack_groups(
 
     Args:
         groups: their members are indices of ``sequences``.
-        stored: for each member, the tokens whose keys and values to store; by default none.
-        reads: as in ``pack_sequences``.
+        stored: for each member, the tokens whose keys and values to keep in the prefix cache; by
+            default none.
+        reads: for each sequence, which tokens the head reads; by default only the last one.
     """
     packs = []
     weights = [group.weight for group in groups]
@@ -270,9 +274,10 @@ class PrefixGroup:
 
     Attributes:
         members: indices of the sequences.
-        prefix: number of tokens that all sequences share after their cached tokens.
+        prefix: number of tokens that all sequences share, not counting cached tokens.
         size: number of tokens to compute, with the prefix counted once.
-        cached: the cached tokens before the prefix; None if there are none.
+        cached: tokens before the prefix whose keys and values an earlier batch has left in the
+            cache; None if there are none.
     """
 
     members: list[int]

@@ -77,10 +77,13 @@ class ReaderConfig:
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str, **fields: Any) -> ReaderConfig:
-        """Build the rules from the ``settings`` of a ``section``, and from other ``fields``.
+        """Build the rules from settings; ``fields`` are attributes that the settings do not decide.
+
+        ``section`` is the prefix of the settings in errors, such as ``model.data``.
 
         Raises:
-            ConfigError: see ``PromptWrapping.of``.
+            ConfigError: a prompt file cannot be read, or a template does not have ``{}`` exactly
+                once.
         """
         return cls(
             format=settings.format,
@@ -135,7 +138,7 @@ def read_records(path: str | Path, reading: ReaderConfig) -> RecordFile:
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
-        DataError: no usable record is left, or see the tables in ``clean.py``.
+        DataError: the file cannot be read, too many records are malformed, or none is usable.
     """
     file = parse_file(path, reading)
     check_malformed([file], reading.rule)
@@ -155,8 +158,8 @@ class FileRules:
         format: name of its format.
         kind: kind of its records.
         reading: the rules that the caller passed.
-        contradicted: keys of the pairs of samples that the file has with opposite verdicts
-            (``verdict_keys``, lowest bit 0); records with such a pair are dropped.
+        contradicted: pairs of samples for which the file has opposite verdicts, as ``verdict_keys``
+            with the lowest bit set to 0; records with such a pair are dropped.
     """
 
     path: str
@@ -177,7 +180,7 @@ class FileRules:
         malformed: list[MalformedRecord],
         unread: Counter[str] | None = None,
     ) -> Iterator[Record]:
-        """Yield the records of a block that the rules for text keep.
+        """Yield the records in ``lines`` that are usable by their text, labels and ranks.
 
         Dropped records are counted by reason in ``counts``, and malformed ones are also added to
         ``malformed``. Lines with a column that is not read are counted in ``unread``.
@@ -215,7 +218,7 @@ def open_file(path: str | Path, reading: ReaderConfig) -> tuple[FileRules, Itera
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
-        DataError: the file cannot be read; see the tables in ``clean.py``.
+        DataError: the file cannot be read, or no format fits its records.
     """
     file = BlockFile(path)
     labels = (*reading.attributes, *reading.pair_columns)
@@ -235,7 +238,7 @@ def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> fro
     """Read the file to find pairs of samples for which it has opposite verdicts.
 
     Returns:
-        The keys of these pairs (``verdict_keys``), with the lowest bit 0.
+        The ``verdict_keys`` of these pairs, with the lowest bit set to 0.
     """
     keys = array("Q")
     for block in file.blocks(chosen.lines_per_record):
@@ -252,7 +255,7 @@ def parse_file(path: str | Path, reading: ReaderConfig) -> RecordFile:
 
     Raises:
         ConfigError: ``reading`` names a format that does not exist.
-        DataError: the file cannot be read; see the tables in ``clean.py``.
+        DataError: the file cannot be read, or no format fits its records.
     """
     rules, blocks = open_file(path, reading)
     counts: Counter[str] = Counter()
@@ -374,7 +377,10 @@ def _check_place(template: str | None, key: str) -> None:
 def _wrap_last_question(conversation: Messages, words: str) -> Messages:
     roles = [turn["role"] for turn in conversation]
     if "user" not in roles:
-        raise DataError(f"got turns of {', '.join(roles)}, wanted a user turn for prompt_file")
+        raise DataError(
+            f"got turns of {', '.join(roles)}, but prompt_file needs a user turn to put its text "
+            "around"
+        )
     last = len(roles) - 1 - roles[::-1].index("user")
     question = {**conversation[last], "content": _fill(words, flatten_message(conversation[last]))}
     return [*conversation[:last], question, *conversation[last + 1 :]]

@@ -230,7 +230,7 @@ def short_hash(*parts: bytes) -> int:
 
 
 def prompt_hash(record: Record) -> int:
-    """Hash the ``prompt_key`` of a record to 64 bits."""
+    """Hash the ``prompt_key`` of a record to 64 bits; equal prompts have equal hashes."""
     # JSON can contain half of a surrogate pair, which plain UTF-8 cannot encode.
     return short_hash(prompt_key(record).encode(errors="surrogatepass"))
 
@@ -296,7 +296,9 @@ def reward_row(
     texts: Sequence[Text],
     **more: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Build a row with the origin, the rewards and the samples of a record.
+    """Build the line about one scored record for a file of held-out rewards.
+
+    The result is a dict with the record's origin, source, rewards and samples.
 
     Args:
         rewards: rewards of a pair by ``chosen`` and ``rejected``, or of a rating by attribute. A
@@ -460,7 +462,7 @@ def without_other_kinds(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _convert(value: Any) -> Any:
-    """Convert a value that ``json`` cannot write, such as a date; TypeError if it is unknown."""
+    """Convert a value that ``json`` cannot write, such as a date; TypeError for any other type."""
     if isinstance(value, Conversation):
         return conversation_as_json(value)
     if type(value).__name__ in _MISSING:

@@ -197,14 +197,15 @@ _MIN_OUTLIERS = 3
 
 @dataclass(frozen=True)
 class FarLabel:
-    """An outlier among the labels of a file, by the rule above.
+    """An outlier: a label at least ten times farther from its column's median than usual labels.
 
     Attributes:
         origin: file and line of the record.
         name: label column.
         value: the label.
         median: median of the column.
-        times: the label's distance from the median, divided by the larger reference distance.
+        times: the label's distance from the median, divided by the distance of usual labels, which
+            the comment above this class defines.
     """
 
     origin: Origin
@@ -226,7 +227,9 @@ def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
 
 
 def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel]:
-    """Find the outliers among labels by the rule above, the farthest first.
+    """Find labels at least ten times farther from their column's median than usual ones.
+
+    The farthest comes first. The comment above ``FarLabel`` has the exact rule.
 
     ``origins`` has the file and line of each row of ``labels``.
     """

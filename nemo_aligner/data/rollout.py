@@ -56,7 +56,8 @@ class Rollout:
         Raises:
             DataError: the shapes do not fit each other; the mask has another value than 0 and 1; a
                 return or previous value is not finite where the mask is 1; a sequence is too long
-                or has a token id outside the vocabulary; or the mask of a whole step is 0.
+                or has a token id outside the vocabulary; or the mask of all sequences of a training
+                step is 0.
         """
         self._check_shapes()
         self._check_numbers()
@@ -101,7 +102,8 @@ class Rollout:
             if length > seq_length:
                 raise DataError(
                     f"mask, row {row}: its last 1 is at token {length}; sequences have at most "
-                    f"{seq_length} tokens (seq_length)"
+                    f"{seq_length} tokens (the model's seq_length). Shorten the sequence, or set "
+                    "its mask to 0 from there on"
                 )
             used = self.tokens[row, :length]
             wrong = used[(used < 0) | (used >= vocab_size)]

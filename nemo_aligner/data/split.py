@@ -1,4 +1,4 @@
-"""Split a file of preference data into two parts, so that no prompt is in both.
+"""Split a file of preference data into training and held-out data, so that no prompt is in both.
 
 ``nemo-aligner data split`` writes the two files. Its report has the length baseline: the accuracy
 of always taking the longer reply.
@@ -28,7 +28,7 @@ from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_len
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-# The held-out part may differ from its requested size by this fraction of the size.
+# The held-out file may differ from its requested size by this fraction of the size.
 _TOLERANCE = 0.1
 _SHINGLE_WORDS = 3
 
@@ -40,10 +40,10 @@ class Split:
     Attributes:
         heldout: fraction of the records to hold out.
         seed: seed of the draw.
-        by: ``prompt`` keeps records with the same whole prompt in the same part; ``first_prompt``
-            keeps conversations with the same first user turn in the same part.
+        by: ``prompt`` keeps records with the same whole prompt together, in one of the two files;
+            ``first_prompt`` keeps conversations with the same first user turn together.
         similar: prompts whose sets of three consecutive words have at least this Jaccard
-            similarity also stay in the same part; None does not compare prompts.
+            similarity also stay together; None does not compare prompts.
         reading: rules by which the file is read.
         tokenizer: counts the tokens of replies for the length baseline; None counts characters.
     """
@@ -62,7 +62,7 @@ def split_file(source: Path, folder: Path, settings: Split) -> str:
     Malformed records are written to neither file; by default they are an error.
 
     Raises:
-        ConfigError: an attribute has no name, a part would overwrite ``source``, or ``similar``
+        ConfigError: an attribute has no name, a file would overwrite ``source``, or ``similar``
             needs a package that is not installed.
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
@@ -133,7 +133,7 @@ def _check_apart(source: Path, parts: Iterable[Path]) -> None:
 
 
 def check_names(attributes: Sequence[str]) -> None:
-    """Check the names of label columns.
+    """Check that no name of a label column is empty.
 
     Raises:
         ConfigError: a name is empty.
@@ -143,7 +143,7 @@ def check_names(attributes: Sequence[str]) -> None:
 
 
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """Return the lines of each record as they are in the file, by the number of its first line."""
+    """Map the number of each record's first line to all its lines, as they are in the file."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = format_named(file.format, None).lines_per_record
     return {
@@ -166,7 +166,7 @@ def lines_of_records(records: Sequence[Record], file_lines: Mapping[int, list[st
 
 
 def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
-    """Return a key for each record; records with the same key must stay in the same part.
+    """Return a key for each record; records with the same key must go to the same file.
 
     Records of the same line have the same key, even if their prompts differ, as in a message tree.
     """
@@ -203,7 +203,7 @@ def _merge_prefixes(prompts: Sequence[str]) -> list[str]:
 def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Return ``keys``, where keys that ``pairs`` connect are replaced by one of them.
 
-    Keys are connected by a pair, or by a chain of pairs.
+    Keys are connected if they are a pair, or if pairs lead from one to the other.
     """
     same_as = {key: key for key in keys}
 

@@ -184,8 +184,8 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
     """Tokenize a file and write its index to ``folder``.
 
     Raises:
-        ConfigError: see ``make_index``.
-        DataError: see ``make_index``, or the file changed while it was tokenized.
+        ConfigError: ``rules`` name a data format that does not exist.
+        DataError: the file cannot be read or tokenized, or changed while it was tokenized.
         OSError: the folder cannot be written.
     """
     part = make_temporary(f".{folder.name}.part-", folder.parent)
@@ -233,7 +233,7 @@ def _write_facts(folder: Path, header: dict[str, Any]) -> None:
 
 
 def _publish(part: Path, folder: Path, path: str) -> None:
-    """Rename ``part`` to ``folder``, unless another process has written the index meanwhile."""
+    """Rename the finished index ``part`` to ``folder``, unless another process did so before."""
     for _ in range(_TRIES):
         with suppress(OSError):
             # The rename fails if ``folder`` exists and is not empty.
@@ -299,7 +299,7 @@ def open_indexes(
 
     Raises:
         ConfigError: the folder of ``place`` cannot be written.
-        DataError: an index cannot be written, or see ``make_index``.
+        DataError: a file cannot be read or tokenized, or its index cannot be written.
     """
     different = list(dict.fromkeys(paths))
     large = [path for path in different if _is_indexed(path, place)]

@@ -165,7 +165,7 @@ def make_index(
 
     Raises:
         ConfigError: ``rules.reading`` names a format that does not exist.
-        DataError: the file cannot be read, or see ``tokenize_blocks``.
+        DataError: the file cannot be read, or one of its records cannot be tokenized.
         OSError: the arrays cannot be written.
     """
     file_rules, blocks = open_file(path, rules.reading)
@@ -187,7 +187,7 @@ class _Writer:
     def __init__(self, arrays: Arrays) -> None:
         self.records = 0
         self._arrays = arrays
-        # The sums of the counts of all blocks. The ``arrays`` of this block stay empty.
+        # A block used only to add up the counts of all blocks; its ``arrays`` stay empty.
         self._total = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
@@ -197,7 +197,7 @@ class _Writer:
             arrays.append(name, np.zeros(1, _INT))
 
     def add(self, block: TokenizedBlock) -> None:
-        """Append the arrays of a block to those of the index, and add its counts to the sums."""
+        """Append the arrays of a block to those of the index, and add its counts to the file's."""
         total, parts = self._total, dict(block.arrays)
         total.counts.update(block.counts)
         total.unread.update(block.unread)
@@ -263,7 +263,8 @@ class _Writer:
         saved = prefixes * (np.diff(sample_bounds) - 1)
         reply_lengths = arrays.read("reply_lengths", _COUNT)
         if rules.kind is RecordKind.comparison:
-            # The last reward of a sample has the length of the whole reply.
+            # The summary has one length for each reply of a comparison. It is that of the sample's
+            # last reward, which ``lengths_of_rewards`` sets to the length of the whole reply.
             reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
         summary = FileSummary(
@@ -329,7 +330,7 @@ def end_digest(
 
 
 class ArraysInMemory:
-    """Arrays in the memory of this process, written and read like those of ``ArraysInFolder``."""
+    """Arrays in the memory of this process, with the methods of ``ArraysInFolder``."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, bytearray] = {}
@@ -339,7 +340,7 @@ class ArraysInMemory:
         self._bytes.setdefault(name, bytearray()).extend(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace the array ``name``."""
+        """Replace the whole array ``name`` by ``array``."""
         self._bytes[name] = bytearray(array.tobytes())
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
@@ -347,7 +348,7 @@ class ArraysInMemory:
         return _reshape(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
 
     def sizes(self) -> dict[str, int]:
-        """Measure each array, in bytes."""
+        """Return the size of each array in bytes, by its name."""
         return {name: len(content) for name, content in self._bytes.items()}
 
 
@@ -369,7 +370,7 @@ class ArraysInFolder:
         self._open[name].write(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace the array ``name``."""
+        """Replace the whole array ``name`` by ``array``."""
         file = self._open.pop(name, None)
         if file is not None:
             file.close()
@@ -390,7 +391,7 @@ class ArraysInFolder:
         return _reshape(np.memmap(path, dtype, mode="c"), width)
 
     def sizes(self) -> dict[str, int]:
-        """Measure each array, in bytes."""
+        """Return the size of each array in bytes, by its name."""
         return {path.stem: path.stat().st_size for path in self._folder.glob("*.bin")}
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ def tokenize_blocks(
     With fewer than 2 processes, this process does the work itself.
 
     Raises:
-        DataError: see ``tokenize_block``, or a process was killed.
+        DataError: a block cannot be tokenized (``tokenize_block``), or a process was killed.
     """
     if processes < 2:
         yield from (tokenize_block(block, rules) for block in blocks)
@@ -79,7 +79,7 @@ def _distribute(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Tok
 
 
 class _Worker:
-    """One process and the pipes to its stdin and stdout."""
+    """A process that tokenizes blocks, and the pipes to its stdin and stdout."""
 
     def __init__(self, rules: TokenRules) -> None:
         self._process = subprocess.Popen(
@@ -162,5 +162,5 @@ def answer_blocks() -> None:
 
 
 def usable_processes() -> int:
-    """Count the cores that this process may use."""
+    """Count the CPU cores that this process may run on, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))

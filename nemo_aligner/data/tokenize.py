@@ -65,7 +65,7 @@ class TokenizedBlock:
     """N records of a block with Q samples and S rewards, and counts of the dropped ones.
 
     Attributes:
-        counts: counts by reason (see ``clean.py`` and the table above), without ``kept``.
+        counts: numbers of records that were read, and dropped for each reason; without ``kept``.
         parsed: number of records that were tokenized, including those that were then dropped.
         malformed: the malformed records, in line order.
         arrays: ``tokens [T]``, ``lengths [Q]``, ``ranks [Q]``, ``sample_counts [N]``,
@@ -116,7 +116,7 @@ class _TokenizedRecord(NamedTuple):
             return [record.labels or missing]
         if record.steps is not None:
             return [labels or missing for labels in record.steps[self.lost :]]
-        # The labels of a whole sample go to its last step; earlier steps have none.
+        # A rating of the whole sample, of a model that scores steps, labels the last step only.
         return [missing] * (len(self.reads[0]) - 1) + [record.labels or missing]
 
 
@@ -168,7 +168,8 @@ def _tokenize_records(
         if isinstance(record, Comparison) and record.has_ties:
             counts["all_tied" if record.is_tied else "some_tied"] += 1
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
-        # If turns and steps are not scored, the head reads the last token.
+        # ``text.reads`` is None if turns and steps are not scored. The reward then belongs to the
+        # last token.
         reads = [text.reads or (len(text.token_ids) - 1,) for text in texts]
         if rules.contract.has_steps:
             counts["steps"] += sum(map(len, reads))
@@ -267,7 +268,7 @@ def _truncate(text: TextIds, contract: ScoringContract) -> EncodedText | Overlon
         return error
 
 
-# Common prefixes of token sequences.
+# Prefixes that token sequences share.
 
 # Shorter prefixes, in tokens, are not shared: a separate segment in a pack would cost more.
 _MIN_PREFIX = 8

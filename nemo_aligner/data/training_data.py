@@ -88,8 +88,10 @@ def build_training_data(
 
     Raises:
         ConfigError: there is no training file, a record is too large for
-            ``model.micro_batch_tokens``, or see ``build_objective`` and ``open_indexes``.
-        DataError: see ``open_indexes``, ``check_indexes``, ``join_indexes`` and ``check_overlap``.
+            ``model.micro_batch_tokens``, a setting of the objective is wrong, or the token caches
+            cannot be written.
+        DataError: a file cannot be used, or prompts of a validation file are also in the training
+            files although the settings do not allow it.
     """
     prefix = config.data.data_prefix
     if not prefix.train:
@@ -131,7 +133,7 @@ def build_training_data(
 
 
 def _check_reads(contract: ScoringContract, objective: Objective) -> None:
-    """Raise ConfigError if the objective cannot learn from rewards of turns or steps."""
+    """Raise ConfigError if the model scores turns or steps, but the objective cannot learn that."""
     reads = contract.scored_position
     if contract.has_steps and objective.takes_comparisons:
         raise ConfigError(
@@ -180,8 +182,8 @@ def _choose_label_means(
     if objective.centres_labels and measure:
         return contract.with_label_means(_measure_means(train, contract.attributes))
     if not objective.centres_labels and any(contract.label_means):
-        # The model that training starts from has label means, but this objective does not centre
-        # labels.
+        # The contract may have label means from the model that training starts from. This objective
+        # does not centre labels, so they become zeros.
         return contract.with_label_means([0.0] * len(contract.attributes))
     return contract
 
@@ -206,7 +208,8 @@ def _fit_objective(
 ) -> Objective:
     """Return the objective with the settings that follow from the training labels.
 
-    A head that training starts from may determine them, too.
+    If training starts from a reward model with its head, the head may decide some of them, such as
+    the values of bins.
 
     Raises:
         ConfigError: the labels do not determine a setting, or the objective needs other outputs

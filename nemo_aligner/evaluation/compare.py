@@ -29,7 +29,8 @@ class Share:
     """Accuracy of a model on some pairs.
 
     Attributes:
-        accuracy: mean credit for the pairs (``Prediction.right``), 0 to 1.
+        accuracy: mean over the pairs of 1 if the model is right, 0.5 for a tie, and 0 if it is
+            wrong.
         low, high: its 95% Wilson interval.
     """
 
@@ -48,8 +49,9 @@ class ComparedRow:
         first, second: accuracy of the two models.
         difference: accuracy of the second model minus that of the first.
         low, high: 95% interval of the difference (bootstrap).
-        lost: pairs for which the second model gets less credit than the first.
-        gained: pairs for which the second model gets more credit than the first.
+        lost: number of pairs that the first model judges better than the second: it is right where
+            the second is wrong, or one of the two has a tie.
+        gained: number of pairs that the second model judges better than the first.
         p_value: exact two-sided p-value of McNemar's test.
     """
 
@@ -124,9 +126,10 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
 def _match_rows(first: Predictions, second: Predictions) -> list[tuple[int, int]]:
     """Match the rows of two tables that are about the same pair.
 
-    Rows with the same samples match, even if they come from different files. If one model was
-    evaluated with other words around its prompts, or on raw strings, its samples of the same pair
-    differ. Such rows match if their file name, line and replies are the same.
+    Rows with the same samples match, even if they come from different files. But samples of the
+    same pair differ if one model was evaluated on raw strings, or with a system prompt or
+    instructions around the prompt. Such rows match if their file name, line and replies are the
+    same.
 
     Returns:
         For each match, the index in ``first`` and the index in ``second``.
@@ -155,9 +158,10 @@ def _content_key(row: Prediction) -> str:
 
 
 def _is_reworded(first: Prediction, second: Prediction) -> bool:
-    """True if two rows have the same replies and question, with other words around the question.
+    """True if two rows are about the same pair, with different text around its question.
 
-    Rows differ in this way if one model was evaluated with other words around its prompts.
+    This happens if one model was evaluated with a system prompt or instructions around its prompts.
+    Replies must be equal, and one question must contain the other.
     """
     first_samples, second_samples = first.item.texts, second.item.texts
     has_same_sides = first.item.num_right == second.item.num_right and len(first_samples) == len(
@@ -185,7 +189,8 @@ def _find_last_question(text: Text) -> str:
 def _compare_verdicts(source: str, verdicts: np.ndarray) -> ComparedRow:
     """Compare two models on the N pairs of ``source``.
 
-    ``verdicts [N, 2]`` are the credits of the first and the second model for each pair.
+    ``verdicts [N, 2]`` has a column for each model: 1 if it is right on a pair, 0.5 for a tie, 0 if
+    it is wrong.
     """
     shares = [
         Share(float(right.mean()), *wilson_interval(float(right.sum()), right.size))
@@ -219,7 +224,7 @@ def _list_flips(names: Sequence[str], first: Predictions, second: Predictions) -
 
 
 def render_compared(compared: PairedComparison, names: Sequence[str], show: int) -> str:
-    """Render the table, and the first ``show`` flips with shortened replies.
+    """Render the comparison as a table, and the first ``show`` flips with shortened replies.
 
     Args:
         names: what to call the two models, in the order of ``compare_files``.
@@ -264,7 +269,7 @@ def _shorten_reply(samples: Sequence[Text], limit: int = 200) -> str:
 
 
 def write_rows(path: Path, compared: PairedComparison) -> None:
-    """Write the rows, the number of flips and the number of unmatched pairs as one JSON object."""
+    """Write the compared rows, and the numbers of flips and unmatched pairs, as one JSON object."""
     content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),

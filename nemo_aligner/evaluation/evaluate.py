@@ -302,7 +302,11 @@ def _measure_step_lengths(
 
 
 def default_threshold(source: RewardSource) -> float:
-    """Return the reward from which a step counts as right, by the model's default objective."""
+    """Return the lowest reward with which a step counts as right, if no threshold is set.
+
+    It depends on the kind of reward: 0.5 for probabilities, 0 for log-odds
+    (``default_step_objective``).
+    """
     if source.contract is None:
         return RIGHT_FROM
     contract = source.contract
@@ -393,7 +397,7 @@ def evaluate_file(
 
 
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
-    """Check that the records of a file fit what the model scores.
+    """Check that records with labels of steps are not given to a model that scores none.
 
     Raises:
         DataError: the file has labels of steps, but the model scores no steps.
@@ -433,7 +437,8 @@ def drop_refused(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, Scor
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:
     """Keep the records that the source can score, and count the others by reason.
 
-    If the source is a server, only the server can tell, so all records are kept.
+    If the source is a server, only the server knows which samples it rejects, so all records are
+    kept.
 
     Raises:
         DataError: more records are malformed than ``rule`` allows, or none can be scored.

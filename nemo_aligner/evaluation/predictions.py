@@ -47,8 +47,9 @@ class Item:
         num_right: number of samples with a right reply.
         scores: human or programmatic score of each sample, or the labels of a solution's steps;
             empty for benchmarks without scores.
-        pairs: indices of the samples to compare, the better first, if the benchmark lists them.
-        is_code: True if the replies are code without fences.
+        pairs: pairs of samples to compare, each as two indices, the better sample first; empty
+            unless the benchmark lists them.
+        is_code: True if the replies are code without markdown fences.
     """
 
     id: str
@@ -67,9 +68,9 @@ class Prediction:
     Attributes:
         rewards: rewards of the K samples, ``[K]``. A rated reply has one for each attribute,
             ``[A]``; a benchmark that judges steps has one for each step, ``[S]``.
-        right: credit for the item. For a pair it is 1 if the chosen reply has the higher reward,
-            0.5 for a tie, else 0; for a benchmark it is the benchmark's own credit. NaN for a rated
-            reply.
+        right: how far the rewards are right, 0 to 1. For a pair it is 1 if the chosen reply has the
+            higher reward, 0.5 for a tie, else 0; a benchmark computes it by its own rule. NaN for a
+            rated reply.
         record: file and line of the record.
         labels: labels of a rated reply, ``[A]``, NaN where one is missing; else None.
         spread: uncertainty of each reward of a rated reply, ``[A]``; None if unknown.
@@ -89,7 +90,7 @@ class Prediction:
     def of_pair(
         cls, record: str, source: str, texts: tuple[Text, ...], rewards: np.ndarray
     ) -> Prediction:
-        """Build the prediction for a pair, with the credit that its rewards give.
+        """Build the prediction for a pair, and judge from its rewards whether it is right.
 
         Args:
             record: file and line of the pair.
@@ -143,12 +144,14 @@ class Prediction:
 class Predictions:
     """Table of N predictions of one kind: all pairs, all rated replies, or all benchmark items.
 
-    Lengths are in characters, so that models with different tokenizers can be compared.
+    ``lengths`` counts the characters of replies, not tokens, so that models with different
+    tokenizers can be compared.
 
     Attributes:
         rows: the N predictions.
         attributes: names of the A attributes of rated replies; empty for pairs and benchmarks.
-        is_benchmark: True if files get lists of right and wrong replies instead of pairs.
+        is_benchmark: True for benchmark items. In an ``output_rewards`` file such a row has a list
+            of right and a list of wrong replies, where a pair has one of each.
     """
 
     rows: Sequence[Prediction]
@@ -179,7 +182,7 @@ class Predictions:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Lengths of the replies in characters, int64: the replies whose rewards ``rewards`` has.
+        """Length in characters, int64, of each reply whose reward is in ``rewards``.
 
         They are ``[N, 1]`` for rated replies, otherwise ``[N, 2]``.
         """
@@ -195,7 +198,7 @@ class Predictions:
         """How far each of the N rows is right, ``[N]`` float64.
 
         For a pair it is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0. A
-        benchmark defines its own credit. It is NaN for a rated reply.
+        benchmark computes it by its own rule, from 0 to 1. It is NaN for a rated reply.
         """
         return np.array([row.right for row in self.rows], dtype=float)
 
@@ -226,8 +229,7 @@ class Predictions:
 
         Returns:
             (name, indices of rows ``[n]``): all rows as ``all`` and then, if there are several
-            sources,
-            the rows of each source.
+            sources, the rows of each source.
         """
         sources = np.array([row.item.source for row in self.rows])
         names = sorted(set(sources.tolist()))
@@ -245,7 +247,7 @@ class Predictions:
         return replace(self, rows=[self.rows[index] for index in drawn])
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Convert every row to plain values, with the keys of an ``output_rewards`` file."""
+        """Convert every row to a dict that JSON can hold, as in an ``output_rewards`` file."""
         convert = _benchmark_row_to_dict if self.is_benchmark else self._row_to_dict
         return [convert(row) for row in self.rows]
 

@@ -482,7 +482,7 @@ def render_robustness(robustness: Robustness) -> str:
 
 
 def robustness_note(robustness: Robustness) -> str:
-    """Describe in one sentence the pairs that were checked, and the unit of shifts."""
+    """Describe in one sentence the pairs that were checked, and the unit of changes in reward."""
     pairs_of_code = robustness.pairs_of_code
     left_out = f", {pairs_of_code} of code left out" * (pairs_of_code > 0)
     return (

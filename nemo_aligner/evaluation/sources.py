@@ -98,7 +98,7 @@ class RewardSource:
 
     @property
     def about_contract(self) -> str:
-        """Hash of the scoring contract, for people."""
+        """Hash of the scoring contract as text for tables; "not known" without a contract."""
         return "not known" if self.contract is None else self.contract.hash
 
     def with_aggregate(self, rule: Aggregate | None) -> RewardSource:
@@ -298,18 +298,18 @@ def open_server(
 ) -> Iterator[RewardSource]:
     """Connect to a running server, as a context; the path of the URL selects the protocol.
 
-    No path means a server of ours, ``/classify`` vLLM or the gateway, and ``/get_reward`` a remote
-    reward model of OpenRLHF.
+    No path means a nemo-aligner server, ``/classify`` vLLM or the gateway, and ``/get_reward`` a
+    remote reward model of OpenRLHF.
 
     Raises:
         ConfigError: the URL has another path, or a setting does not apply to its protocol.
-        ServingError: a server of ours does not answer, or publishes no scoring contract.
+        ServingError: a nemo-aligner server does not answer, or publishes no scoring contract.
     """
     path, name = urlsplit(url).path.rstrip("/"), hide_password(url)
     if path not in ("", "/classify", "/get_reward"):
         raise ConfigError(
-            f"server: got {name}; wanted http://HOST:PORT of a server of ours, or a URL that ends "
-            "in /classify (vLLM) or /get_reward (OpenRLHF)"
+            f"server: got {name}; wanted http://HOST:PORT of a nemo-aligner server, or a URL that "
+            "ends in /classify (vLLM) or /get_reward (OpenRLHF)"
         )
     token = find_token(None, config.token_variable, "source.token")
     if path == "":
@@ -336,6 +336,6 @@ def _build_served_scorer(name: str, client: RewardClient) -> ServedScorer:
         return ServedScorer(client)
     except NoKServeError as error:
         raise ServingError(
-            f"server: {error}. If it is not a server of ours, use {name}/classify for vLLM or the "
-            f"gateway, or {name}/get_reward for OpenRLHF's remote reward model."
+            f"server: {error}. If it is not a nemo-aligner server, use {name}/classify for vLLM or "
+            f"the gateway, or {name}/get_reward for OpenRLHF's remote reward model."
         ) from error

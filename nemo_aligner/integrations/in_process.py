@@ -60,8 +60,8 @@ class InProcessScorer:
                 f"model: got the parallel sizes {ranks}, wanted 1 for each in a single process. "
                 "Start nemo-aligner serve with torchrun instead, and set url to its address"
             )
-        # After an error this block destroys the process group at its end; else ``pop_all`` keeps
-        # the group until ``close``.
+        # If loading fails, the end of this block destroys the process group. Otherwise ``pop_all``
+        # keeps the group until ``close``.
         with ExitStack() as resources:
             resources.enter_context(launch())
             layout = initialize_layout()
@@ -79,7 +79,7 @@ class InProcessScorer:
 
     @property
     def contract(self) -> ScoringContract:
-        """The scoring contract."""
+        """The scoring contract of the model."""
         return self._scorer.contract
 
     @property
@@ -88,7 +88,7 @@ class InProcessScorer:
         return self._scorer.attributes
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples; see ``Scorer``.
+        """Score N samples; with ``on_error="nan"`` a rejected sample gets NaN, and its reason.
 
         Raises:
             DataError: with ``on_error="raise"``, for the first sample that is rejected.

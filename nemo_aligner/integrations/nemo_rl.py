@@ -207,11 +207,11 @@ class RewardModelEnvironment:
     def _fill_in(
         self, errors: Mapping[int, str], rewards: np.ndarray, kind: str, reward: float | None
     ) -> None:
-        """Set the rewards of rejected rows to ``reward``.
+        """Set the rewards of rejected samples to ``reward``, and log how many there are.
 
         Args:
-            errors: row -> reason.
-            kind: "replies" or "prompts", for messages.
+            errors: reason of each rejected sample, by its index in ``rewards``.
+            kind: what was rejected, "replies" or "prompts", for messages.
 
         Raises:
             DataError: the setting ``refused_reward`` is null.

@@ -32,7 +32,7 @@ class RewardFunction:
         tools: list[dict[str, Any]] | None = None,
         aggregate: Aggregate | None = None,
     ) -> None:
-        """Store the options; ``reward_function`` explains them, and has checked them."""
+        """Store the options, which ``reward_function`` has checked; its docstring explains them."""
         self._aggregate = aggregate
         self._tools = tools
         self.__name__ = name

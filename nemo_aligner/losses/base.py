@@ -78,7 +78,7 @@ class Objective(ABC):
         ``reply_lengths`` are ``[S]`` integers, in tokens.
         """
 
-    # Members that say which records and labels the objective reads.
+    # Properties that say which records and labels the objective reads.
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class Objective(ABC):
         """
         return self
 
-    # Members that say how the outputs of the head become rewards.
+    # Properties that say how the outputs of the head become rewards.
 
     @property
     def readout(self) -> Readout | None:
@@ -150,13 +150,14 @@ class Objective(ABC):
         """
         return RIGHT_FROM
 
-    # Members that say how the loss is computed.
+    # Properties that say how the loss is computed.
 
     @property
     def is_batch_level(self) -> bool:
         """True if the loss is a function of all rewards of a batch instead of a sum over records.
 
-        A step then needs an additional forward pass (``reward_gradient``).
+        A training step then needs an additional forward pass to compute all rewards
+        (``reward_gradient``).
         """
         return False
 
@@ -170,15 +171,15 @@ class Objective(ABC):
 
     @property
     def output_columns(self) -> OutputColumns:
-        """The numbers of columns of each kind in the head's outputs.
+        """How many columns the head's outputs have for attributes and for learned scalars.
 
-        The methods of the objective get these outputs as ``rewards``.
+        The methods of the objective get these outputs as their argument ``rewards``.
         """
         width = 1 if self.readout is None else self.readout.width
         return OutputColumns(len(self.attributes), width, len(self.initial_scalars))
 
     def learned_scalars(self, rewards: Tensor) -> dict[str, float]:
-        """Return the learned scalars by name; empty if there are none, or no rewards."""
+        """Return the learned scalars by name; empty if there are none, or no rewards to read."""
         return {}
 
 
@@ -284,10 +285,10 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
 
     This is how a loss over the whole batch (``is_batch_level``) is trained on packs. A training
     step multiplies the rewards of each pack by their rows of this gradient, ``[S, outputs]``, takes
-    the sum of the products as the pack's loss, and counts records. The gradient of the weights is
-    then that of the loss over the whole batch, however the batch is split into packs (the cached
-    gradients of Gao et al. 2021, "Scaling deep contrastive learning batch size under memory limited
-    setup").
+    the sum of the products as the pack's loss, and divides by the number of records. The gradient
+    of the weights is then that of the loss over the whole batch, however the batch is split into
+    packs (the cached gradients of Gao et al. 2021, "Scaling deep contrastive learning batch size
+    under memory limited setup").
     """
     leaf = rewards.double().requires_grad_()
     # Every rank has all rewards, and computes the gradient in float64 on the host, without
@@ -318,7 +319,8 @@ def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:
 def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
     """Convert a head's ``outputs [S, A * K]`` to the uncertainties ``[S, A]`` of its rewards.
 
-    None if there is no readout: outputs are then rewards, without an uncertainty.
+    None if there is no readout: the outputs are then the rewards themselves, and the model reports
+    no uncertainty.
     """
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
 

@@ -37,7 +37,7 @@ from nemo_aligner.losses.length import (
 )
 from nemo_aligner.utils.host_transfer import to_device
 
-# Bradley-Terry, and its variants as settings.
+# Bradley-Terry; its variants are settings of one class.
 
 LABEL_MARGIN = "label_margin"
 # Two values of the setting ``label_margin``, each with the label that leaves a pair's loss
@@ -62,9 +62,9 @@ class BradleyTerry(PairObjective):
         focal_gamma: multiplies the loss by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma``, where p is
             the sigmoid in ``L(m)``. This discounts pairs that are ordered well (Cai et al. 2024,
             "InternLM2 Technical Report", with 2; after Lin et al. 2017, "Focal loss").
-        label_smoothing: e, which makes the loss ``(1 - e) * L(m) + e * L(-m)`` for a share e of
-            swapped labels (Mitchell 2023, "A note on DPO with noisy preferences & relationship to
-            IPO").
+        label_smoothing: e, which makes the loss ``(1 - e) * L(m) + e * L(-m)``, as if a fraction e
+            of the labels were swapped (Mitchell 2023, "A note on DPO with noisy preferences &
+            relationship to IPO").
         ties: ``half`` trains on tied completions with ``(L(m) + L(-m)) / 2``; ``drop`` ignores
             them.
         center_rewards_coefficient: factor of ``(better + worse) ** 2``, which is added to the loss
@@ -73,8 +73,8 @@ class BradleyTerry(PairObjective):
             ``min``, ``mean`` or ``product`` (see the function ``aggregate``). The model's scoring
             contract has the same rule.
         longer_chosen_weight: weight of a pair whose longer reply was chosen; other pairs have 1. If
-            a share p of pairs chose the longer reply, ``(1 - p) / p`` gives both kinds the same
-            total weight (inverse propensity; Horvitz and Thompson 1952).
+            people chose the longer reply in a fraction p of the pairs, ``(1 - p) / p`` gives both
+            kinds the same total weight (inverse propensity; Horvitz and Thompson 1952).
         length_bias: b, which makes the loss ``L(m + b * log(n_better / n_worse))`` with the tokens
             n of the replies. The added term explains what lengths predict, so that the reward need
             not (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for rewards
@@ -127,7 +127,8 @@ class BradleyTerry(PairObjective):
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Return the sum over records of the mean loss of their pairs, and the number of records.
 
-        ``rewards`` are ``[S, 1]``, or ``[S, 2]`` with b if it is learned.
+        ``rewards`` are ``[S, 1]``, or ``[S, 2]`` if the length bias is learned, as the second
+        column.
         """
         outputs = self._merge_steps(self.output_columns.split(rewards), records)
         rewards = outputs.attributes[:, 0]
@@ -215,7 +216,9 @@ class BradleyTerry(PairObjective):
         return pairs.of_records(labels.nan_to_num(_NEUTRAL_LABELS[self.label_margin]))
 
     def _pair_losses(self, negative_margins: Tensor, labels: Tensor | None) -> Tensor:
-        """Compute the losses ``[P]`` of pairs, without smoothing and the terms added later.
+        """Compute the losses ``[P]`` of pairs from their margins, before label smoothing.
+
+        The settings ``label_margin`` and ``focal_gamma`` are applied here.
 
         Args:
             negative_margins: ``[P]`` reward of the worse reply minus that of the better one.
@@ -288,7 +291,7 @@ Number: TypeAlias = float | Tensor
 
 @dataclass(frozen=True)
 class TieModel(Objective):
-    """Loss with ties as a third outcome; a subclass inherits from ``PairObjective``, too.
+    """Mixin of losses with ties as a third outcome, next to the base class ``PairObjective``.
 
     The tie parameter says how often replies with equal rewards are tied. It is fixed, or learned
     with the model, as in the papers of Rao and Kupper and of Davidson. If it is learned, the head
@@ -322,7 +325,8 @@ class TieModel(Objective):
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Return the sum over records of the mean loss of their pairs, and the number of records.
 
-        ``rewards`` are ``[S, 1]``, or ``[S, 2]`` with x if it is learned.
+        ``rewards`` are ``[S, 1]``, or ``[S, 2]`` if the tie parameter is learned, with x as the
+        second column.
         """
         outputs = self.output_columns.split(rewards)
         pairs = records.pairs(with_ties=True)
@@ -352,7 +356,10 @@ class TieModel(Objective):
 
     @abstractmethod
     def tie_losses(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """Compute the loss ``[P]`` of tied pairs, ``-log P(tie)``; arguments as ``win_losses``."""
+        """Compute the loss ``[P]`` of tied pairs: ``-log P(tie)``.
+
+        ``margins [P]`` and the learned scalar ``x [P]`` are those of ``win_losses``.
+        """
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class BinaryCrossEntropy(RatingObjective):
     """``-(l * log sigmoid(r) + (1 - l) * log sigmoid(-r))`` of an output r and a label l in [0, 1].
 
     The loss is averaged over the labels that are present: those of every step if steps are scored,
-    otherwise those of the sample. A label between 0 and 1, such as the share of completions that
+    otherwise those of the sample. A label between 0 and 1, such as the fraction of completions that
     reach the right answer, is the probability to learn (the soft estimation of Wang et al. 2023,
     "Math-Shepherd", eq. 3).
 
@@ -391,7 +391,8 @@ def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
     """Find the ratings among ``records``, which may also have comparisons.
 
     Returns:
-        The indices of the ratings, and the rows of their rewards, both ``[n]`` int64.
+        The indices of the n ratings in ``records``, and those of their rewards in the batch's
+        rewards, both ``[n]`` int64.
     """
     rated = (records.sample_bounds.diff() == 1).nonzero().flatten()
     return rated, records.record_bounds[:-1][rated]

@@ -51,7 +51,7 @@ class PairRewards:
     def right(self) -> Tensor:
         """What each pair adds to the number of correct ones, ``[N]`` float64.
 
-        This credit is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0.
+        It is 1 if the chosen reply has the higher reward, 0.5 for a tie, else 0.
         """
         return share_right(self.margins)
 
@@ -66,12 +66,12 @@ def share_right(margins: Tensor) -> Tensor:
 
 
 def accuracy(pairs: PairRewards) -> float:
-    """Share of pairs whose chosen reply has the higher reward; a tie counts one half."""
+    """Fraction of pairs whose chosen reply has the higher reward; a tie counts one half."""
     return float(pairs.right.mean())
 
 
 def ties(pairs: PairRewards) -> float:
-    """Share of pairs whose two rewards are equal."""
+    """Fraction of pairs whose two rewards are equal."""
     return float((pairs.margins == 0).double().mean())
 
 
@@ -129,8 +129,8 @@ class ConfidenceBin:
     Attributes:
         count: number of pairs in the bin.
         confidence: mean ``sigmoid(|margin|)`` of these pairs.
-        right: sum of the pairs' credits (``PairRewards.right``); ``right / count`` is the accuracy
-            of the bin.
+        right: sum over the pairs of 1 if the model is right, 0.5 for a tie, and 0 if it is wrong;
+            ``right / count`` is the accuracy of the bin.
     """
 
     count: int
@@ -176,7 +176,7 @@ def brier(pairs: PairRewards) -> float:
 def temperature(pairs: PairRewards) -> float:
     """Temperature that fits the margins best; above 1 if the model is overconfident.
 
-    See ``fit_temperature``.
+    Margins divided by it give the best probabilities (``fit_temperature``).
     """
     return fit_temperature(pairs.margins)
 
@@ -236,7 +236,7 @@ def _length_differences(pairs: PairRewards) -> Tensor:
     return pairs.reply_lengths[:, 0] - pairs.reply_lengths[:, 1]
 
 
-# Uncertainty of a share, and the comparison of two models on the same pairs.
+# Uncertainty of a fraction, and the comparison of two models on the same pairs.
 #
 # The intervals treat pairs as independent draws. They do not cover the variation between training
 # seeds, and they are too narrow if many pairs share a prompt.
@@ -247,7 +247,7 @@ _BOOTSTRAP_DRAWS = 10_000
 
 
 def wilson_interval(right: float, count: int) -> tuple[float, float]:
-    """Compute Wilson's 95% interval (Wilson 1927) of the share ``right / count``: (low, high).
+    """Compute Wilson's 95% interval (Wilson 1927) of the fraction ``right / count``: (low, high).
 
     Unlike the normal approximation it stays inside [0, 1], and it has a positive width at 0 and 1.
     ``right`` need not be an integer, because ties count one half. If ``count`` is 0, the interval
@@ -293,9 +293,9 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
     """
     if differences.size == 0:
         return math.nan, math.nan
-    # Differences of credits have few distinct values, and the mean of a resample depends only on
-    # how often each value occurs. Draw these counts, which are multinomial: this is much cheaper
-    # than drawing N pairs 10,000 times.
+    # The differences between the verdicts of two models (0, 0.5 or 1) have few distinct values, and
+    # the mean of a resample depends only on how often each value occurs. Draw these counts, which
+    # are multinomial: this is much cheaper than drawing N pairs 10,000 times.
     values, counts = np.unique(differences, return_counts=True)
     random = np.random.RandomState(seed)
     resampled_counts = random.multinomial(

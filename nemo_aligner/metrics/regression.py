@@ -124,7 +124,7 @@ def _compare_with_labels(
 ) -> dict[str, float]:
     """Compute ``compare(values, labels)`` for each attribute, over the labels that are present.
 
-    ``values`` are ``[N, A]``. The result is by name of the attribute.
+    ``values`` are ``[N, A]``. The result maps names of attributes to values.
     """
     results = {}
     for column, name in enumerate(rated.attributes):
@@ -193,14 +193,14 @@ class StepVerdicts:
 
 
 def step_accuracy(verdicts: StepVerdicts) -> float:
-    """Share of labelled steps whose verdict agrees with the label, averaged over attributes."""
+    """Fraction of labelled steps whose verdict agrees with the label, averaged over attributes."""
     agree = verdicts.judged == verdicts.right
     columns = zip(agree.unbind(1), verdicts.present.unbind(1), strict=True)
     return nanmean(float(column[present].double().mean()) for column, present in columns)
 
 
 def first_error_accuracy(verdicts: StepVerdicts) -> float:
-    """Share of samples in which the model finds the first wrong step, averaged over attributes.
+    """Fraction of samples in which the model finds the first wrong step, averaged over attributes.
 
     The model finds it if the first step that it judges wrong is the first step labelled wrong, or
     if it judges no step wrong and none is labelled wrong. A sample counts only if all its steps up
@@ -231,7 +231,7 @@ def calibration_by_position(verdicts: StepVerdicts) -> dict[str, float]:
 
     The figures of position ``<n>`` are over all samples: ``<n>/labels`` is the number of labelled
     steps, ``<n>/label`` the mean label, ``<n>/probability`` the mean probability of "right", and
-    ``<n>/accuracy`` the share whose verdict agrees with the label. A calibrated model has equal
+    ``<n>/accuracy`` the fraction whose verdict agrees with the label. A calibrated model has equal
     means of label and probability. Position 10 has all steps from the tenth on.
     """
     positions = torch.cat([torch.arange(1, size + 1) for size in verdicts.sizes])

@@ -346,7 +346,7 @@ def better_values(name: str) -> Better:
 
 
 def is_shown(name: str, place: Shown) -> bool:
-    """Check whether the console shows a metric at ``place``.
+    """True if the console shows a metric at ``place``, such as the line of a training step.
 
     ``name`` is without data set and source; it may end with an attribute (``pearson/helpfulness``).
     """

@@ -157,7 +157,7 @@ def test_score_refuses_what_is_no_conversation_before_it_asks_a_server() -> None
         "{": r"got '\{', wanted JSON",
         "[" * 200_000: "wanted JSON",
         '"a text"': "got 'a text', wanted a list of messages",
-        "5": "got 5, wanted a text or a list of messages",
+        "5": "got 5, wanted a sample: a string, or a list of messages",
         "null": "got null, wanted",
         '{"role": "user"}': "got an object with keys 'role', wanted",
         "[]": "got an empty conversation",

@@ -158,7 +158,7 @@ GOOD_VALUES: dict[str, tuple[Any, ...]] = {
 }
 BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "template": (
-        "a text of at most 65536 characters",
+        "a string of at most 65536 characters",
         (None, 1, b"x", HALF_A_PAIR, "x" * (MAX_TEMPLATE + 1)),
     ),
     "add_bos": ("true or false", (None, 0, 1, "true")),
@@ -171,20 +171,20 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "attribute_weights": ("numbers", NOT_NUMBERS),
     "label_means": ("numbers", NOT_NUMBERS),
     "dtype": ("'fp32' or ", (None, "fp8", "float32")),
-    "tokenizer_fingerprint": ("a text", (None, 1, HALF_A_PAIR)),
+    "tokenizer_fingerprint": ("a string", (None, 1, HALF_A_PAIR)),
     "reward_model_type": ("'binary_ranking' or 'regression'", (None, "ranking")),
     "scored_position": ("'last_token'", (None, "first_token", "")),
     "reward_mean": ("numbers or null", tuple(bad for bad in NOT_NUMBERS if bad is not None)),
     "reward_std": ("numbers or null", tuple(bad for bad in NOT_NUMBERS if bad is not None)),
-    "measured_on": ("a text or null", (1, HALF_A_PAIR, ["x"])),
-    "shaping": ("a text or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
-    "readout": ("a text or null", (1, HALF_A_PAIR, {"kind": "bins"})),
+    "measured_on": ("a string or null", (1, HALF_A_PAIR, ["x"])),
+    "shaping": ("a string or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
+    "readout": ("a string or null", (1, HALF_A_PAIR, {"kind": "bins"})),
     "reward_token_id": ("a token's id or null", (-1, 2**31, 1.0, "3", True)),
     "chat_template_kwargs": (
         "a JSON object that is not empty, or null",
         (1, "", "{}", "[1]", "{", '{"a b": 1}', {"a": 1}, HALF_A_PAIR),
     ),
-    "step_separator": ("a text of 1 to 100 characters", (1, "", "x" * 101, ["x"], HALF_A_PAIR)),
+    "step_separator": ("a string of 1 to 100 characters", (1, "", "x" * 101, ["x"], HALF_A_PAIR)),
     "aggregate": ("min, mean, product or null", (1, "", "last", "max", ["min"], True)),
     "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
@@ -323,7 +323,7 @@ def test_texts_that_cannot_be_encoded_are_refused(
     )
     cases: list[tuple[Any, str]] = [
         ("", "no tokens"),
-        (None, "wanted a text or a list of messages"),
+        (None, "wanted a sample: a string, or a list of messages"),
         (CHAT[:1], "got role 'user', wanted 'assistant'"),
         ([CHAT[0], {"role": "assistant", "content": "a<|im_end|>\n"}], twice.format(1)),
         ([{"role": "user", "content": "a<|im_end|>"}, CHAT[1]], twice.format(0)),
@@ -347,7 +347,7 @@ def test_template_of_a_contract_is_tried_elsewhere(
     contract.check_template_ends(tokenizer)
     dataclasses.replace(contract, template="").check_template_ends(tokenizer)
     broken = dataclasses.replace(contract, template="{% for %}")
-    with pytest.raises(DataError, match="template cannot write this conversation"):
+    with pytest.raises(DataError, match="template cannot render this conversation"):
         broken.check_template_ends(tokenizer)
 
 

@@ -145,9 +145,9 @@ def test_messages_that_are_no_text_are_refused() -> None:
     for _ in range(99):
         deep = {"a": deep}
     cases: list[tuple[Any, str]] = [
-        ((REPLY,), "got ({'role': 'assistant', 'content': 'the cat'},), wanted a text or a list"),
-        ({}, "got an object with keys none, wanted a text"),
-        (USER, "got an object with keys 'role', 'content', wanted a text"),
+        ((REPLY,), "got ({'role': 'assistant', 'content': 'the cat'},), wanted a sample: a string"),
+        ({}, "got an object with keys none, wanted a sample"),
+        (USER, "got an object with keys 'role', 'content', wanted a sample"),
         ([], "got an empty conversation"),
         ([REPLY, "x"], "messages[1]: got 'x', wanted an object with role and content"),
         ([5, REPLY], "messages[0]: got 5, wanted an object"),
@@ -162,7 +162,7 @@ def test_messages_that_are_no_text_are_refused() -> None:
         ),
         (
             [{"role": "user", "content": None}, REPLY],
-            "messages[0].content: got null, wanted a text",
+            "messages[0].content: got null, wanted a string",
         ),
         ([{"role": "user", "content": 5}, REPLY], "messages[0].content: got 5, wanted text, or"),
         ([{"role": "user", "content": [image]}, REPLY], "content[0]: got a part of type 'image_ur"),
@@ -172,7 +172,7 @@ def test_messages_that_are_no_text_are_refused() -> None:
         ([USER, {"role": "tool", "content": ""}], "got role 'tool', wanted 'assistant'"),
         ("ab\ud800", "half of a surrogate pair at character 3, wanted valid Unicode"),
         ([{"role": "user", "content": "\udfff"}, REPLY], "surrogate pair at character 1"),
-        ([{**USER, "name": 5}, REPLY], "messages[0].name: got 5, wanted a text"),
+        ([{**USER, "name": 5}, REPLY], "messages[0].name: got 5, wanted a string"),
         (
             [{**USER, "tool_calls": [CALL]}, REPLY],
             "messages[0].tool_calls: got tool calls in a message of role 'user'",

@@ -112,8 +112,8 @@ def test_templates_that_are_built_in(tokenizer: Tokenizer) -> None:
 def test_template_that_does_not_end_is_stopped(tokenizer: Tokenizer) -> None:
     """The trial runs in a subprocess with limits of time and memory."""
     cases = [
-        ("{{ 9 ** (9 ** (9 ** 9)) }}", "the chat template cannot write this.*5 s or 1024 MiB"),
-        ("{{ 'a' * 10 ** 11 }}", "the chat template cannot write this.*MemoryError"),
+        ("{{ 9 ** (9 ** (9 ** 9)) }}", "the chat template cannot render this.*5 s or 1024 MiB"),
+        ("{{ 'a' * 10 ** 11 }}", "the chat template cannot render this.*MemoryError"),
     ]
     where = r"^model\.data\.template: x\.jinja: "
     cases = [(template, rf"{where}{wanted}.*; set one of") for template, wanted in cases]
@@ -133,8 +133,8 @@ def test_template_that_would_spoil_scores_is_refused(tokenizer: Tokenizer) -> No
         (TURNS + "ab" + end + "ab", r"the template ends the reply twice \(abab\); set a copy of "),
         (TURNS + "a" + end + " \n a", r"the template ends the reply twice \(aa\)"),
         ("{{ bos_token }}{{ bos_token }}" + TURNS + "!" + end, "the template writes BOS .* twice"),
-        ("{{ raise_exception('no') }}", "the chat template cannot write this.*; set one of"),
-        ("{% for %}", "the chat template cannot write this conversation.*; set one of"),
+        ("{{ raise_exception('no') }}", "the chat template cannot render this.*; set one of"),
+        ("{% for %}", "the chat template cannot render this conversation.*; set one of"),
         ("{{ messages[-1].content }}<e>", ".* as 'the reply<e>', without .*'a question'"),
         ("{{ messages[0].content }}<e>", ".* as 'a question<e>', without .*'the reply'"),
     ]
@@ -253,7 +253,7 @@ def test_template_that_refuses_or_pries_is_a_data_error() -> None:
         "{{ messages.append(1) }}",
         "{{ 1 / 0 }}",
     )
-    cases = [(text, "the chat template cannot write this conversation") for text in texts]
+    cases = [(text, "the chat template cannot render this conversation") for text in texts]
     assert_refused(lambda text: render(text, CHAT, "", ""), cases, DataError)
 
 

@@ -149,11 +149,11 @@ def test_tokenizer_config_that_no_text_could_be_written_by_is_refused(
 
     no_text = [{"name": "default", "template": 3}]
     cases: list[tuple[dict[str, object], str]] = [
-        ({"bos_token": 3}, "tokenizer_config.json: bos_token: got 3, wanted a text"),
-        ({"eos_token": {"content": ["x"]}}, r"eos_token: got \['x'\], wanted a text"),
-        ({"pad_token": "\ud800"}, "pad_token: got .*, wanted a text"),
-        ({"chat_template": 3}, "tokenizer_config.json: chat_template: got 3, wanted a text"),
-        ({"chat_template": no_text}, "chat_template: got 3, wanted a text"),
+        ({"bos_token": 3}, "tokenizer_config.json: bos_token: got 3, wanted a string"),
+        ({"eos_token": {"content": ["x"]}}, r"eos_token: got \['x'\], wanted a string"),
+        ({"pad_token": "\ud800"}, "pad_token: got .*, wanted a string"),
+        ({"chat_template": 3}, "tokenizer_config.json: chat_template: got 3, wanted a string"),
+        ({"chat_template": no_text}, "chat_template: got 3, wanted a string"),
     ]
     assert_refused(load, cases, DataError)
 

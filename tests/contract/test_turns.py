@@ -71,7 +71,7 @@ def test_frames_are_all_but_contents_and_what_is_before_the_last_reply(
     assert frames(ONE_QUESTION)[:3] == (("[user]", "[assistant]", "!"), ("[assistant]",), "!")
     assert frames(NO_SYSTEM)[0] == ("user> ", ";\nassistant> ", ";\nuser> ", ";\n")
     assert set(frames(NO_SYSTEM)[1]) == {";\nassistant> ", ";\nuser> ", ";\ntool> "}
-    with pytest.raises(DataError, match="chat template cannot write this conversation"):
+    with pytest.raises(DataError, match="chat template cannot render this conversation"):
         frames("{% for %}")
 
 

@@ -47,6 +47,6 @@ def test_augmented_pairs_have_a_reply_of_their_prompt_and_one_of_another(
 def test_what_cannot_be_augmented_is_refused(tmp_path: Path, run: Run) -> None:
     source = write(tmp_path / "raw.jsonl", *({"chosen": f"a{n}", "rejected": "b"} for n in "12"))
     failed = run("data augment", source, "--output", tmp_path / "out.jsonl", code=1)
-    assert "0 prompts of plain conversations; at least 2" in failed.stderr
+    assert "0 prompts of conversations without tools" in failed.stderr
     failed = run("data augment", source, "--output", source, code=1)
     assert f"--output: {source}" in failed.stderr

@@ -306,7 +306,8 @@ def test_texts_are_missing_from_lines_that_are_named(tmp_path: Path) -> None:
         list(labelled_texts(path))
     assert str(caught.value).splitlines() == [
         f"{path}: 4 of its 5 lines are malformed",
-        f"  {path}:2: text: got 3, wanted a text or a list of messages",
+        f"  {path}:2: text: got 3, wanted a sample: a string, or a list of messages with role and "
+        "content",
         f"  {path}:3: got keys 'texts'; chat_pairs wants 'prompt', 'chosen' and 'rejected', "
         "strings or lists of messages",
         f"  {path}:4: messages: the last message is the reply that is scored: got role 'user', "

@@ -180,7 +180,7 @@ def choose_format(
 
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
-    """Return the format called ``name``; with ``pair_keys``, the pairs with these field names.
+    """Return the format called ``name``; if ``pair_keys`` are given, pairs with these field names.
 
     Worker processes get the name of the format that ``choose_format`` chose, and call this
     function, because a ``Format`` has functions that cannot be pickled.
@@ -206,7 +206,7 @@ def _choose_pairs(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
 def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     """Write the advice in the error about a record that no format recognizes.
 
-    ``fitting`` has the formats that were tried: those with the kind of records that is wanted.
+    ``fitting`` has the formats that were tried: those of the wanted kind, comparisons or ratings.
     """
     if any({f"chosen_{ids}", f"rejected_{ids}"} <= set(line.value) for ids in _TOKEN_IDS):
         return (
@@ -277,8 +277,8 @@ def parse_lines(
     Args:
         lines: lines of complete records (see ``check_lines_are_whole``).
         columns: label columns to read.
-        counts: counter of lines with a column that became a part of the prompt, by
-            ``COLUMN_COUNTS``.
+        counts: counter of lines with a column that became a part of the prompt, such as ``system``,
+            under the key that ``COLUMN_COUNTS`` has for the column.
         unread: counter of lines with a column that was not read, by the name of the column.
     """
     size = chosen.lines_per_record
@@ -312,7 +312,8 @@ def _parse_records(
     try:
         parsed = chosen.parse([*fields], origin, columns)
         parts = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
-        # Remember the columns that the format itself has read, which are not added to the prompt.
+        # Remember which columns the format itself has read: it has put them where they belong, so
+        # they must not be added to the prompt a second time.
         by_format = value.names_read.copy()
         records = []
         for part in parts:
@@ -378,7 +379,8 @@ def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -
             bad.append(line)
             if _JOINED.search(line.raw):
                 joined.append(line)
-            # A line break inside a record leaves two adjacent lines that are not JSON.
+            # A line break inside a record leaves two adjacent lines that are not JSON. A single bad
+            # line takes the place of a good one, so the other lines still belong together.
             if isinstance(last, BadLine):
                 broken.append(last)
         last = line
@@ -404,7 +406,8 @@ def _explain_mismatch(chosen: Format, line: AnyLine) -> str:
     if chosen.matches(line.value):
         return ""
     recognized = [fmt.name for fmt in FORMATS.values() if fmt.is_certain(line.value)]
-    # ``chosen`` itself may be recognized with its usual keys, but is read with ``pair_keys``.
+    # The line may have the usual keys of ``chosen``, while the user set other keys for this format.
+    # That is a missing key, not a mixture of formats.
     different = [name for name in recognized if name != chosen.name]
     if different:
         return (

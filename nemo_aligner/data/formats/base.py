@@ -39,7 +39,7 @@ class Fields(dict[str, Any]):
     def __init__(self, value: dict[str, Any]) -> None:
         super().__init__(value)
         self.names_read: set[str] = set()
-        # Names of columns such as ``system`` that were added to the prompt of the messages.
+        # Names of columns, such as ``system``, whose content was put in front of the messages.
         self.names_in_prompt: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -279,7 +279,7 @@ def split_turns(prompt: object) -> object:
 def read_conversation(
     prompt: object, reply: object, key: str, prompt_key: str = "prompt"
 ) -> Messages | Conversation:
-    """Join prompt and reply to a conversation, by the rule that all formats share (``__init__``).
+    """Join prompt and reply to a conversation, by the rules in the docstring of this package.
 
     Prompt and reply are each a string, a list of messages, or an object with ``messages``,
     ``tools`` and ``documents``. The reply may also be a single message.
@@ -311,7 +311,7 @@ def _add_tools(
         conversation = with_tools(text, part.get("tools"), part.get("documents"))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    assert not isinstance(conversation, str)  # because ``text`` is not
+    assert not isinstance(conversation, str)  # ``with_tools`` returns a string only for one
     return conversation
 
 

@@ -71,7 +71,9 @@ def turns_of(text: str, key: str) -> Messages:
     """
     head, *parts = _TURN.split(text)
     if head.strip() or not parts:
-        raise DataError(f"{key}: got {text[:40]!r}, wanted a text that begins with '\\n\\nHuman:'")
+        raise DataError(
+            f"{key}: got {text[:40]!r}, wanted a string that begins with '\\n\\nHuman:'"
+        )
     return [
         {"role": _ROLES[speaker], "content": content.strip()}
         for speaker, content in zip(parts[::2], parts[1::2], strict=True)
@@ -216,7 +218,7 @@ def _parse_sharegpt(
     values: list[dict[str, Any]], origin: Origin, columns: WantedLabels
 ) -> Comparison:
     key = _key_of_conversation(values[0])
-    assert key is not None  # because ``matches`` of the format has found it
+    assert key is not None  # the format's ``matches`` requires this field
     return pairs_by(PairKeys(prompt=key)).parse(values, origin, columns)  # type: ignore[return-value]
 
 

@@ -24,7 +24,8 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
-# For each of these columns, the key in ``counts`` with the number of lines that have the column.
+# Maps each prompt column, such as ``system``, to the key in ``counts`` with the number of lines
+# that have the column.
 COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
 
 

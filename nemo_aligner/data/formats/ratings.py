@@ -109,7 +109,7 @@ UNPAIRED = Format(
 )
 
 
-# Labels of steps: a row has a label for each column, None where it is missing.
+# Labels of one step, in the order of the label columns; None where a label is missing.
 
 Labels = tuple[float | None, ...]
 
@@ -124,7 +124,7 @@ def _read_step_labels(label: Any, location: str, columns: WantedLabels) -> Label
     if isinstance(label, Mapping):
         missing = [name for name in names if name not in label]
         if missing:
-            raise DataError(f"{location}: got {shown(label)}, wanted a number of {missing[0]!r}")
+            raise DataError(f"{location}: got {shown(label)}, wanted a number for {missing[0]!r}")
         label = [label[name] for name in names]
     values = label if isinstance(label, list) else [label]
     if label is None:
@@ -148,7 +148,9 @@ def _build_rating(
 ) -> Rating:
     for number, step in enumerate(steps):
         if not isinstance(step, str) or is_blank(step):
-            raise DataError(f"{key}[{number}]: got {shown(step)}, wanted a text that is not blank")
+            raise DataError(
+                f"{key}[{number}]: got {shown(step)}, wanted a string that is not blank"
+            )
     parts = [{"type": "text", "text": step} for step in steps]
     conversation = read_conversation(prompt, [{"role": "assistant", "content": parts}], key)
     return Rating(conversation, (), origin, source, tuple(labels))
@@ -307,7 +309,7 @@ def _read_completions(
     for number, item in enumerate(completions):
         place = f"{location}.completions[{number}]"
         if not isinstance(item, dict) or item.get("rating") not in (-1, 0, 1, None):
-            raise DataError(f"{place}: got {shown(item)}, wanted a text and a rating -1, 0 or 1")
+            raise DataError(f"{place}: got {shown(item)}, wanted a string and a rating -1, 0 or 1")
         label = {-1: 0.0, 0: columns.neutral, 1: 1.0, None: None}[item.get("rating")]
         labels = _read_step_labels(label, place, columns)
         labelled.append((item.get("text"), labels, number == chosen))

@@ -26,7 +26,7 @@ from nemo_aligner.metrics import ranking
 from nemo_aligner.metrics.ranking import ConfidenceBin, wilson_interval
 from nemo_aligner.utils.console import show_number
 
-# Figures, from plain numbers.
+# Functions that draw figures from plain numbers.
 
 _MAX_POINTS = 200
 _MAX_TOOLTIPS = 60
@@ -111,7 +111,7 @@ def curve(
     Lines without marks are averaged down to 200 points at most, to keep the page small.
 
     Args:
-        name: identifier of the figure, unique on the page; here and in the functions below.
+        name: identifier of the figure, unique on the page.
         title: heading of the figure.
         unit: label of the vertical axis.
         lines: what to draw.
@@ -162,7 +162,7 @@ def _draw_marks(canvas: Canvas, line: PlotLine) -> None:
 def histogram(
     name: str, title: str, unit: str, sets: Sequence[Histogram], line_at: float | None = None
 ) -> Drawing:
-    """Draw histograms of several sets over common bins, as shares of each set.
+    """Draw histograms of several sets over common bins, as fractions of each set.
 
     Args:
         name: identifier of the figure.
@@ -425,7 +425,7 @@ class Canvas:
 
 
 def draw(name: str, alt: str, draw_on: Callable[[Canvas], None], height: float = HEIGHT) -> str:
-    """Render as SVG what ``draw_on`` draws; equal numbers give equal bytes.
+    """Render as SVG what ``draw_on`` draws; the same drawing always gives the same bytes.
 
     Args:
         name: identifier of the figure, unique on the page.

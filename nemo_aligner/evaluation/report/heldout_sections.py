@@ -276,7 +276,7 @@ def build_mistakes(sets: Sequence[Heldout]) -> PageSection:
     )
 
 
-# Robustness to style.
+# The section on robustness to changes of style.
 
 _HEADER = (
     "change",

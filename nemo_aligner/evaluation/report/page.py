@@ -76,7 +76,7 @@ class ShownMistake:
     """A mistake as the page shows it.
 
     Attributes:
-        mistake: the mistake.
+        mistake: the record that the model got wrong.
         prompt: turns of the prompt that all replies share; empty if the prompts differ.
         replies: the replies; if the prompts differ, each with its own prompt.
     """

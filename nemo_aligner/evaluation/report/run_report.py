@@ -40,7 +40,9 @@ _RESULT_KEYS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "
 
 @dataclass(frozen=True)
 class RunReport:
-    """What is known about a training run, an evaluation or a benchmark; the rest is empty.
+    """What is known about a training run, an evaluation or a benchmark.
+
+    Fields that do not apply to it are empty.
 
     Attributes:
         name: its name in legends and tables.
@@ -210,7 +212,8 @@ class SourceShare:
     Attributes:
         source: name of the source, or ``all``.
         pairs: number of its pairs.
-        accuracy: mean credit for the pairs (``Prediction.right``), 0 to 1.
+        accuracy: mean over the pairs of 1 if the model is right, 0.5 for a tie, and 0 if it is
+            wrong.
         low, high: 95% interval of the accuracy (Wilson 1927).
     """
 
@@ -274,8 +277,8 @@ def _describe_wrong_pair(name: str, row: Prediction) -> Mistake:
 def _list_rating_errors(rated: Predictions, count: int) -> Iterator[Mistake]:
     """Yield the ``count`` ratings with the largest errors.
 
-    An error is |reward - label| of the attribute where this difference is largest. Ratings without
-    an error are left out.
+    An error is |reward - label| of the attribute where this difference is largest. Ratings whose
+    rewards equal their labels are not mistakes, so they are left out.
     """
     errors = np.nan_to_num(np.abs(rated.rewards - rated.labels))
     for index in np.argsort(-errors.max(axis=1), kind="stable")[:count]:

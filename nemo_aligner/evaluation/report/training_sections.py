@@ -57,7 +57,7 @@ def build_learning_curves(reports: Sequence[RunReport]) -> PageSection:
 
 
 def draw_main_curve(reports: Sequence[RunReport]) -> Drawing | None:
-    """Draw the metric that a run is judged by over training steps; None if none was logged."""
+    """Draw the first of ``MAIN_METRICS`` that was logged over training steps; None without any."""
     drawings = (_draw_metric(name, reports, "main") for name in MAIN_METRICS)
     return next((drawing for drawing in drawings if drawing is not None), None)
 
@@ -187,7 +187,7 @@ def _build_speed_rows(reports: Sequence[RunReport]) -> Iterator[list[str]]:
             yield [f"{device} memory", *(show_bytes(peak) if peak else "" for peak in peaks)]
 
 
-# Summary, data, contract, settings, versions.
+# Sections on the summary, and on the inputs: data, scoring contract, settings and versions.
 
 
 def build_summary(reports: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
@@ -336,8 +336,8 @@ def build_data(reports: Sequence[RunReport]) -> PageSection:
     """Build the section on the data files: their formats, and how many records were used."""
     tables = []
     for report in reports:
-        # A run's facts have a list of described files under ``data``, an evaluation's the name of
-        # one file.
+        # ``data`` has a list of descriptions of files for a run, and the name of one file for an
+        # evaluation.
         files = report.facts.get("data", [])
         for file in files if isinstance(files, list) else []:
             rows = [*file["rows"], *(["malformed", line] for line in file["malformed"])]

@@ -57,7 +57,7 @@ class Task:
         file: where the file is published, for error messages.
         read: converts one object of the file to an item or several; None for an object without a
             verdict, such as a human tie.
-        judge: computes the credit for an item from its rewards, by the benchmark's rule.
+        judge: computes from its rewards how far an item is right, 0 to 1, by the benchmark's rule.
         summarise: computes the figures of the benchmark, in the order of its table.
         sample: an example object of the file.
         keys_from_name: returns keys that the objects lack, from the file's name without its
@@ -163,9 +163,9 @@ def first_is_above(item: Item, rewards: np.ndarray) -> float:
 
 
 def build_share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
-    """Build the row whose figure is the mean credit for ``predictions``.
+    """Build the row whose figure is the mean of ``Prediction.right`` over ``predictions``.
 
-    Its interval is the 95% Wilson interval of a share.
+    Its interval is the 95% Wilson interval of a fraction.
     """
     right = sum(prediction.right for prediction in predictions)
     low, high = wilson_interval(right, len(predictions))
@@ -173,7 +173,7 @@ def build_share_row(level: Level, name: str, predictions: Sequence[Prediction]) 
 
 
 def build_subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """Build a row with the mean credit for each subset, in the order of their names."""
+    """Build a row for each subset, with its mean ``Prediction.right``, in the order of names."""
     return [
         build_share_row(Level.subset, name, members)
         for name, members in group_by_subset(predictions).items()

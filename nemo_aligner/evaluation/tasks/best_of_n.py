@@ -215,11 +215,12 @@ def _summarise_ppe(predictions: Sequence[Prediction]) -> list[TaskRow]:
 
 
 def _pairs_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
-    """Build the row of the share of listed pairs that the model orders correctly.
+    """Build the row of the fraction of listed pairs that the model orders correctly.
 
-    The bootstrap resamples prompts, which may have several pairs. The share is a ratio of two sums
-    over prompts. Therefore the bootstrap resamples its linearised residuals: right pairs minus
-    ``share * pairs`` of each prompt, divided by the mean number of pairs.
+    The bootstrap resamples prompts, which may have several pairs. The fraction
+    (``share``) is a ratio of two sums over prompts. Therefore the bootstrap resamples its
+    linearised residuals: right pairs minus ``share * pairs`` of each prompt, divided by the mean
+    number of pairs.
     """
     verdicts = [_judge_pairs(prediction.item, prediction.rewards) for prediction in predictions]
     counts = np.array([len(pair_verdicts) for pair_verdicts in verdicts])

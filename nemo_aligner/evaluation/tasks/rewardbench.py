@@ -211,7 +211,8 @@ def ties_score(predictions: Sequence[Prediction]) -> float:
 def _collect_margins(predictions: Sequence[Prediction], kind: str) -> Mapping[str, _Margins]:
     """Compute the margins of all prompts of one kind in the subset ``Ties``.
 
-    Their identifiers are ``kind:N``, with the kind ``ref`` or ``tied``. The result is by N.
+    The identifiers of the prompts are ``kind:N``, with the kind ``ref`` or ``tied``. The result
+    maps N to the margins.
     """
     margins = {}
     for prediction in predictions:

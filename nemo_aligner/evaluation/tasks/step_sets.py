@@ -183,10 +183,10 @@ PROCESSBENCH = Task(
 #
 # Every changed solution was made from an original one. The originals, which the file repeats for
 # every class, are read from the records of one class only, and no total includes them. They serve
-# for the similarity: the absolute difference between the share of steps judged right in a changed
-# solution and that share in its original. It is undefined if no step of the original is judged
-# right. The original benchmark also has a verdict on redundancy for models that give one; this
-# package does not request it.
+# for the similarity: the absolute difference between the fraction of steps judged right in a
+# changed solution and that fraction in its original. It is undefined if no step of the original is
+# judged right. The original benchmark also has a verdict on redundancy for models that give one;
+# this package does not request it.
 
 # Class names as the benchmark spells them, including "redundency".
 _GROUPS = {
@@ -227,7 +227,7 @@ def _get_labels(item: Item) -> np.ndarray:
 
 
 def _judge_all_steps(item: Item, rewards: np.ndarray) -> float:
-    """Return the share of a solution's steps that the model judges correctly.
+    """Return the fraction of a solution's steps that the model judges correctly.
 
     ``rewards [S]`` have the threshold subtracted, so a positive reward means a right step.
     """
@@ -294,7 +294,7 @@ def _compute_figures(
 
     Args:
         predictions: the items with changed solutions.
-        original_shares: share of steps that the model judges right in each original solution, by
+        original_shares: fraction of steps that the model judges right in each original solution, by
             the identifier of the item.
     """
     judged = np.concatenate([*map(_get_verdicts, predictions)])

@@ -151,7 +151,7 @@ def test_dropped_records_are_counted(tmp_path: Path) -> None:
     assert file.counts == {"read": len(seen), "kept": len(seen)}
     steps = {"prompt": "why", "completions": ["a", "\u200b"], "labels": [1, 0]}
     with pytest.raises(
-        DataError, match=r":1: completions\[1\]: got '\\u200b', wanted a text that is"
+        DataError, match=r":1: completions\[1\]: got '\\u200b', wanted a string that is"
     ):
         read(tmp_path, steps, kind=RecordKind.rating)
 

@@ -152,9 +152,12 @@ def test_records_of_steps_that_are_malformed(tmp_path: Path) -> None:
         ({**STEPWISE, "labels": [[1, 2], 0, 1]}, r"labels\[0\]: got 2 labels, wanted 1, of right"),
         (
             {**STEPWISE, "labels": [{"x": 1}, 0, 1]},
-            r"labels\[0\]: got .*wanted a number of 'right'",
+            r"labels\[0\]: got .*wanted a number for 'right'",
         ),
-        ({**STEPWISE, "completions": ["a", " ", "b"]}, r"completions\[1\]: got ' ', wanted a text"),
+        (
+            {**STEPWISE, "completions": ["a", " ", "b"]},
+            r"completions\[1\]: got ' ', wanted a string",
+        ),
         (bad_mark, r"label: got 'x\\nStep 2: .*' after step 1, wanted"),
         ({**SHEPHERD, "input": f"why {MARK}", "label": "why +"}, "input: got .*'Step 1:'"),
         ({"messages": [{**USER, "label": 1}]}, r"messages\[0\].label: got 1 of role 'user'"),

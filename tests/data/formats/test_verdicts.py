@@ -196,7 +196,7 @@ def test_verdicts_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ({**ARENA, "turn": 0}, r"turn: got 0, wanted a whole number above 0"),
         ({**ARENA, "conversation_a": "why"}, r"conversation_a: got 'why', wanted a list of mess"),
         ({**ARENA, "conversation_b": talk("why")}, r"conversation_b: .*got role 'user'"),
-        ({**NECTAR, "prompt": "why"}, r"prompt: got 'why', wanted a text that begins with"),
+        ({**NECTAR, "prompt": "why"}, r"prompt: got 'why', wanted a string that begins with"),
         ({**NECTAR, "answers": [{"answer": "a", "rank": None}] * 2}, r"answers\[0\].rank: got nu"),
         ({**NECTAR, "answers": NECTAR["answers"][:1]}, r"answers: .*list of two or more objects"),
     ]

@@ -24,7 +24,8 @@ from resources_servers.reward_model.servers import NoRewardError, RewardServers,
 
 # The server's failure kind for a rejected reply. The prefix marks kinds that Gym does not define.
 REFUSED = "reward_model:refused_text"
-# Options that need ``model_path``. A running server (``server_url``) has settings for them.
+# Options that need ``model_path``. A server that runs already (``server_url``) has its own settings
+# for the same things.
 _WITH_MODEL_PATH = (
     "device",
     "batch_size",

@@ -20,7 +20,7 @@ from yarl import URL
 
 _PAUSE_S = 0.5
 _STOP_S = 30.0
-# HTTP statuses by which a proxy reports that its server is gone or overloaded.
+# HTTP statuses with which a proxy or server reports that the server is gone or overloaded.
 _UNAVAILABLE = (429, 502, 503, 504)
 _TEMPORARY = ("transport_unreachable", "provider_unavailable")
 _SHOWN_CHARACTERS = 2000  # limit for an answer that an error message quotes
@@ -114,7 +114,7 @@ def _hide_password(url: str) -> str:
     try:
         parsed = URL(url)
         is_valid = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except ValueError:  # another error is raised below: this message may show the password
+    except ValueError:  # replaced by the error below, because its message may show the password
         is_valid = False
     if not is_valid:
         shown = url.rpartition("@")[2]
