@@ -137,8 +137,8 @@ def test_the_architecture_page_names_every_package_and_files_that_exist() -> Non
     assert len(text.splitlines()) <= 120
 
 
-def test_the_page_of_data_shows_every_format() -> None:
-    text = (ROOT / "docs" / "data.md").read_text()
+def test_the_page_of_formats_shows_every_format() -> None:
+    text = (ROOT / "docs" / "formats.md").read_text()
     for data_format in FORMATS.values():
         sample = "\n".join(json.dumps(line) for line in data_format.sample)
         assert f"`{data_format.name}`: " in text
