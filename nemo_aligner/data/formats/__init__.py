@@ -1,4 +1,4 @@
-"""The public data formats, and how the format of a file is found. docs/formats.md shows each format.
+"""The public data formats (docs/formats.md), and how the format of a file is found.
 
 - ``base.py``: ``Format``, and functions that read fields.
 - ``pairs.py``: a chosen and a rejected reply; ``trl.py``: pairs that are read exactly as TRL does.
