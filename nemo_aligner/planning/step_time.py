@@ -31,7 +31,7 @@ from nemo_aligner.planning.memory import offloaded_bytes
 
 # The share of its peak speed that an H100 reaches in each kind of work (docs/benchmarks.md). The
 # peaks are 989 TFLOP/s in bf16 and 3.35 TB/s of memory. The shares of matmuls and pointwise kernels
-# were fitted to measured steps with hidden sizes of 2,048 and 4,096, with eager and with fused kernels.
+# were fitted to measured steps with hidden sizes of 2,048 and 4,096, with eager and fused kernels.
 # The share of updates was fitted to AdamW alone, and the share of attention to steps with sequences
 # of 512 to 8,192 tokens on an H200.
 MATMUL_SHARE = 0.79
