@@ -37,7 +37,7 @@ def convert_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--head", metavar="NAME",
-        help="reward head to convert, by its name in docs/checkpoints.md; none: only the body, as "
+        help="reward head to convert, by its name in docs/heads.md; none: only the body, as "
         "a base model; default: the only head of the model",
     )  # fmt: skip
     rules = parser.add_argument_group("options for a reward model")

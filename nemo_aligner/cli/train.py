@@ -113,7 +113,7 @@ List the parallel layouts that fit on a number of GPUs, with memory per GPU and 
   nemo-aligner plan --config base.nemo --gpus 64 --gpu-memory 141
 
 Nothing is measured: the plan counts what a step computes, sends and stores. The memory was compared
-with real steps (docs/performance.md); the speed depends on the assumptions --tflops, --mfu,
+with real steps (docs/planning.md); the speed depends on the assumptions --tflops, --mfu,
 --intra-node and --inter-node. A step has --global-batch-size pairs of two sequences of --seq-length
 tokens without a shared prefix, the most that the settings allow. If memory is short, as few layers
 of each pipeline stage as necessary are recomputed. For several numbers of GPUs the best layout of

@@ -23,7 +23,7 @@ class EvaluateDataConfig:
     """The records to score; how samples become token ids is in the model's scoring contract."""
 
     path: str | None = setting(None, "file of pairs or ratings")
-    format: str = setting("auto", "format of the files: auto, or a name from docs/data.md")
+    format: str = setting("auto", "format of the files: auto, or a name from docs/formats.md")
     prompt_key: str | None = setting(None, "as model.data.prompt_key in training")
     chosen_key: str | None = setting(None, "as model.data.chosen_key in training")
     rejected_key: str | None = setting(None, "as model.data.rejected_key in training")

@@ -82,7 +82,7 @@ class DataConfig:
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)
-    format: str = setting("auto", "format of the files: auto, or a name from docs/data.md")
+    format: str = setting("auto", "format of the files: auto, or a name from docs/formats.md")
     prompt_key: str | None = setting(None, "name of the field with the prompt; null: prompt")
     chosen_key: str | None = setting(None, "name of the field with the chosen reply; null: chosen")
     rejected_key: str | None = setting(

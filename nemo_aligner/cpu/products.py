@@ -19,7 +19,7 @@ from torch.autograd import Function
 # Linear layers by oneDNN.
 #
 # torch gives fp32 matmuls to MKL, which uses AVX-512 only on Intel's processors. On an AMD Zen 5
-# oneDNN is about twice as fast (``docs/performance.md``). It compiles a kernel for every new shape,
+# oneDNN is about twice as fast. It compiles a kernel for every new shape,
 # which takes half a millisecond and nearly a MiB of memory. So matmuls are cut into chunks of a few
 # sizes, and the last chunk is padded with zeros.
 

@@ -2,8 +2,8 @@
 
 The time of matmuls and attention follows from their FLOPs. The time of pointwise kernels, sums of
 gradients and the optimizer follows from the bytes that they read and write. Each kind of work
-reaches a certain share of the GPU's peak speed, which was measured (docs/gpu.md). ``cost.py``
-explains the letters. A table of the peak speeds of GPUs is at the end of this module.
+reaches a certain share of the GPU's peak speed, which was measured (docs/benchmarks.md).
+``cost.py`` explains the letters. A table of the peak speeds of GPUs is at the end of this module.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from nemo_aligner.planning.cost import (
 )
 from nemo_aligner.planning.memory import offloaded_bytes
 
-# The share of its peak speed that an H100 reaches in each kind of work (docs/gpu.md). The peaks are
-# 989 TFLOP/s in bf16 and 3.35 TB/s of memory. The shares of matmuls and pointwise kernels were
-# fitted to measured steps with hidden sizes of 2,048 and 4,096, with eager and with fused kernels.
+# The share of its peak speed that an H100 reaches in each kind of work (docs/benchmarks.md). The
+# peaks are 989 TFLOP/s in bf16 and 3.35 TB/s of memory. The shares of matmuls and pointwise kernels
+# were fitted to measured steps with hidden sizes of 2,048 and 4,096, with eager and fused kernels.
 # The share of updates was fitted to AdamW alone, and the share of attention to steps with sequences
 # of 512 to 8,192 tokens on an H200.
 MATMUL_SHARE = 0.79

@@ -125,7 +125,7 @@ class Limits:
 # residual stream, which changed rewards 1.7 times as much.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
 # The limit in fp32, in the same units. It is higher, because in fp32 the sums inside a matmul
-# round, too; docs/scoring_contract.md has measurements.
+# round, too; docs/correctness.md has measurements.
 _FP32_UNITS = 100.0
 
 
@@ -142,7 +142,7 @@ def choose_limits(precision: str, num_layers: int, reference: np.ndarray) -> dic
     ``epsilon * sqrt(2 * (num_layers + 4))``; the 4 extra layers stand for the rounding of weights,
     embeddings and head. In 16 bits the unit is the standard deviation of the rewards; in fp32 it is
     the largest |reward|, but at least 1. A verdict may flip if its margin is below twice the limit.
-    docs/performance.md has the measurements.
+    docs/correctness.md has the measurements.
     """
     exact = {Compared.batch: Limits(0.0, 0.0)}
     walk = _EPSILON[precision] * math.sqrt(2 * (num_layers + 4))

@@ -68,7 +68,12 @@ PORTS = {
     "5000": "8000",
 }  # OpenRLHF is served by the gateway
 # Other tests run these.
-WITH_PYTHON = ("README.md", "docs/getting_started.md", "docs/python.md", "docs/tasks.md")
+WITH_PYTHON = (
+    "README.md",
+    "docs/cookbook/best_of_n.md",
+    "docs/getting_started.md",
+    "docs/python.md",
+)
 IN_PROCESS = "import nemo_aligner as na"  # the lines after it on a page belong to the same program
 SEVERAL = re.compile(r"--processes (\d+)")
 MOST_PROCESSES = 2

@@ -30,12 +30,12 @@ def test_links_of_a_page_stay_among_the_pages() -> None:
                 assert (page.parent / target).resolve().is_relative_to(ROOT / "docs"), page.name
 
 
-def test_each_of_the_ten_tasks_fits_a_screen_or_two() -> None:
+def test_each_task_fits_a_screen_or_two() -> None:
     text = (ROOT / "docs" / "tasks.md").read_text()
     listed = re.findall(r"^\d+\. \[([^\]]+)\]", text, flags=re.MULTILINE)
     tasks = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     assert listed == [task.splitlines()[0] for task in tasks]
-    assert len(tasks) == 10
+    assert len(tasks) > 4
     assert max(len(task.splitlines()) for task in tasks) <= 50
 
 

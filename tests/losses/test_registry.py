@@ -105,12 +105,12 @@ def test_objective_is_built_by_its_name() -> None:
 
 
 def test_settings_that_a_run_lacks_had_their_defaults() -> None:
-    """And docs/training.md has every objective with its settings."""
+    """And docs/objectives.md has every objective with its settings."""
     defaults = objective_settings(BradleyTerry())
     assert settings_with_defaults("bradley_terry", {}) == defaults
     assert settings_with_defaults("bradley_terry", {"ties": "half"}) == {**defaults, "ties": "half"}
     assert settings_with_defaults("my:Loss", {"x": 1}) == {"x": 1}
-    page = (tiny.ROOT / "docs" / "training.md").read_text()
+    page = (tiny.ROOT / "docs" / "objectives.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line[:2] == "| "}
     # Runs from before its rewards were probabilities.
     earlier = settings_with_defaults("binary_cross_entropy", {})
@@ -119,10 +119,10 @@ def test_settings_that_a_run_lacks_had_their_defaults() -> None:
     for name in OBJECTIVES:
         row = rows.get(f"`{name}`")
         if row is None:
-            undocumented.append(f"docs/training.md: no row of a table begins with `{name}`")
+            undocumented.append(f"docs/objectives.md: no row of a table begins with `{name}`")
             continue
         undocumented += [
-            f"docs/training.md: the row of `{name}` does not name `{key}`"
+            f"docs/objectives.md: the row of `{name}` does not name `{key}`"
             for key in settings_with_defaults(name, {})
             if f"`{key}`" not in row
         ]

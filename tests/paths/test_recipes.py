@@ -24,6 +24,7 @@ SMALL = (
     "trainer.rm.max_steps=2",
     "model.tensor_model_parallel_size=1",
     "model.pipeline_model_parallel_size=1",
+    "model.context_parallel_size=1",
     "model.sequence_parallel=false",
     "model.global_batch_size=8",
     "model.micro_batch_tokens=512",
@@ -68,6 +69,9 @@ RECORDS: dict[str, Callable[[random.Random], Record]] = {
     LADDER[1]: preference,
     "skywork_8b": chat_pair,
     "lora_one_gpu": chat_pair,
+    "lora_24gb": chat_pair,
+    "moe_30b_a3b": chat_pair,
+    "long_dialogues_8b": chat_pair,
     "process_reward_model": solution,
 }
 

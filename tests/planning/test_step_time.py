@@ -31,7 +31,8 @@ from nemo_aligner.planning.step_time import (
 )
 
 H100 = Machine(989e12, None, intra_node=450e9, inter_node=50e9, memory=3.35e12)
-# docs/gpu.md: a step of 73,150 tokens in bf16, in packs whose tokens attend to 583 keys on average.
+# docs/benchmarks.md: a step of 73,150 tokens in bf16, in packs whose tokens attend to 583 keys on
+# average.
 _TOKENS, _KEYS = 73150, 582.6
 # Hidden size, layers, number of packs, fused kernels, seconds.
 MEASURED = [

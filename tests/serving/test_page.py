@@ -23,7 +23,7 @@ pytest.importorskip("fastapi")
 from nemo_aligner.serving.front.app import ROUTES
 
 SERVING, PROTOCOLS = ROOT / "docs/serving.md", ROOT / "docs/protocols.md"
-OTHERS = ("README.md", "docs/getting_started.md", "docs/tasks.md", "docs/clusters.md")
+OTHERS = ("README.md", "docs/getting_started.md", "docs/clusters.md")
 PAGES = [*(ROOT / name for name in OTHERS), SERVING, PROTOCOLS]
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"
 TEXT, ASKED, SAID = "What is red? A rose.", "What is red?", "A rose."

@@ -1,4 +1,4 @@
-"""The public data formats, and how the format of a file is found. docs/data.md shows each format.
+"""The public data formats (docs/formats.md), and how the format of a file is found.
 
 - ``base.py``: ``Format``, and functions that read fields.
 - ``pairs.py``: a chosen and a rejected reply; ``trl.py``: pairs that are read exactly as TRL does.
@@ -234,7 +234,7 @@ def _advise_unknown(line: Line, fitting: Sequence[Format]) -> str:
     common = "; ".join(f"{fmt.wanted} ({fmt.name})" for fmt in fitting if fmt.name in _COMMON)
     less_common = ", ".join(fmt.name for fmt in fitting if fmt.name not in _COMMON)
     return (
-        f"; wanted {common}; or those of {less_common} (docs/data.md lists their keys). If the "
+        f"; wanted {common}; or those of {less_common} (docs/formats.md lists their keys). If the "
         "fields of a pair have other names, set --prompt-key, --chosen-key and --rejected-key "
         "(model.data.prompt_key and so on in training)"
     )
