@@ -98,7 +98,7 @@ def inspect_files(
             overlap = check_overlap(report, training, allowed=True)
             report = replace(report, prompts_in_training=overlap)
         is_good = bool(report.counts["kept"]) and not report.malformed
-        yield Inspected(report.table(MOST_LISTED), is_good)
+        yield Inspected(report.table(MOST_LISTED, with_zeros=True), is_good)
         if not is_training:
             for record in file.records[: options.show]:
                 yield Inspected(render_record(record, options))

@@ -446,11 +446,17 @@ class FileReport:
         """The first malformed records, in the order of the file."""
         return self.summary.malformed
 
-    def table(self, most_malformed: int = _SHOWN) -> str:
-        """Render the report: two columns, then the first malformed records and outliers."""
+    def table(self, most_malformed: int = _SHOWN, *, with_zeros: bool = False) -> str:
+        """Render the report: two columns, then the first malformed records and outliers.
+
+        A run shows the table of every file, so it leaves out counts of problems that are 0, except
+        for the number of dropped records; ``data inspect`` shows them (``with_zeros``).
+        """
         summary = self.summary
         lines = [f"{self.name}: {self.path} ({summary.format})"]
-        lines += [fit_row(f"  {name}", value, 28) for name, value in self.rows()]
+        good_news = ("kept", "prompts also in training")
+        rows = [row for row in self.rows() if with_zeros or row[1] != 0 or row[0] in good_news]
+        lines += [fit_row(f"  {name}", value, 28) for name, value in rows]
         count = self.counts.get("malformed", 0)
         lines += _indent("malformed", list_malformed(self.malformed, most_malformed, count))
         lines += _indent("labels that are far out", list_first(summary.far_labels, _SHOWN))
@@ -500,7 +506,7 @@ class FileReport:
         yield self.unit, total
         if summary.kind is RecordKind.comparison and prefixes is not None and total:
             alone = f"; {prefixes.alone} records share none" if prefixes.alone else ""
-            yield "shared beginnings", f"{prefixes.saved / total:.1%} of {self.unit} saved{alone}"
+            yield "shared prefixes", f"{prefixes.saved / total:.1%} of {self.unit} saved{alone}"
         yield f"{self.unit} of a sequence", summary.lengths
         if summary.kind is RecordKind.rating and self.counts.get("steps"):
             yield f"{self.unit} of a step", summary.reply_lengths

@@ -82,6 +82,7 @@ def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
         f"learning rate {options.optim.lr:.3g}",
         *_describe_mixture(config, data),
         f"objective: {describe_objective(options, data.objective)}",
+        f"results: {config.exp_manager.explicit_log_dir}",
         *_describe_imbalance(imbalance, num_inspected, options.pipeline_model_parallel_size),
     ]
     lines += [

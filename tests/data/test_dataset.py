@@ -208,7 +208,7 @@ def test_table_of_pairs(tmp_path: Path, contracts: Contracts) -> None:
     train = build(contracts, [path]).train
     total, packed = sum(train.lengths(0)), packed_size(train, 0)
     assert total > 2 * packed
-    saved = rows_of(train.table())["shared beginnings"]
+    saved = rows_of(train.table())["shared prefixes"]
     assert saved == f"{1 - packed / total:.1%} of tokens saved"
 
 
