@@ -1,9 +1,10 @@
-"""One server of a client: its requests over KServe v2, and whether it may get requests now.
+"""``RemoteServer``, one server of a client: it sends requests over KServe v2, and tracks failures.
 
 A server gets requests for rewards after a handshake, which checks that its model is ready, reads
-its limit of rows, and compares its scoring contract. After a failed request it gets none for 0.1 to
-1.5 seconds, or for as long as its ``Retry-After`` header says. If it was unreachable, it needs a
-new handshake, because another server may have taken its place.
+its limit of rows, and compares its scoring contract. After a failed request, the client pauses: it
+sends this server nothing for 0.1 to 1.5 seconds, or for as long as its ``Retry-After`` header says.
+If the server was unreachable, it needs a new handshake, because another server may run at its URL
+by now.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PROBE_S = 2.0  # short, because somebody waits for the gateway's ``/ready`` or ``/metrics``
+# Timeout in seconds; short, because somebody waits for the gateway's ``/ready`` or ``/metrics``.
+_PROBE_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 # HTTP statuses with which vLLM, our gateway or a proxy may answer a KServe request, with a body
 # that is not a KServe error.
@@ -57,7 +59,8 @@ _FOREIGN = (
     "this is not a KServe server, or it requires a token "
     "(docs/protocols.md lists the clients of other protocols)"
 )
-# Triton's messages for a body that it cannot parse: a 500, before the model sees the request.
+# If Triton cannot parse a body, it answers 500 with one of these messages; the model has not seen
+# the request then.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
 
 
@@ -69,13 +72,14 @@ def new_session(token: str | None) -> aiohttp.ClientSession:
 
 
 class RemoteServer:
-    """A server, identified by its URL and the name of its model; see the module's docstring.
+    """A server, identified by its URL and the name of its model, and whether it may get requests.
 
     Attributes:
         url: the URL for messages, without a password.
         limit: most rows of a request; None until a handshake has succeeded.
-        fault: why the server is left out, if waiting does not help, e.g. another contract.
-        trouble: why the server is left out, for messages.
+        fault: why the server gets no requests, if waiting does not help, e.g. another contract;
+            else None.
+        trouble: why the server gets no requests now, for messages; empty if it has not failed.
         is_foreign: the last handshake was answered by a server of another protocol.
         tried_at: end of the last handshake, in seconds of ``time.monotonic``.
         handshake: the running handshake; None if none runs.
@@ -102,7 +106,8 @@ class RemoteServer:
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_retry_after = False
-        # True while the log says that the server is left out; then its return is also logged.
+        # True from the log line that this server gets no requests until it gets requests again,
+        # which is logged, too.
         self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
@@ -113,7 +118,7 @@ class RemoteServer:
         return self.limit is not None and now >= self.again_at
 
     def is_full(self, now: float) -> bool:
-        """Tell whether the server is full and its ``Retry-After`` has not passed yet."""
+        """Tell whether the server is full: the pause of its ``Retry-After`` is not over."""
         return self.limit is not None and self._has_retry_after and now < self.again_at
 
     def start_handshake(self) -> asyncio.Task[None]:
@@ -132,7 +137,10 @@ class RemoteServer:
             self.start_handshake()
 
     def leave_out(self, reason: str) -> None:
-        """Send the server no requests until a new handshake has succeeded."""
+        """Send the server no requests until a new handshake has succeeded.
+
+        Messages show ``reason``.
+        """
         self._back_off(UnavailableError(reason))
 
     def forget(self) -> None:
@@ -141,17 +149,21 @@ class RemoteServer:
         self._contract_check.withdraw(self.name)
 
     async def infer(self, inputs: Tensors, is_probe: bool = False) -> Tensors:
-        """Send a request for rewards, and return the output tensors; a probe is not counted.
+        """Send a request for rewards, and return the output tensors.
+
+        With ``is_probe``, the server does not count the request in its statistics.
+
 
         Raises:
             RefusedError: the server rejected the request.
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; the client sends this server nothing during a
+                pause.
         """
         with self._tracking_request():
             try:
                 return await self._infer(self._model_name, inputs, None, is_probe)
             except RefusedError as error:
-                if error.status == 404:  # the server was restarted, and its model is still loading
+                if error.status == 404:  # it restarted; the model still loads
                     raise UnavailableError(error.message) from error
                 raise
 
@@ -160,16 +172,20 @@ class RemoteServer:
 
         Raises:
             ServingError: the server publishes no contract that can be read.
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; the client sends this server nothing during a
+                pause.
         """
         with self._tracking_request():
             return await self._fetch_contract(HANDSHAKE_S)
 
     async def turn_end(self) -> TurnEnd | None:
-        """Fetch what the chat template writes after a reply; None if it writes nothing.
+        """Fetch the text that the server's chat template writes after a reply.
+
+        None if it writes none, or the server does not publish it, of which a warning is logged.
 
         Raises:
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; the client sends this server nothing during a
+                pause.
         """
         return await self._read_template_part(
             "turn_end",
@@ -179,10 +195,13 @@ class RemoteServer:
         )
 
     async def sample_frame(self) -> SampleFrame | None:
-        """Fetch what the chat template writes around a sample; None if there is no template.
+        """Fetch the text that the server's chat template writes before and after a sample.
+
+        None if there is no chat template, or the server does not publish it, which logs a warning.
 
         Raises:
-            UnavailableError: there was no answer, and the server is left out for a while.
+            UnavailableError: there was no answer; the client sends this server nothing during a
+                pause.
         """
         return await self._read_template_part(
             "sample_frame",
@@ -194,7 +213,10 @@ class RemoteServer:
     async def _read_template_part(
         self, name: str, from_dict: Callable[[Any], T], if_missing: str
     ) -> T | None:
-        """Fetch ``turn_end`` or ``sample_frame`` (``name``); if missing, warn and return None."""
+        """Fetch what the server publishes as ``name``: "turn_end" or "sample_frame".
+
+        If it is not published, log the warning ``if_missing``, and return None.
+        """
         with self._tracking_request():
             try:
                 outputs = await self._fetch_publication(HANDSHAKE_S)
@@ -208,7 +230,10 @@ class RemoteServer:
                 return None
 
     async def probe(self) -> str | None:
-        """Return why the server gives no rewards now, and leave it out; None if it gives them."""
+        """Check the server: return why it gives no rewards now, or None if it does.
+
+        A server that gives none gets no requests until a new handshake succeeds.
+        """
         try:
             with self._tracking_request():
                 await self._send("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
@@ -225,7 +250,10 @@ class RemoteServer:
         return None
 
     async def statistics(self) -> dict[str, float] | None:
-        """Fetch counts since the server's start; empty if it publishes none, None if no answer."""
+        """Fetch counts (e.g. of requests) since the server's start: name -> count.
+
+        Empty if the server publishes no counts; None if it does not answer.
+        """
         try:
             with self._tracking_request():
                 outputs = await self._fetch_publication(_PROBE_S)
@@ -237,12 +265,13 @@ class RemoteServer:
 
     @contextmanager
     def _tracking_request(self) -> Iterator[None]:
-        """Count a request as in flight, and leave the server out if there is no answer."""
+        """Count a request as in flight; if it gets no answer, start the pause without requests."""
         self.in_flight += 1
         try:
             yield
         except UnavailableError as error:
-            # If many requests are lost at once, only the first one lengthens the pause.
+            # If many requests are lost at once, only the first one starts a pause, so the others do
+            # not double it.
             if self.is_ready(time.monotonic()):
                 self._back_off(error)
                 if self.limit is None and not self._is_missed:
@@ -259,7 +288,11 @@ class RemoteServer:
                 logger.warning("%s: it answers again", self.name)
 
     async def _fetch_publication(self, timeout_s: float) -> Tensors:
-        """Fetch all that the server publishes: contract, turn end, sample frame and statistics."""
+        """Fetch all that the server publishes in one request.
+
+        It has the contract, what the chat template writes after a reply (turn end) and around a
+        sample (sample frame), and the statistics.
+        """
         inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
         return await self._infer(kserve.CONTRACT_MODEL_NAME, inputs, timeout_s)
 
@@ -306,7 +339,7 @@ class RemoteServer:
             self._back_off(UnavailableError(reason))
         elif _is_unauthorized(error):
             self._set_fault(error)
-        else:  # the model is still loading
+        else:  # the model is still loading; try again later
             reason = f"{self._model_name} is not ready: {error.message}{advice}"
             self._back_off(UnavailableError(reason))
 
@@ -322,7 +355,8 @@ class RemoteServer:
         except ServingError as error:
             if self._reads_contract or isinstance(error, UnavailableError):
                 raise
-            # The contract of a newer version cannot be parsed, but each reward carries its hash.
+            # A server of a newer version may have a contract that this version cannot parse, but
+            # each reward carries the contract's hash, which is checked.
             return
         self._contract_check.check_published(self.name, contract, fingerprint)
 
@@ -334,24 +368,27 @@ class RemoteServer:
         except RefusedError as error:
             if _is_unauthorized(error):
                 raise
-            # A NeMo-Aligner server has no contract. A server of this package has one, but may still
-            # be loading the endpoint.
+            # A server of NVIDIA's NeMo-Aligner has no contract. A server of this package has one,
+            # but its endpoint may still be loading.
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error
             return None, None
 
     def _set_fault(self, error: ServingError) -> None:
-        """Leave the server out for a fault that waiting does not fix; log each fault once."""
+        """Send the server no requests because of a fault that waiting does not fix.
+
+        Log each fault once.
+        """
         previous = self.fault
         self._back_off(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
         self.fault = error
         if str(previous) != str(error):
             self._is_missed = True
-            logger.warning("%s; it gets no requests until this is fixed", error)
+            logger.warning("%s; this server gets no requests until the problem is fixed", error)
 
     def _back_off(self, error: UnavailableError) -> None:
-        """Leave the server out for a pause, which doubles with each failure up to one second."""
+        """Start a pause without requests; it doubles with each failure up to one second."""
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 10)
         self._has_retry_after = error.retry_after_s is not None
@@ -387,8 +424,8 @@ class RemoteServer:
             async with self._session.request(
                 method,
                 f"{self._url}/v2/{path}",
-                # aiohttp warns about large bytes objects, which block the loop. A stream does not
-                # block it.
+                # aiohttp warns about large bytes objects, because sending them blocks the event
+                # loop. It sends a stream in pieces, without blocking.
                 data=None if body is None else BytesIO(body),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
@@ -414,7 +451,7 @@ class RemoteServer:
         if message is None and answer and status in _FOREIGN_STATUSES:
             return RefusedError(self.name, status, text, is_foreign=True)
         if message is not None and _UNPARSED.match(message):
-            # This client sends valid JSON, so a proxy must have changed it.
+            # This client sends valid JSON, so a proxy must have changed the body.
             text = f"Triton could not parse the request as it arrived, after any proxy: {text}"
         return RefusedError(self.name, status, text or f"HTTP {status}")
 
@@ -430,7 +467,7 @@ def _read_error(answer: bytes) -> str | None:
         message = json.loads(answer.decode("utf-8", errors="replace"))["error"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return message if isinstance(message, str) else None  # vLLM's error is no string
+    return message if isinstance(message, str) else None  # vLLM's error is a dict, not a string
 
 
 def _create_socket(address: Any) -> socket.socket:
@@ -447,14 +484,17 @@ def _create_socket(address: Any) -> socket.socket:
     return connection
 
 
-# All rewards of a client have the same scoring contract: the expected one, or the one of the first
-# reward.
+# ContractCheck below requires that all rewards of a client have the same scoring contract: the
+# expected one, or that of the first reward.
 
 _HASH = re.compile("[0-9a-f]{64}")
 
 
 class OtherContractError(ServingError):
-    """A server has another scoring contract than expected; ``text`` omits the server's name."""
+    """A server has another scoring contract than expected.
+
+    ``text`` is the message without the server's name.
+    """
 
     def __init__(self, server: str, text: str) -> None:
         super().__init__(f"{server}: {text}")
@@ -491,7 +531,11 @@ class ContractCheck:
     def __init__(
         self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
     ) -> None:
-        """Raise ConfigError if ``expect`` is no contract or hash, or the fingerprint is invalid."""
+        """Store what is expected.
+
+        Raises:
+            ConfigError: ``expect`` is no contract or hash, or ``expect_fingerprint`` is invalid.
+        """
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted a ScoringContract or its full hash"
@@ -508,12 +552,15 @@ class ContractCheck:
 
     @property
     def is_bound(self) -> bool:
-        """Tell whether it is decided which contract servers must have, or that they have none."""
+        """Tell whether it is decided which contract servers must have, or that they must have none.
+
+        It is decided by ``expect`` or by the first reward.
+        """
         return self._expected is not None
 
     @property
     def missing(self) -> str | None:
-        """Describe why a server that publishes no contract is rejected; None if it is accepted."""
+        """Return why a server that publishes no contract is rejected; None if it is accepted."""
         if self._expected is not None and self._expected.hash is not None:
             return "got the scoring contract (none), wanted one"
         expected = self.fingerprints.expected
@@ -532,7 +579,7 @@ class ContractCheck:
     def check_published(
         self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
     ) -> None:
-        """Check the contract and model fingerprint that a server publishes; None if it has none.
+        """Check the contract and model fingerprint that a server publishes; None stands for none.
 
         Raises:
             OtherContractError: the contract or the model is not the expected one, or the contract
@@ -542,8 +589,8 @@ class ContractCheck:
             contract.hash if contract is not None else None, contract, server
         )
         self.withdraw(server)
-        # The fingerprint is checked first: the contract of a wrong model must not be compared with
-        # those of other servers.
+        # A server with a wrong model is rejected here, before its contract is compared with those
+        # of other servers.
         self.check_fingerprint(server, fingerprint)
         # Before the first reward it is unknown which server is right: compare with all others.
         expected = self._published.values() if self._expected is None else [self._expected]
@@ -556,7 +603,9 @@ class ContractCheck:
     def check_reward(
         self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
     ) -> None:
-        """Check contract and model of a reward; the first reward binds the client to its contract.
+        """Check the contract and the model of a reward.
+
+        All later rewards must have the same contract as the first one.
 
         ``columns`` is the number of attributes of the reward.
 
