@@ -184,8 +184,7 @@ def _note_critic_values(config: Mapping[str, Any], contract: ScoringContract) ->
 def fold_head(
     weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Fold the head of a NeMo-Aligner reward model, with its merging and scaling, into a linear
-    map.
+    """Fold a NeMo-Aligner reward head, with its merging and scaling, into one linear map.
 
     Args:
         weight: ``[A, hidden]`` for A attributes.
@@ -248,9 +247,10 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
 
 
 def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] | None:
-    """Read NeMo-Aligner's head, folded into a weight ``[A, hidden]`` and offsets ``[A]``.
+    """Read NeMo-Aligner's head, folded (``fold_head``) into weight ``[A, hidden]``, offsets
+    ``[A]``.
 
-    None for a base model. See ``fold_head``.
+    Return None for a base model.
     """
     stored = folder.tensors
     if HEAD not in stored:

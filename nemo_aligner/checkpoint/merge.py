@@ -64,16 +64,16 @@ def merge_checkpoints(
 ) -> str:
     """Write ``sum(weight * source)`` as the archive ``output``, and return a summary.
 
-    Builds no model: tensors are read one after the other, summed in float64 and rounded once, to
-    the dtype of the last source. LoRA is folded into the weights. One process calls it.
+    It builds no model: tensors are read one after the other, summed in float64 and rounded once, to
+    the dtype of the last source. LoRA adapters are folded into the weights. One process calls this.
 
     Args:
         sources: reward models of this package, all with the same shape and scoring contract.
         weights: one for each source. They sum to 1, so that rewards keep their scale.
 
     Raises:
-        ConfigError: there are fewer than two sources, or the weights are not one finite number for
-            each source with a sum of 1.
+        ConfigError: there are fewer than two sources, or the weights are not one number for each
+            source with a sum of 1.
         CheckpointError: a source cannot be read, or its shape or scoring contract differs from that
             of the last source.
     """

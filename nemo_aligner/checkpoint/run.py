@@ -141,9 +141,9 @@ class RunCheckpoints:
         self._current: RunState | None = None
 
     def compare_with(self, current: RunState) -> None:
-        """Set the state by which later rankings compare: ``current``, of this run.
+        """Tell this object on which records the run validates now: those of the state ``current``.
 
-        Checkpoints that were validated on other records than ``current`` rank last.
+        In later rankings, checkpoints that were validated on other records come last.
         """
         self._current = current
 
@@ -181,9 +181,7 @@ class RunCheckpoints:
         return self._lock is not None and self._lock.is_lost
 
     def check_lock(self) -> None:
-        """Raise CheckpointError on every rank if another job has taken the lock of the run's
-        folder.
-        """
+        """Raise CheckpointError on every rank if another job has taken the folder's lock."""
         on_main(self._check_lock)
 
     def _check_lock(self) -> None:
@@ -279,8 +277,7 @@ class RunCheckpoints:
 
     @property
     def is_written(self) -> bool:
-        """True if this rank has written its file, so that ``publish`` does not wait for this rank.
-        """
+        """True if this rank has written its file, so that ``publish`` need not wait for it."""
         return self._pending is None or self._pending[1].is_written
 
     def publish(self) -> Saved | None:
@@ -339,8 +336,7 @@ class RunCheckpoints:
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer state from a checkpoint, whatever parallel layout saved it.
-        """
+        """Restore weights and optimizer state from a checkpoint of any parallel layout."""
         weights = sharded_weights(model)
         request = {
             "model": weights,
@@ -378,9 +374,11 @@ class RunCheckpoints:
         return sorted(scored, key=order)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Return a sort key, smaller is better: the value of ``monitor``, then the loss.
+        """Return a sort key for ranking checkpoints, smaller is better: ``monitor``'s value, the
+        loss.
 
-        A value that should be large is negated. None if ``metrics`` has no value of ``monitor``.
+        The value is negated if larger ones are better. None if ``metrics`` has no value of
+        ``monitor``.
         """
         value = metrics.get(str(self.monitor), math.nan)
         if math.isnan(value):
@@ -403,8 +401,8 @@ def same_validation(one: RunState, other: RunState) -> bool:
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a run would resume with another model or other data.
 
-    ``fingerprint`` holds the settings that must be equal to those in the state of ``saved``; the
-    order of the data follows from them.
+    ``fingerprint`` has the settings of this run that decide model and data, including the order of
+    the data. They must be equal to those in the state of ``saved``.
 
     Raises:
         CheckpointError: something differs; the message lists every difference, with both values.
@@ -451,8 +449,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 
 def _advise_without(damaged: Path) -> str:
-    """Return the advice at the end of an error: how to resume without the checkpoint ``damaged``.
-    """
+    """Return an error's advice: how to resume without the checkpoint ``damaged``."""
     other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:

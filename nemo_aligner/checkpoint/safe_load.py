@@ -179,9 +179,8 @@ def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
     return next(member.file_size for member in members if member.header_offset == start)
 
 
-# Most parts of a dictionary key or of a call's arguments; real ones have about a dozen.
-_MAX_KEY_PARTS = 10_000
-_MAX_FILE_PARTS = 1_000_000  # Most parts of all that a file holds, without the data of tensors.
+_MAX_KEY_PARTS = 10_000  # most in a key or in a call's arguments; real ones have about a dozen
+_MAX_FILE_PARTS = 1_000_000  # most in a file, without the data of its tensors
 _PICKLE_NAME = "data.pkl"
 _ZIP_BEGINS = b"PK\x03\x04"
 

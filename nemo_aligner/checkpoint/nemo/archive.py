@@ -175,11 +175,9 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
-# unpacked / packed size; weights hardly compress, so a higher ratio means a decompression bomb
-_MAX_RATIO = 20
+_MAX_RATIO = 20  # weights hardly compress: a higher ratio means a decompression bomb
 _ALWAYS_ALLOWED = 2**28
-# bytes of the disk that unpacking leaves free; half of the free space if that is less
-_SPARE_BYTES = 2**28
+_SPARE_BYTES = 2**28  # bytes that stay free on the disk, or half of the free space if less
 _BLOCK = 2**20
 # Errors that tarfile raises for a damaged archive. RecursionError: tarfile reads nested headers by
 # calling itself.
@@ -292,7 +290,7 @@ def _compare_checksums(
 class _BoundedFile:
     """File for ``tarfile`` that raises past ``limit`` bytes, and for headers of more than 16 MiB.
 
-    tarfile reads long names and extended headers into memory at once, whatever size they claim.
+    tarfile itself reads a header with a long name into memory at once, whatever size it claims.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -564,8 +562,7 @@ class _HashingFile:
 
 
 def _remove_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Filter for ``TarFile.add`` that removes the name and id of a file's owner, which are private.
-    """
+    """Filter for ``TarFile.add`` that removes the private names and ids of a file's owner."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

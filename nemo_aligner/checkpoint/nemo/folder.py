@@ -582,9 +582,9 @@ def _translate_rope(model: Config) -> dict[str, Any]:
 
 
 def _read_gemma_settings(model: Config, location: str) -> dict[str, Any]:
-    """Return the settings that follow from Gemma's class in NeMo 2 and Megatron-Bridge.
+    """Return the settings that the class of a Gemma model in NeMo 2 or Megatron-Bridge implies.
 
-    Neither has a field for these settings, which the name of the model's class implies.
+    These formats have no fields for the settings. The result is empty for other models.
     """
     class_name = str(_last_name(model.get("_target_")) or "")
     if "Gemma" not in class_name:

@@ -149,8 +149,8 @@ class PendingSave:
 def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
     """Flatten a sharded state dict to this rank's tensors by stored key, for torch's planner.
 
-    The two functions called here are private parts of megatron-core's save. The complete save is
-    not used, because it would start writer processes.
+    It calls two private functions of megatron-core's save, because the complete save would start
+    writer processes.
     """
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, keep_only_main_replica=True
@@ -221,8 +221,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         yield
     except torch_checkpoint.CheckpointException as error:
         for cause, _ in error.failures.values():
-            # a CheckpointError has a complete message already
-            if isinstance(cause, CheckpointError):
+            if isinstance(cause, CheckpointError):  # it has a complete message already
                 raise CheckpointError(str(cause)) from error
         problems: dict[str, list[int]] = {}
         for rank, (cause, _) in error.failures.items():
@@ -264,8 +263,7 @@ class SummingPlanner(MCoreSavePlanner):
 
 
 class InPlaceSavePlanner(SummingPlanner):
-    """megatron-core's planner, changed to pass tensors in a form that torch's writer does not
-    clone.
+    """megatron-core's planner, passing tensors in a form that torch's writer does not clone.
 
     torch's ``FileSystemWriter`` clones every tensor that is a part of a larger storage, and keeps
     all clones until its file is written. For the optimizer's flat state that would double the
@@ -278,10 +276,10 @@ class InPlaceSavePlanner(SummingPlanner):
 
 
 def zero_copy_slice(tensor: Tensor) -> Tensor:
-    """View the same memory as a tensor whose storage contains nothing else.
+    """Return a view of ``tensor`` whose storage has only the elements of ``tensor``.
 
-    Returns ``tensor`` itself if its storage contains nothing else already, or if such a view is not
-    possible: for tensors on a GPU, and for strided ones.
+    Return ``tensor`` itself if its storage already has nothing else, or if such a view is not
+    possible: on a GPU, and if the elements are not contiguous.
     """
     is_part = tensor.untyped_storage().size() != tensor.nbytes
     if not is_part or not tensor.is_cpu or not tensor.is_contiguous():

@@ -315,7 +315,7 @@ class TorchDistStore(TensorStore):
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         info = (self._metadata.storage_data or {})[item.storage_index]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("its bytes are transformed (e.g. compressed), which is not supported; save the checkpoint without it")
+            raise ValueError("it is stored in a transformed form, which is not supported")
         stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
         box = target[slices_of(item.dest_offsets, item.lengths)]
         with (self.folder / info.relative_path).open("rb") as file:
@@ -386,9 +386,10 @@ def _numeric_sort_key(name: str) -> tuple[list[int], str]:
 def _locate_shards(
     metadata: Metadata, name: str, entry: TensorStorageMetadata
 ) -> Iterator[tuple[Any, int]]:
-    """Yield the storage info of each shard of a tensor, and its size in bytes without headers.
+    """Yield the location (storage info) of each shard of a tensor, and its size without headers.
 
-    After the last shard, check that the shards cover the tensor without overlaps.
+    The size is in bytes. After the last shard, check that the shards cover the tensor without
+    overlaps.
     """
     size, item = tuple(entry.size), entry.properties.dtype.itemsize
     volumes = []
@@ -402,7 +403,7 @@ def _locate_shards(
         volumes.append(math.prod(chunk.sizes))
         info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("its bytes are transformed (e.g. compressed), which is not supported; save the checkpoint without it")
+            raise ValueError("it is stored in a transformed form, which is not supported")
         yield info, volumes[-1] * item
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
@@ -499,8 +500,7 @@ def read_shard(
 
 
 def slices_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select the part of a tensor at ``offsets`` with ``lengths`` elements.
-    """
+    """Return the slices that select ``lengths`` elements of each axis, from ``offsets`` on."""
     bounds = zip(offsets, lengths, strict=True)
     return tuple(slice(start, start + length) for start, length in bounds)
 

@@ -64,7 +64,9 @@ class BodyReader:
         while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise RequestError("the client left before it had sent the whole body", FailureKind.bad_request)
+                raise RequestError(
+                    "the client left before it had sent the whole body", FailureKind.bad_request
+                )
             part, has_more = message.get("body", b""), message.get("more_body", False)
             size += len(part)
             if size > max_bytes:

@@ -273,7 +273,9 @@ class ReadyFile:
             partial.write_text(url + "\n")
             partial.replace(self._path)
         except OSError as error:
-            raise ServingError(f"ready_file: {self._path}: not written: {error.strerror}") from error
+            raise ServingError(
+                f"ready_file: {self._path}: cannot be written: {error.strerror}"
+            ) from error
 
     def remove(self) -> None:
         """Remove the file, when the server no longer answers."""
