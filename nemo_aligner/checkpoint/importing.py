@@ -247,10 +247,9 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
 
 
 def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] | None:
-    """Read NeMo-Aligner's head, folded (``fold_head``) into weight ``[A, hidden]``, offsets
-    ``[A]``.
+    """Read NeMo-Aligner's head, and fold it into a weight ``[A, hidden]`` and offsets ``[A]``.
 
-    Return None for a base model.
+    Return None for a base model, which has no head. ``fold_head`` explains the result.
     """
     stored = folder.tensors
     if HEAD not in stored:

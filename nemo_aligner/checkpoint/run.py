@@ -374,10 +374,9 @@ class RunCheckpoints:
         return sorted(scored, key=order)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Return a sort key for ranking checkpoints, smaller is better: ``monitor``'s value, the
-        loss.
+        """Return a key to sort checkpoints, the best first: value of ``monitor``, then the loss.
 
-        The value is negated if larger ones are better. None if ``metrics`` has no value of
+        The value is negated if larger ones are better. Return None if ``metrics`` has no value of
         ``monitor``.
         """
         value = metrics.get(str(self.monitor), math.nan)

@@ -117,7 +117,7 @@ class NemoFolder:
 
     @property
     def vocab_size_source(self) -> str:
-        """Name of the setting that has the vocabulary's size, or "tokenizer", for errors."""
+        """What sets the vocabulary's size, for errors: "by vocab_size", or "by its tokenizer"."""
         return self._vocabulary[1]
 
     @property

@@ -529,7 +529,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     ):
         return None
     if type(first) is not int or first < 0:
-        raise ValueError(f"its tensor begins at element {first!r} of its storage, wanted 0")
+        raise ValueError(f"its tensor begins at element {first!r} of its storage, wanted 0 or more")
     if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
         raise ValueError(f"it stores fewer elements than its shape {list(shape)} needs")
     return archive.get_record_offset(name) + first * dtype.itemsize, dtype
