@@ -321,7 +321,6 @@ def _row_error(number: int, error: Exception) -> RequestError:
 async def answer_of(ranks: Future[T]) -> T:
     """Wait for a result that the ranks compute, and convert an error to a ``RequestError``.
 
-
     If the waiting task is cancelled, the computation is cancelled, too.
 
     Raises:

@@ -86,8 +86,7 @@ class PretrainedModel:
 class LoadedRewardModel:
     """A finished reward model with its scoring contract, tokenizer and settings.
 
-    ``fingerprint`` identifies the weights; it is None for an archive of another program, which has
-    neither a fingerprint nor checksums.
+    ``fingerprint`` identifies the weights; it is None for an archive without checksums.
     """
 
     model: GPTRewardModel
@@ -101,9 +100,9 @@ class LoadedRewardModel:
 class CheckpointDescription:
     """Settings, tokenizer and scoring contract of a checkpoint, read without its weights.
 
-    A training run is prepared from this description, so a run whose settings or data do not fit the
-    model ends before the weights are unpacked. ``load_pretrained`` opens the checkpoint again for
-    the weights.
+    A training run is prepared from this description, so settings or data that do not fit end the
+    run before the weights are unpacked. ``load_pretrained`` opens the checkpoint again for the
+    weights.
 
     Attributes:
         path: the archive or folder.
@@ -186,8 +185,7 @@ def load_pretrained(
 
     Args:
         new_head: train a new head, and ignore the archive's.
-        head: settings of the reward head; with None or default settings, the head has the same
-            layers as the archive's.
+        head: settings of the reward head; None or defaults keep the layers of the archive's head.
         lora: shape of the LoRA adapters to train, the archive's or new ones; None folds the
             archive's adapters into the weights.
 
@@ -388,10 +386,7 @@ def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> Scori
 
 
 def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice: str = "") -> bool:
-    """Check that the archive's reward head fits the settings; return False if there is no head.
-
-    Errors end with ``advice``.
-    """
+    """Check the archive's reward head; False if there is none. Errors end with ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
         return False
@@ -435,8 +430,7 @@ def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
         model.rm_head.load_state_dict(tensors)
 
 
-# The code below initialises a head from another reward model: it copies the outputs of attributes
-# with the same names.
+# Initial heads: copy the outputs of another reward model for attributes of the same names.
 
 _KEY = "pretrained_checkpoint.load_rm_head_weights"
 # Tensors with this prefix are shared by all outputs; the other tensors have one row per output.
@@ -567,8 +561,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
     if (path / "tokenizer.json").is_file():
-        # Load an exported model's tokenizer files unchanged, because its contract has their
-        # fingerprint.
+        # An exported contract has the fingerprint of these files, so they are loaded unchanged.
         is_exported = (path / CONTRACT_NAME).is_file()
         return (load_tokenizer if is_exported else load_hf_tokenizer)(path), None
     return read_text_rules(path)

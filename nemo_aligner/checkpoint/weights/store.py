@@ -86,8 +86,7 @@ class TensorStore(ABC):
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
         """Fill ``target`` with the part of the tensor ``key`` that begins at index ``offsets``.
 
-        ``target`` has as many axes as the stored tensor, and may extend past its end; the elements
-        there are not changed.
+        ``target`` has as many axes as the stored tensor, and may extend past its end.
 
         Returns:
             The number of elements that were filled.
@@ -143,8 +142,7 @@ class TensorStore(ABC):
         if entry.data is None:
             entry.init_data("cpu")
         data = entry.data.detach()
-        # If the stored tensor stacks all layers, it has one more axis than the tensor of a layer
-        # here.
+        # A stored tensor that stacks all layers has one more axis than a layer's tensor here.
         target = data[(None,) * entry.prepend_axis_num]
         if entry.allow_shape_mismatch:
             target.zero_()  # the stored vocabulary may have fewer rows of padding
@@ -211,8 +209,7 @@ def check_finite(tensor: Tensor, location: str) -> None:
         return
     # Convert 8-bit floats, which torch's aminmax does not support.
     values = tensor if tensor.element_size() > 1 else tensor.half()
-    # If a tensor has a NaN, its minimum and maximum are NaN. Unlike isfinite, aminmax allocates no
-    # memory.
+    # A NaN makes both extremes NaN. Unlike isfinite, aminmax allocates no memory.
     if bool(torch.stack(values.aminmax()).isfinite().all()):
         return
     bad = (~values.isfinite()).nonzero()
@@ -237,8 +234,7 @@ def is_optimizer_state(name: str) -> bool:
     return re.match(r"(chained_\d+\.)?optimizer\.", name) is not None
 
 
-# The code below reads the format torch_dist: a few files with the shards of all tensors, and an
-# index.
+# Reading the format torch_dist: a few files with the shards of all tensors, and an index.
 
 # Value of ``sharded_backend`` in metadata.json for this format.
 TORCH_DIST = "torch_dist"
@@ -252,10 +248,7 @@ class TorchDistStore(TensorStore):
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the index of the weights in ``folder``.
-
-        CheckpointError if it is missing or unsafe.
-        """
+        """Read the index in ``folder``; CheckpointError if it is missing or unsafe."""
         self._metadata = read_metadata(folder)
         self._entries = {
             name: entry
@@ -351,8 +344,7 @@ def check_shards(
     Args:
         read: also read the shards, and compare their CRC-32; each is a zip file of ``torch.save``.
         with_optimizer: check the optimizer's state, too. A model is loaded without it.
-        part: (i, n): read only the i-th of n parts, counted from 0; the parts have about equally
-            many bytes.
+        part: (i, n): read only the i-th (from 0) of n parts of about equal size.
 
     Raises:
         CheckpointError: a shard is missing, misplaced or damaged.
@@ -386,10 +378,9 @@ def _numeric_sort_key(name: str) -> tuple[list[int], str]:
 def _locate_shards(
     metadata: Metadata, name: str, entry: TensorStorageMetadata
 ) -> Iterator[tuple[Any, int]]:
-    """Yield the location (storage info) of each shard of a tensor, and its size without headers.
+    """Yield each shard's location (storage info), and its size in bytes without headers.
 
-    The size is in bytes. After the last shard, check that the shards cover the tensor without
-    overlaps.
+    After the last shard, check that the shards cover the tensor without overlaps.
     """
     size, item = tuple(entry.size), entry.properties.dtype.itemsize
     volumes = []
@@ -413,10 +404,8 @@ def _locate_shards(
 def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range) -> None:
     """Check that a file's shards lie within it, and read those that begin in ``to_read``.
 
-
     Args:
-        shards: for each shard its location (storage info), its minimal size in bytes, and its
-            tensor's name.
+        shards: each shard's location (storage info), minimal size in bytes, and tensor's name.
         start: number of bytes in the shards of all files that were checked before.
         to_read: range of bytes to read, counted over the shards of all files.
     """
@@ -426,8 +415,7 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_r
     with path.open("rb") as file:
         for info, min_bytes, name in sorted(shards, key=lambda shard: shard[0].offset):
             location = f"{path}: {name}"
-            # Reject overlapping shards, which could make this check read the same bytes thousands
-            # of times.
+            # Reject overlaps, which could make this check read the same bytes thousands of times.
             if info.offset < end or min_bytes > info.length:
                 raise CheckpointError(
                     f"{location}: got {info.length} bytes at offset {info.offset}, wanted at least "
@@ -480,8 +468,7 @@ def read_shard(
         target.copy_(shard[slices_of(offsets, target.shape)])
         return
     start, dtype = location
-    # If the target is one layer of a stack, narrow the shard to that layer, so that only its rows
-    # are read.
+    # If the target is one layer of a stack, narrow the shard to it, to read only its rows.
     while target.dim() > 1 and target.size(0) == 1:
         start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
         shape, offsets, target = shape[1:], offsets[1:], target[0]
@@ -515,8 +502,7 @@ def _locate_data(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.d
     if not isinstance(outline, Outline) or outline.name != "torch._utils._rebuild_tensor_v2()":
         return None
     storage, first, size, stride, *_ = outline.parts
-    # The parts of a storage in torch.save: "storage", its class, its key in the zip, a device, its
-    # size.
+    # In torch.save, a storage has: "storage", its class, its key in the zip, a device, its size.
     _, storage_class, key, *_ = storage.parts[0]
     dtype = _STORAGES.get(getattr(storage_class, "name", ""))
     archive, name = torch_archive(stored), f"data/{key}"
@@ -560,9 +546,8 @@ class FileSlice(RawIOBase):
         return len(block)
 
 
-# The code below reads plain data that is stored next to the tensors. NeMo, megatron-core up to 0.16
-# and this package write it to ``common.pt``. Since 0.17, megatron-core itself stores it like a
-# shard of a tensor.
+# Plain data next to the tensors. NeMo, megatron-core up to 0.16 and this package write it to
+# ``common.pt``. Since 0.17, megatron-core itself stores it like a shard of a tensor.
 
 COMMON_NAME = "common.pt"
 # megatron-core's key for the shard with the plain data, which is a list with one object.

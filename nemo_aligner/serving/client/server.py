@@ -1,10 +1,9 @@
 """``RemoteServer``, one server of a client: it sends requests over KServe v2, and tracks failures.
 
 A server gets requests for rewards after a handshake, which checks that its model is ready, reads
-its limit of rows, and compares its scoring contract. After a failed request, the client pauses: it
-sends this server nothing for 0.1 to 1.5 seconds, or for as long as its ``Retry-After`` header says.
-If the server was unreachable, it needs a new handshake, because another server may run at its URL
-by now.
+its limit of rows, and compares its scoring contract. After a failed request it gets none during a
+pause of 0.1 to 1.5 seconds, or for as long as its ``Retry-After`` header says. If it was
+unreachable, it needs a new handshake, because another server may run there now.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Timeout in seconds; short, because somebody waits for the gateway's ``/ready`` or ``/metrics``.
-_PROBE_S = 2.0
+_PROBE_S = 2.0  # short, because somebody waits for the gateway's ``/ready`` or ``/metrics``
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 # HTTP statuses with which vLLM, our gateway or a proxy may answer a KServe request, with a body
 # that is not a KServe error.
@@ -59,8 +57,7 @@ _FOREIGN = (
     "this is not a KServe server, or it requires a token "
     "(docs/protocols.md lists the clients of other protocols)"
 )
-# If Triton cannot parse a body, it answers 500 with one of these messages; the model has not seen
-# the request then.
+# Triton's errors (status 500) for a body that it cannot parse; the model has not seen it.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
 
 
@@ -77,8 +74,7 @@ class RemoteServer:
     Attributes:
         url: the URL for messages, without a password.
         limit: most rows of a request; None until a handshake has succeeded.
-        fault: why the server gets no requests, if waiting does not help, e.g. another contract;
-            else None.
+        fault: why it gets no requests, if waiting does not help, e.g. another contract; else None.
         trouble: why the server gets no requests now, for messages; empty if it has not failed.
         is_foreign: the last handshake was answered by a server of another protocol.
         tried_at: end of the last handshake, in seconds of ``time.monotonic``.
@@ -106,8 +102,7 @@ class RemoteServer:
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_retry_after = False
-        # True from the log line that this server gets no requests until it gets requests again,
-        # which is logged, too.
+        # True while the log says that the server gets no requests; then its return is logged, too.
         self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
@@ -137,10 +132,7 @@ class RemoteServer:
             self.start_handshake()
 
     def leave_out(self, reason: str) -> None:
-        """Send the server no requests until a new handshake has succeeded.
-
-        Messages show ``reason``.
-        """
+        """Send no requests before a new handshake has succeeded; messages show ``reason``."""
         self._back_off(UnavailableError(reason))
 
     def forget(self) -> None:
@@ -149,15 +141,11 @@ class RemoteServer:
         self._contract_check.withdraw(self.name)
 
     async def infer(self, inputs: Tensors, is_probe: bool = False) -> Tensors:
-        """Send a request for rewards, and return the output tensors.
-
-        With ``is_probe``, the server does not count the request in its statistics.
-
+        """Send a request for rewards, and return the outputs; the server does not count a probe.
 
         Raises:
             RefusedError: the server rejected the request.
-            UnavailableError: there was no answer; the client sends this server nothing during a
-                pause.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         with self._tracking_request():
             try:
@@ -172,20 +160,16 @@ class RemoteServer:
 
         Raises:
             ServingError: the server publishes no contract that can be read.
-            UnavailableError: there was no answer; the client sends this server nothing during a
-                pause.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         with self._tracking_request():
             return await self._fetch_contract(HANDSHAKE_S)
 
     async def turn_end(self) -> TurnEnd | None:
-        """Fetch the text that the server's chat template writes after a reply.
-
-        None if it writes none, or the server does not publish it, of which a warning is logged.
+        """Fetch the text that the chat template writes after a reply; None if none is published.
 
         Raises:
-            UnavailableError: there was no answer; the client sends this server nothing during a
-                pause.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         return await self._read_template_part(
             "turn_end",
@@ -195,13 +179,10 @@ class RemoteServer:
         )
 
     async def sample_frame(self) -> SampleFrame | None:
-        """Fetch the text that the server's chat template writes before and after a sample.
-
-        None if there is no chat template, or the server does not publish it, which logs a warning.
+        """Fetch the text that the chat template writes around a sample; None if none is published.
 
         Raises:
-            UnavailableError: there was no answer; the client sends this server nothing during a
-                pause.
+            UnavailableError: there was no answer; this server gets no requests during a pause.
         """
         return await self._read_template_part(
             "sample_frame",
@@ -213,10 +194,7 @@ class RemoteServer:
     async def _read_template_part(
         self, name: str, from_dict: Callable[[Any], T], if_missing: str
     ) -> T | None:
-        """Fetch what the server publishes as ``name``: "turn_end" or "sample_frame".
-
-        If it is not published, log the warning ``if_missing``, and return None.
-        """
+        """Fetch the published value ``name``; if there is none, log ``if_missing``, return None."""
         with self._tracking_request():
             try:
                 outputs = await self._fetch_publication(HANDSHAKE_S)
@@ -230,10 +208,7 @@ class RemoteServer:
                 return None
 
     async def probe(self) -> str | None:
-        """Check the server: return why it gives no rewards now, or None if it does.
-
-        A server that gives none gets no requests until a new handshake succeeds.
-        """
+        """Return why the server gives no rewards now, and stop using it; None if it gives them."""
         try:
             with self._tracking_request():
                 await self._send("GET", f"models/{quote(self._model_name)}/ready", _PROBE_S)
@@ -250,10 +225,7 @@ class RemoteServer:
         return None
 
     async def statistics(self) -> dict[str, float] | None:
-        """Fetch counts (e.g. of requests) since the server's start: name -> count.
-
-        Empty if the server publishes no counts; None if it does not answer.
-        """
+        """Fetch counts since the server's start; empty if it has none, None if no answer."""
         try:
             with self._tracking_request():
                 outputs = await self._fetch_publication(_PROBE_S)
@@ -270,8 +242,7 @@ class RemoteServer:
         try:
             yield
         except UnavailableError as error:
-            # If many requests are lost at once, only the first one starts a pause, so the others do
-            # not double it.
+            # If many requests are lost at once, only the first one starts the pause or doubles it.
             if self.is_ready(time.monotonic()):
                 self._back_off(error)
                 if self.limit is None and not self._is_missed:
@@ -288,11 +259,7 @@ class RemoteServer:
                 logger.warning("%s: it answers again", self.name)
 
     async def _fetch_publication(self, timeout_s: float) -> Tensors:
-        """Fetch all that the server publishes in one request.
-
-        It has the contract, what the chat template writes after a reply (turn end) and around a
-        sample (sample frame), and the statistics.
-        """
+        """Fetch contract, statistics, and the template's end of a turn and frame of a sample."""
         inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
         return await self._infer(kserve.CONTRACT_MODEL_NAME, inputs, timeout_s)
 
@@ -355,8 +322,8 @@ class RemoteServer:
         except ServingError as error:
             if self._reads_contract or isinstance(error, UnavailableError):
                 raise
-            # A server of a newer version may have a contract that this version cannot parse, but
-            # each reward carries the contract's hash, which is checked.
+            # This version cannot parse the contract of a newer one, but each reward carries its
+            # hash.
             return
         self._contract_check.check_published(self.name, contract, fingerprint)
 
@@ -368,18 +335,15 @@ class RemoteServer:
         except RefusedError as error:
             if _is_unauthorized(error):
                 raise
-            # A server of NVIDIA's NeMo-Aligner has no contract. A server of this package has one,
-            # but its endpoint may still be loading.
+            # NVIDIA's NeMo-Aligner has no contract. A server of this package may still be loading
+            # it.
             missing = self._contract_check.missing
             if missing is not None:
                 raise UnavailableError(f"{missing}: {error.message}") from error
             return None, None
 
     def _set_fault(self, error: ServingError) -> None:
-        """Send the server no requests because of a fault that waiting does not fix.
-
-        Log each fault once.
-        """
+        """Send no more requests, because of a fault that waiting does not fix; log it once."""
         previous = self.fault
         self._back_off(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
         self.fault = error
@@ -491,10 +455,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 
 class OtherContractError(ServingError):
-    """A server has another scoring contract than expected.
-
-    ``text`` is the message without the server's name.
-    """
+    """A server has another scoring contract than expected; ``text`` omits the server's name."""
 
     def __init__(self, server: str, text: str) -> None:
         super().__init__(f"{server}: {text}")
@@ -531,11 +492,7 @@ class ContractCheck:
     def __init__(
         self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
     ) -> None:
-        """Store what is expected.
-
-        Raises:
-            ConfigError: ``expect`` is no contract or hash, or ``expect_fingerprint`` is invalid.
-        """
+        """Store what is expected; ConfigError if that is no contract, hash or fingerprint."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted a ScoringContract or its full hash"
@@ -552,10 +509,7 @@ class ContractCheck:
 
     @property
     def is_bound(self) -> bool:
-        """Tell whether it is decided which contract servers must have, or that they must have none.
-
-        It is decided by ``expect`` or by the first reward.
-        """
+        """Tell whether ``expect`` or the first reward has decided which contract is right."""
         return self._expected is not None
 
     @property
@@ -603,9 +557,7 @@ class ContractCheck:
     def check_reward(
         self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
     ) -> None:
-        """Check the contract and the model of a reward.
-
-        All later rewards must have the same contract as the first one.
+        """Check the contract and model of a reward; the first one decides about all later ones.
 
         ``columns`` is the number of attributes of the reward.
 

@@ -1,6 +1,5 @@
 """Threads for jobs of many steps (encoding samples), where each step has a time limit.
 
-
 The chat template of an archive may loop forever for one conversation. If a step is too slow, this
 module raises an exception in its thread that a template cannot catch. Until the step ends, another
 thread replaces the blocked one, so that other jobs do not wait.

@@ -50,24 +50,19 @@ CHUNK_FRAMING_BYTES = 16
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 END_OF_HEAD = b"\r\n\r\n"
-# Headers that decide the target, the sender or the end of a request. Repeated ones are rejected,
-# because two servers could choose different ones.
+# Headers that decide target, sender or end of a request: two could contradict each other.
 SINGLE_HEADERS = (b"host", b"authorization", b"content-length", b"transfer-encoding", b"expect")
 
 
 class IgnoredUpgrade(Exception):
-    """Raised in a parser callback if the head offers an upgrade (another protocol).
-
-    It stops the parser, which would otherwise skip the body.
-    """
+    """Stops the parser if the head offers an upgrade, because it would then skip the body."""
 
 
 class Sweep:
     """One timer that ends the connections of a server whose deadlines have passed.
 
-    A timer for each connection would be set and cleared with every request. ``now`` is the event
-    loop's time at the last run of the timer. Deadlines are computed from it, because reading the
-    clock costs more.
+    A timer per connection would be set and cleared with every request. ``now`` is the loop's time
+    at the last run. Deadlines are computed from it, because reading the clock costs more.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
@@ -84,8 +79,7 @@ class Sweep:
             self.timer = self.loop.call_later(self.interval, self._run, connections)
 
     def _run(self, connections: set[Any]) -> None:
-        # ``now`` may have been one interval old when a deadline was set, so compare with the
-        # previous one.
+        # ``now`` may be one interval old when a deadline is set, so compare with the previous one.
         earlier, self.now = self.now, self.loop.time()
         self.timer = None
         if connections:
@@ -146,8 +140,7 @@ class Connection(HttpToolsProtocol):
         self.task: asyncio.Task[None] | None = None
         # Event loop time after which expire() ends the connection.
         self.deadline = math.inf
-        # Received bytes of pipelined requests that wait; those before backlog_start are already
-        # parsed.
+        # Received bytes of waiting pipelined requests; those before backlog_start are parsed.
         self.backlog = b""
         self.backlog_start = 0
         self.is_parser_spent = False
@@ -215,8 +208,7 @@ class Connection(HttpToolsProtocol):
             self.backlog = self.backlog[self.backlog_start :] + data
             self.backlog_start = 0
             if len(self.backlog) > HIGH_WATER_LIMIT:
-                # Pause the transport itself: self.flow would resume it when the application waits
-                # for a disconnect.
+                # Not by self.flow, which resumes when the application checks for disconnects.
                 self.transport.pause_reading()
         elif self.phase == LINGERING:
             self.discarded_bytes += len(data)
@@ -279,8 +271,7 @@ class Connection(HttpToolsProtocol):
         except Refusal as refusal:
             cause = refusal
         except httptools.HttpParserError as error:
-            # If a callback of the parser raised, its exception is the context of the parser's own
-            # exception.
+            # If a callback raised, its exception is the context of the parser's own exception.
             cause = error.__context__ or malformed_request(str(error))
         if isinstance(cause, IgnoredUpgrade):
             self._use_parser_for_body()
@@ -314,8 +305,7 @@ class Connection(HttpToolsProtocol):
         if not end:
             end = size
         else:
-            # Limit empty lines, too: chunk data may consist of them, and each costs as much as a
-            # chunk.
+            # Limit empty lines, too, because each costs as much as a chunk.
             self.empty_lines += 1
             if self.empty_lines > limits.max_chunks + 1:
                 raise limits.too_many_chunks()
@@ -323,10 +313,7 @@ class Connection(HttpToolsProtocol):
         return end
 
     def _end_of_empty_line(self, data: bytes, start: int, size: int) -> int:
-        """Return the end of the first empty line in ``data``; 0 if there is none.
-
-        The line may begin in earlier data.
-        """
+        """Return the end of the first empty line, which may begin in earlier data; 0 if none."""
         tail = self.tail
         self.tail = b""
         position = (tail + data[start : start + 3]).find(END_OF_HEAD)
@@ -383,8 +370,7 @@ class Connection(HttpToolsProtocol):
             "headers": self.headers,
             "state": self.app_state.copy(),
         }
-        # on_header also gets trailers (headers after a chunked body). They must not become headers
-        # of a request that is already checked, so it keeps the old list.
+        # A new list: trailers also arrive in on_header, and must not join the checked headers.
         self.headers = []
         self.is_kept_alive = http_version == "1.1" and parser.should_keep_alive()
         self.cycle = Exchange(
@@ -398,8 +384,7 @@ class Connection(HttpToolsProtocol):
             message_event=asyncio.Event(),
             expect_100_continue=http_version == "1.1"
             and headers.get(b"expect", b"").lower() == b"100-continue",
-            # Exchange sets this later: if an answer starts before the whole request has arrived,
-            # the connection ends.
+            # Set once the whole request is here: an answer that starts earlier ends the connection.
             keep_alive=False,
             on_response=self.on_response_complete,
         )
@@ -468,8 +453,7 @@ class Connection(HttpToolsProtocol):
             raise self.limits.body_too_large(f"at least {self.body_bytes}")
         cycle = self.cycle
         if not cycle.body:
-            # The first piece is stored without a copy: often it is the only one, or the application
-            # reads it before more arrive.
+            # Stored without a copy: often it is the only piece, or is read before more arrive.
             cycle.body = body  # type: ignore[assignment]
         elif isinstance(cycle.body, bytearray):
             cycle.body += body
@@ -500,8 +484,7 @@ class Connection(HttpToolsProtocol):
         self.task = None
         self.flow.resume_reading()
         if self.backlog:
-            # Continue in a callback, so that the next request does not inherit the context of this
-            # task.
+            # In a callback, so that the next request does not inherit the context of this task.
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
@@ -545,11 +528,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def finish(self) -> None:
-        """After the last answer, close the connection; first discard bytes that may still come.
-
-        ``Exchange`` calls this. Closing at once could reset the connection before the client reads
-        the answer.
-        """
+        """Close after the last answer, but first discard bytes that the client may still send."""
         if self.phase == BUSY and not self.backlog:
             self._close()
         else:
