@@ -66,9 +66,7 @@ def import_checkpoint(
     attributes: tuple[str, ...] = (),
     keep_scaling: bool = False,
 ) -> str:
-    """Write ``source`` as the archive ``output``, and return a summary of it for the user.
-
-    One process calls this function.
+    """Write ``source`` as the archive ``output``, and return a summary; one process calls it.
 
     It builds no model: each tensor is read when it is written.
 
@@ -76,15 +74,14 @@ def import_checkpoint(
         source: a checkpoint of NeMo or Megatron, as an archive or a folder.
         tokenizer: a folder, or a model's name on the hub; None means the checkpoint's tokenizer.
         config: a ``model_config.yaml`` that replaces the checkpoint's settings.
-        template: for reward models, the chat template, with the values of the setting
-            ``model.data.template``; ``none`` allows only raw texts.
+        template: for reward models, a value of ``model.data.template``; ``none`` allows only raw
+            texts.
         attributes: names of a reward model's outputs, if there are several.
         keep_scaling: apply the RoPE and embedding scaling in the settings. NeMo-Aligner's reward
             models ignored it in training and in serving, so by default it is switched off.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or has a setting, weight or head that is not
-            supported.
+        CheckpointError: the checkpoint cannot be read, or something in it is not supported.
         ConfigError: the template is missing or unfit, or the checkpoint is a base model and an
             option for reward models is set.
     """

@@ -186,8 +186,7 @@ def load_pretrained(
     Args:
         new_head: train a new head, and ignore the archive's.
         head: settings of the reward head; None or defaults keep the layers of the archive's head.
-        lora: shape of the LoRA adapters to train, the archive's or new ones; None folds the
-            archive's adapters into the weights.
+        lora: the LoRA adapters to train; None folds the archive's adapters into the weights.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete or of an unsupported family; or its

@@ -106,9 +106,7 @@ class RewardShaper:
         *,
         counts: bool = True,
     ) -> ScoredRows:
-        """Shape raw rewards ``[N, M * A]``, model after model.
-
-        The result keeps them as ``raw_rewards``.
+        """Shape raw rewards ``[N, M * A]``, model after model; the result keeps the raw ones.
 
         Args:
             scored: the raw rewards.
