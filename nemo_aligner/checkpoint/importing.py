@@ -82,8 +82,7 @@ def import_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or something in it is not supported.
-        ConfigError: the template is missing or unfit, or the checkpoint is a base model and an
-            option for reward models is set.
+        ConfigError: the template is unfit, or an option for reward models is set for a base model.
     """
     output = Path(output)
     folder_of_tokenizer = None if tokenizer is None else tokenizer_folder(tokenizer)
