@@ -72,8 +72,8 @@ def merge_checkpoints(
         weights: one for each source. They sum to 1, so that rewards keep their scale.
 
     Raises:
-        ConfigError: there are fewer than two sources, or the weights are not one number for each
-            source with a sum of 1.
+        ConfigError: there are fewer than two sources, or the weights are not one finite number for
+            each source with a sum of 1.
         CheckpointError: a source cannot be read, or its shape or scoring contract differs from that
             of the last source.
     """

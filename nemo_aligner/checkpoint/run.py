@@ -236,9 +236,10 @@ class RunCheckpoints:
         return self._rank_checkpoints(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """Return all checkpoints of this process, the best first, even if they were deleted since.
+        """Return the checkpoints that have a value of ``monitor``, the best first.
 
-        The log at the end of a run lists them.
+        Unlike ``ranked``, it includes those that this process has saved and deleted since. The log
+        at the end of a run lists them.
         """
         by_path = {saved.path: saved for saved in (*self._published, *self.list_saved())}
         return self._rank_checkpoints(list(by_path.values()))
@@ -306,9 +307,9 @@ class RunCheckpoints:
         return saved
 
     def amend(self, state: RunState) -> None:
-        """Replace the ``run_state.json`` of step ``state.step``, e.g.
+        """Replace the ``run_state.json`` of the checkpoint of step ``state.step`` by ``state``.
 
-        With later validation metrics.
+        It is called when a checkpoint is validated after it was saved.
 
         Raises:
             CheckpointError: on every rank, if the file cannot be written.

@@ -74,7 +74,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     """Parse a text that holds one JSON object.
 
     Raises:
-        CheckpointError: it does not; the message begins with ``name``.
+        CheckpointError: the text holds something else; the message begins with ``name``.
     """
     try:
         content = json.loads(text)

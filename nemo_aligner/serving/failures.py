@@ -138,7 +138,7 @@ def failure_of(error: Exception) -> RequestError:
 
 
 def public_failure(error: Exception) -> RequestError:
-    """Convert an exception like ``failure_of``, for the answer to an HTTP request.
+    """Convert an exception to a ``RequestError`` for the answer to an HTTP request.
 
     The details of a bug are hidden: the sender gets only a number, and the log has the details
     under the same number.

@@ -206,8 +206,8 @@ class Intake:
     def _cost_of_text(self, sample: Text) -> int:
         if isinstance(sample, str):
             return len(sample)
-        # This may take longer than the number of characters suggests: a template from an archive,
-        # content parts, tools and documents.
+        # Encoding may take longer than the number of characters suggests, with a template from an
+        # archive, content parts, tools or documents.
         if not (self._has_known_template and isinstance(sample, list)):
             return _SHORT + 1
         if _COST_OF_TURN * len(sample) > _SHORT or not is_plain(sample):

@@ -277,7 +277,7 @@ def _split_by_sample(
     arrays: dict[str, Any] = {
         name: values[sample_rows]
         for name, values in vars(scored).items()
-        if isinstance(values, np.ndarray) and name != "exceeded"  # it is by sample already
+        if isinstance(values, np.ndarray) and name != "exceeded"  # exceeded is by sample already
     }
     return replace(scored, **arrays, steps=steps)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from nemo_aligner.utils.errors import ServingError
 
-# The function in PyTriton's source ``model.py`` that ``_ERRORS`` replaces; it is found by this
-# line.
+# The function in PyTriton's source ``model.py`` that ``_ERRORS`` redefines. A source without this
+# line is that of another version.
 _REPLACED = (
     b"\ndef _wrap_response(response: Response, requested_outputs_names, model_outputs_dict):"
 )

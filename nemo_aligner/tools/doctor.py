@@ -87,8 +87,8 @@ _EXTRAS = {
     "wandb": "logging to Weights & Biases",
     "mlflow": "logging to MLflow",
 }
-# The extra without whose packages the servers cannot start. Other extras disable only their own
-# purpose if they are missing.
+# The servers cannot start without the packages of this extra. If packages of another extra are
+# missing, only the purpose of that extra is disabled.
 _SERVING_EXTRA = "serving"
 _PYTRITON = "nvidia-pytriton"
 _FIRST_TORCH_WITH_VARLEN = "2.10"

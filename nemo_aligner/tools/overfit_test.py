@@ -172,8 +172,8 @@ def render_probe(result: ProbeResult) -> str:
 
 def _adapt_settings(config: TrainConfig, records: int, steps: int) -> None:
     """Change ``config`` so that every step trains on all records, at a constant learning rate."""
-    # Resume flag on: an earlier run in the same folder must not raise an error, because the probe
-    # neither reads nor writes checkpoints.
+    # Allow resuming: otherwise an earlier run in the same folder would raise an error, although the
+    # probe neither reads nor writes checkpoints.
     config.exp_manager.resume_if_exists = True
     config.model.global_batch_size = records
     config.model.optim.sched.name = Schedule.constant

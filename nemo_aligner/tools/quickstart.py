@@ -262,7 +262,7 @@ class LocalMachine:
 
     @property
     def processes(self) -> int:
-        """Number of ranks: as many GPUs as the tensor parallel size divides.
+        """Number of ranks: the largest multiple of ``tensor_parallel`` that the GPUs allow.
 
         On a CPU it is the tensor parallel size itself.
         """

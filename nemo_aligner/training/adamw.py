@@ -158,7 +158,7 @@ def _merge_segments(shard: Shard, group_of: Mapping[torch.nn.Parameter, int]) ->
 
 
 def _split_chunks(pieces: Sequence[_Piece], numel: int) -> Iterator[list[_Piece]]:
-    """Split ``pieces`` into chunks of ``numel`` elements, in order.
+    """Split ``pieces`` (ranges of shards) into chunks of ``numel`` elements, in order.
 
     The last chunk may be smaller.
     """

@@ -88,7 +88,7 @@ def build_optimized(
         The model in Megatron's data parallel wrapper, and the optimizer of its trained parameters.
 
     Raises:
-        ConfigError: all layers are frozen, or the learning rate schedule does not fit the steps.
+        ConfigError: all layers are frozen, or warm-up and constant steps leave none for the decay.
     """
     make_batch_invariant(model, options.invariant_rows)
     if isinstance(options, ModelConfig) and options.activations_offload:

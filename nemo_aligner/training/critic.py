@@ -150,8 +150,8 @@ class CriticLearner:
         batches = rollout.in_batches(self._global_batch_size)
         steps = [self._train_step(batch) for batch in batches]
         # Gather the updated weights on all ranks now. The forward pass would do it, but in the next
-        # call of ``values`` a rank without sequences has none, and the other ranks would wait for
-        # it.
+        # call of ``values`` a rank without sequences makes no forward pass, and the other ranks
+        # would wait for it.
         self.optimizer.finish_update()
         return steps
 

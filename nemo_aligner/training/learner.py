@@ -232,7 +232,7 @@ class RewardLearner:
             TrainingError: a reward is not finite.
         """
         # Gather the updated weights on all ranks now. The forward pass would do it, but a rank
-        # without records of a set has none, and the other ranks would wait for it.
+        # without records of a set makes no forward pass, and the other ranks would wait for it.
         self.optimizer.finish_update()
         done, total = 0, sum(map(len, sets))
         all_metrics: dict[str, float] = {}

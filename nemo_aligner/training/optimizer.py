@@ -31,7 +31,7 @@ from nemo_aligner.utils.host_transfer import wait_for_host_copies
 # The first part takes a step, and saves and loads the optimizer's state.
 
 _SKIPPED = "skipped_steps"
-_EPSILON = 1e-6  # the gradient norm is divided by after adding this, as in Megatron and torch
+_EPSILON = 1e-6  # added to the gradient norm before dividing by it, as in Megatron and torch
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Optimizer:
         return part
 
     def load_state_dict(self, state: dict[Any, Any], step: int) -> None:
-        """Load a saved state, which was saved after ``step`` steps.
+        """Load the optimizer's state that was saved after ``step`` steps.
 
         Hyperparameters keep the values of this run's settings.
         """
@@ -368,7 +368,7 @@ def build_optimizer(
         total_steps: steps of the run, for the learning rate schedule.
 
     Raises:
-        ConfigError: the learning rate schedule does not fit ``total_steps``.
+        ConfigError: warm-up and constant steps leave no step for the decay.
     """
     device, group_of = current_device(), _group_parameters(model, config)
     # Collect the groups of all pipeline parallel ranks: they have different parameters, but must

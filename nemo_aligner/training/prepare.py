@@ -195,7 +195,7 @@ def _resolve_defaults(
     is part of the scoring contract.
 
     Raises:
-        ConfigError: the learning rate is not set, and there is no default for this model.
+        ConfigError: ``model.optim.sched.min_lr`` is above the default learning rate.
     """
     if config.trainer.precision is None:
         if contract is not None:

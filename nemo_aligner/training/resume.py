@@ -102,7 +102,7 @@ def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> Ru
     if config.model.lora.rank > 0:
         frozen = {_FROZEN: frozen_digest(learner.model)}
         fresh = replace(fresh, fingerprint={**fresh.fingerprint, **frozen})
-        if latest is not None:  # check_resumable ran before they were loaded
+        if latest is not None:  # not loaded yet when check_resumable ran
             check_same_run(latest, {**latest.state.fingerprint, **frozen})
     checkpoints.clean()
     checkpoints.compare_with(fresh)

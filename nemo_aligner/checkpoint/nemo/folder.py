@@ -122,11 +122,12 @@ class NemoFolder:
 
     @property
     def weights(self) -> Path:
-        """Folder of the distributed checkpoint."""
+        """Folder of the distributed checkpoint; CheckpointError if there is none."""
         folder = self.root / WEIGHTS_NAME
         if folder.is_dir():
             return folder
-        # An error for weights in an old format; "no such folder" would suggest a damaged archive.
+        # Raise a specific error for weights in an old format; "no such folder" would suggest a
+        # damaged archive.
         for pattern in _LEGACY_WEIGHTS:
             for legacy_file in self.root.glob(pattern):
                 raise CheckpointError(
@@ -543,9 +544,9 @@ def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, locati
 
 
 def _last_name(value: Any) -> Any:
-    """Return the last part of a dotted name, e.g.
+    """Return the last part of a dotted name: ``silu`` of ``torch.nn.functional.silu``.
 
-    ``silu``; a mapping has the name in ``_target_``.
+    If ``value`` is a mapping, its ``_target_`` has the name.
     """
     if isinstance(value, Mapping):
         value = value.get("_target_")

@@ -301,7 +301,7 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
-    # shutdown(wait=False): the thread ends after this function.
+    # wait=False returns at once; the executor's thread ends after this function.
     executor.shutdown(wait=False)
     return future
 

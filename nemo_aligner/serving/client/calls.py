@@ -181,7 +181,7 @@ class Background(Generic[C]):
 
     def __init__(self, connect: Callable[[], C]) -> None:
         """Start the thread and call ``connect`` in it; raise what ``connect`` raises."""
-        self._process = os.getpid()  # a fork does not inherit threads; see belongs_here
+        self._process = os.getpid()  # a forked child does not inherit threads
         self._lock = Lock()
         self._running: set[Future[Any]] = set()
         begun: Future[None] = Future()

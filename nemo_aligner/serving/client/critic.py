@@ -128,7 +128,7 @@ class RewardCriticClient(ServerClient[_Connections]):
         return self._wait(self.infer_future(token_lists))
 
     def infer_future(self, token_lists: TokenLists) -> Future[CriticValues]:
-        """Like ``infer``, but return a future of the values and rewards without waiting."""
+        """Fetch the values (and rewards) of N token sequences; return a future without waiting."""
         return self._submit(_infer, token_rows(token_lists))
 
     def train(

@@ -26,7 +26,11 @@ class FingerprintCheck:
     """
 
     def __init__(self, expected: str | None) -> None:
-        """Raise ConfigError if ``expected`` is not a fingerprint."""
+        """Store the expected fingerprint; None accepts every model.
+
+        Raises:
+            ConfigError: ``expected`` is not a fingerprint.
+        """
         if expected is not None and not _FINGERPRINT.fullmatch(expected):
             raise ConfigError(
                 f"expect_fingerprint: got {expected!r:.80}, wanted 32 hexadecimal characters, as "

@@ -370,8 +370,8 @@ class ServerPool:
     def _start_due_handshakes(self, now: float, search: _Search) -> None:
         """Start handshakes with unavailable servers whose pause is over.
 
-        If no server is ready, also start the handshakes without which the request of ``search`` may
-        not give up, because it must have tried every server again.
+        If no server is ready, also start handshakes with the servers that the request of ``search``
+        must try again before it gives up.
         """
         any_ready = any(server.is_ready(now) for server in self._servers)
         tried_since = 0.0 if any_ready else self._last_try(search, now)
@@ -431,7 +431,7 @@ class ServerPool:
     async def _wait_for_change(self, now: float, search: _Search) -> None:
         """Sleep until a handshake, a server's pause or the request's time to wait ends.
 
-        At most 1 s.
+        It sleeps at most 1 s.
         """
         moments = [server.again_at for server in self._servers if server.again_at > now]
         ends = self._patience_ends(search, now)

@@ -148,28 +148,32 @@ class RewardClient(ServerClient[ServerPool]):
     def score_future(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
-        """Like ``score``, but return at once; the future has the rewards."""
+        """Score N samples without waiting; the future has the rewards ``[N, A]`` float32."""
         return self._submit(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     def score_tokens_future(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
     ) -> Future[np.ndarray]:
-        """Like ``score_tokens``, but return at once; the future has the rewards."""
+        """Score N token sequences without waiting.
+
+        The future has the rewards ``[N, A]`` float32.
+        """
         rows = token_rows(token_lists)
         return self._submit(self._fetch_rewards, len(rows), partial(split_tokens, rows), on_error)
 
     async def score_async(
         self, texts: Sequence[Text], *, on_error: OnError = "raise"
     ) -> np.ndarray:
-        """Like ``score``, as a coroutine."""
+        """Score N samples, as a coroutine: rewards ``[N, A]`` float32."""
         return await self._run(self._fetch_rewards, *_prepare_split(texts), on_error)
 
     async def score_rows_async(
         self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
-        """Like ``score_rows``, as a coroutine; with ``on_error="raise"`` a rejected sample raises.
+        """Score N samples, as a coroutine: rewards, and the reasons for rejected samples.
 
-        With ``is_probe``, the servers neither count the samples nor use them for statistics.
+        With ``on_error="raise"``, a rejected sample raises. With ``is_probe``, the servers neither
+        count the samples nor use them for statistics.
         """
         return await self._run(self._collect, *_prepare_split(texts), on_error, is_probe)
 
@@ -180,13 +184,13 @@ class RewardClient(ServerClient[ServerPool]):
         on_error: OnError = "nan",
         is_probe: bool = False,
     ) -> ScoredRows:
-        """Like ``score_rows_async``, for N token sequences, which are scored unchanged."""
+        """Score N token sequences, as a coroutine: rewards, and reasons for rejected sequences."""
         rows = token_rows(token_lists)
         split = partial(split_tokens, rows)
         return await self._run(self._collect, len(rows), split, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
-        """Like ``contract``, as a coroutine."""
+        """Fetch the scoring contract of the servers, as a coroutine."""
         return await self._run(ServerPool.fetch_contract)
 
     async def turn_end_async(self) -> TurnEnd | None:

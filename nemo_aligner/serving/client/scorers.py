@@ -123,7 +123,7 @@ class QueryScorer:
     contract: None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if there are several attributes."""
+        """Raise ConfigError if there are several attributes: ``/get_reward`` answers one number."""
         if len(self.attributes) != 1:
             raise ConfigError(
                 f"source.attribute_weights: got {len(self.attributes)} names, wanted one or none: "

@@ -151,7 +151,7 @@ class RemoteServer:
             try:
                 return await self._infer(self._model_name, inputs, None, is_probe)
             except RefusedError as error:
-                if error.status == 404:  # it restarted; the model still loads
+                if error.status == 404:  # the server has restarted and loads its model
                     raise UnavailableError(error.message) from error
                 raise
 

@@ -141,7 +141,7 @@ class ModelRanks:
         """Submit an operation, and wait for its result.
 
         Raises:
-            ServingError: see ``submit``.
+            ServingError: the operation failed, or a rank is lost.
         """
         return self.submit(operation, *arguments).result()
 
@@ -201,7 +201,7 @@ class ModelRanks:
             self._pulse_thread.join()
 
     def fail(self, reason: str) -> None:
-        """Mark the ranks as lost; on a worker, end the process."""
+        """Mark the ranks as lost, so that all operations fail; on a worker, end the process."""
         if self.rank != 0:
             logger.error("rank %d exits: %s", self.rank, reason)
             # Exit without cleaning up, because the main thread may be in a collective that never

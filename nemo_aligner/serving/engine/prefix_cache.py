@@ -121,7 +121,7 @@ class BlockManager:
         ]
 
     def keep_outputs(self, path: Sequence[int], reads: Sequence[int], outputs: np.ndarray) -> None:
-        """Cache the head's outputs at those positions of ``reads`` that are in blocks of ``path``.
+        """Cache the head's outputs at those positions of ``reads`` that are in the blocks ``path``.
 
         ``outputs`` is ``[s, K]``, one row for each of the s positions in ``reads``.
         """
@@ -142,7 +142,7 @@ class BlockManager:
         the first ones of each sequence are cached.
 
         Args:
-            keys: token ids of each sequence, by ``as_key``.
+            keys: token ids of each sequence, as bytes (``as_key``).
             reads: positions in each sequence at which turns or steps are scored.
             rotations: for each sequence, the value that selects its RoPE; see ``find``.
 
@@ -174,7 +174,7 @@ class BlockManager:
         pinned: set[int],
         rotations: Sequence[int],
     ) -> list[dict[int, int]]:
-        """Add blocks to each path until its sequence is covered or the pool is full.
+        """Add blocks to each path (a sequence's blocks) until it is complete or the pool is full.
 
         Returns:
             For each path, a dict from a block's index in the sequence to the block, with the blocks

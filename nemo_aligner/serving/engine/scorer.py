@@ -187,13 +187,16 @@ class RewardScorer:
         self.counts = TokenCounts()
 
     def turn_end(self) -> TurnEnd | None:
-        """Return the text that the contract's chat template writes after a reply; None for none."""
+        """Return the text that the contract's chat template writes after a reply.
+
+        None if there is none.
+        """
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
     def sample_frame(self) -> SampleFrame | None:
-        """Return the text that the chat template writes before and after a sample.
+        """Return the text that the contract's chat template writes around a sample.
 
-        None for none.
+        None for no text.
         """
         return SampleFrame.of(self.contract, self._tokenizer)
 
@@ -202,7 +205,7 @@ class RewardScorer:
         self._cache.reset_cache()
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples and all their steps in one forward pass; see ``Scorer``."""
+        """Score samples and all their steps in one forward pass; return rewards and rejections."""
         return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:
@@ -217,10 +220,7 @@ class RewardScorer:
         return self._encoder.count_reply_tokens(texts)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise DataError for token ids that the model cannot score, e.g.
-
-        Outside the vocabulary.
-        """
+        """Raise DataError for token ids that the model cannot score, such as unknown ids."""
         self._encoder.check_tokens(token_ids)
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -229,7 +229,7 @@ class RewardScorer:
         Returns:
             An array ``[s, A * K]`` float32 for each row, where s is the number of its ``reads`` (1
             if it has none) and K the number of head outputs per attribute; ``read_outputs``
-            converts them to rewards. For no rows, one array without rows.
+            converts them to rewards. If ``rows`` is empty, the list has one empty array.
         """
         return self.begin(rows).wait()
 
@@ -282,7 +282,7 @@ class RewardScorer:
     def _resetting_cache_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # also Ctrl-C; blocks may be missing
+        except BaseException:  # also Ctrl-C: blocks count as cached, but may not be computed
             self.reset_cache()
             raise
 
@@ -437,7 +437,7 @@ class RewardEnsemble:
         return sum(member.prefix_cache_bytes for member in self._members)
 
     def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
-        """Score samples and all their steps in one forward pass; see ``Scorer``."""
+        """Score samples and all their steps in one forward pass; return rewards and rejections."""
         return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:

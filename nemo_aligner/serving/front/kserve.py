@@ -106,7 +106,10 @@ class KServe:
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> KServeAnswer:
-        """Answer a request; names in ``headers`` are lower case, and ``body`` is unpacked."""
+        """Answer a request.
+
+        Header names are in lower case, and the body is decompressed already.
+        """
         parts = _MODEL.fullmatch(path)
         if parts is None or path == _ALL_STATISTICS:
             return await self._answer_server(method, path)

@@ -106,10 +106,7 @@ def url_of(listener: socket.socket, config: FrontConfig) -> str:
 
 
 def _listen(listener: socket.socket) -> socket.socket:
-    """Make the socket listen, and raise ServingError if it cannot.
-
-    Uvloop would hide the failure.
-    """
+    """Make the socket listen; raise ServingError here, because uvloop would hide the failure."""
     # Set SO_REUSEADDR again: connections of an earlier server on this port may still be closing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

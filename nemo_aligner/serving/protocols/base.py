@@ -107,7 +107,7 @@ class Served:
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """An HTTP status, an object that is sent as JSON, and additional headers."""
+    """The answer of a protocol: HTTP status, object to send as JSON, and additional headers."""
 
     status: int
     content: Any
@@ -446,7 +446,7 @@ def _describe_problems(error: ValidationError, request: type[BaseModel]) -> str:
 
 
 def _escape_key(part: str | int) -> str:
-    """Return a part of a location; a key with line breaks or control characters is escaped."""
+    """Return a key of a body for a message, with line breaks and control characters escaped."""
     text = str(part)
     return text if text.isprintable() else json.dumps(text)
 

@@ -115,7 +115,7 @@ class VerifyResponse(Body):
 
 def read(body: VerifyRequest) -> ScoreRequest:
     """Read a rollout; raise ServingError if its prompt has items that are not text."""
-    # Only the response may end with the reply: a prompt may itself end with an assistant's turn.
+    # The reply must be in the response: a prompt may itself end with an assistant's turn.
     reply = turns_of(body.response.output, "response.output")
     if not reply or reply[-1]["role"] != "assistant":
         return ScoreRequest(texts=[], refused={0: _NO_REPLY})

@@ -282,7 +282,7 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
     """Check the input tensors of one request and convert them to a ``ScoreRequest``.
 
     Raises:
-        ServingError: the tensors contradict each other or the tables in the module's docstring.
+        ServingError: the tensors contradict each other, or are not inputs of ``reward_model``.
     """
     forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
     # Exactly one form, so that either all rows or none are written in the chat template.
