@@ -92,7 +92,7 @@ def import_checkpoint(
         open_nemo(source, tokenizer=folder_of_tokenizer, config=config) as folder,
     ):
         if folder.contract is not None:
-            raise CheckpointError(f"{source}: an archive of this package needs no import")
+            raise CheckpointError(f"{source}: it is an archive of nemo-aligner and needs no import")
         options = {"template": template is not None, "attributes": bool(attributes)}
         _check_options(folder, source, {**options, "keep_scaling": keep_scaling})
         loaded_tokenizer = folder.load_tokenizer()

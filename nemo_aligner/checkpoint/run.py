@@ -489,7 +489,10 @@ def _read_saved(path: Path) -> Saved:
         content = json.loads(file.read_text(encoding="utf-8"))
         version = content.pop("version")
         if version != _VERSION:
-            raise CheckpointError(f"{file}: version: got {version}, wanted {_VERSION}")
+            raise CheckpointError(
+                f"{file}: version: got {version}, wanted {_VERSION}; another version of "
+                "nemo-aligner has written it"
+            )
         stored_names = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
         state = RunState(**{key: content[key] for key in stored_names})
         metrics = {

@@ -113,7 +113,7 @@ def _check_mapping(content: Any, name: str) -> dict[str, Any]:
 
 def _check_depth(content: Any, name: str, depth: int = 0) -> None:
     if depth > _MAX_DEPTH:
-        raise CheckpointError(f"{name}: nested deeper than {_MAX_DEPTH} levels")
+        raise CheckpointError(f"{name}: its values are nested deeper than {_MAX_DEPTH} levels")
     if isinstance(content, dict | list):
         for part in content.values() if isinstance(content, dict) else content:
             _check_depth(part, name, depth + 1)
@@ -126,13 +126,15 @@ def _check_size(root: yaml.Node, name: str) -> None:
     def size(node: yaml.Node, depth: int) -> int:
         if depth > _MAX_DEPTH:
             raise CheckpointError(
-                f"{name}: nested deeper than {_MAX_DEPTH} levels, or an alias contains itself"
+                f"{name}: its values are nested deeper than {_MAX_DEPTH} levels, or an alias "
+                "contains itself"
             )
         if id(node) not in sizes:
             is_leaf = isinstance(node, yaml.ScalarNode)
             if is_leaf and node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
                 raise CheckpointError(
-                    f"{name}: a number of {len(node.value)} digits, wanted at most {_MAX_DIGITS}"
+                    f"{name}: got a number of {len(node.value)} digits, wanted at most "
+                    f"{_MAX_DIGITS}"
                 )
             parts = [] if is_leaf else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
@@ -472,7 +474,7 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = _AllowListUnpickler(stream).load()
         _check_structure(metadata)
     except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{path}: refused or unreadable: {short(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read safely: {short(error)}") from error
     _check_locations(path, metadata)
     return metadata
 

@@ -301,7 +301,7 @@ def reward_model_without_weights(
     # Called only for its error if the model does not support this length.
     shape.length_dependent_rope(contract.seq_length)
     if not _check_head(folder, shape, num_outputs):
-        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
+        raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD}), wanted one")
     tokenizer.check_fits(shape.vocab_size)
     model = build_reward_model(
         shape if with_adapters else replace(shape, lora=None),

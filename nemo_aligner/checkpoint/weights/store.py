@@ -308,7 +308,7 @@ class TorchDistStore(TensorStore):
     def _read_item(self, item: ReadItem, target: Tensor) -> None:
         info = (self._metadata.storage_data or {})[item.storage_index]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("it is stored in a transformed form, which is not supported")
+            raise ValueError("its data is transformed (e.g. compressed), which is not supported")
         stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
         box = target[slices_of(item.dest_offsets, item.lengths)]
         with (self.folder / info.relative_path).open("rb") as file:
@@ -394,7 +394,7 @@ def _locate_shards(
         volumes.append(math.prod(chunk.sizes))
         info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
-            raise ValueError("it is stored in a transformed form, which is not supported")
+            raise ValueError("its data is transformed (e.g. compressed), which is not supported")
         yield info, volumes[-1] * item
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
@@ -572,7 +572,7 @@ def read_common(folder: Path) -> dict[str, Any]:
         with common.open("rb") as stored:
             return _load_plain_or_refuse(stored, common)
     except OSError as error:
-        raise CheckpointError(f"{common}: refused or unreadable: {short(error)}") from error
+        raise CheckpointError(f"{common}: cannot be read safely: {short(error)}") from error
 
 
 def _read_common_shard(folder: Path) -> dict[str, Any]:
@@ -597,4 +597,4 @@ def _load_plain_or_refuse(stored: BinaryIO, name: Path | str) -> Any:
     try:
         return load_plain(stored)
     except Exception as error:
-        raise CheckpointError(f"{name}: refused or unreadable: {short(error)}") from error
+        raise CheckpointError(f"{name}: cannot be read safely: {short(error)}") from error

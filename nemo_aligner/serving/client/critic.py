@@ -228,7 +228,9 @@ def _read_values(outputs: Tensors, server: str) -> CriticValues:
     try:
         return wire.decode_values(outputs)
     except KeyError:
-        raise ServingError(f"{server}: the answer has no values") from None
+        raise ServingError(
+            f"{server}: the answer has no values; it is not a critic's server"
+        ) from None
 
 
 async def _fetch_rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.ndarray:
@@ -274,7 +276,9 @@ def _read_loss(outputs: Tensors, server: str) -> float:
     try:
         return float(outputs["loss_mean"].reshape(-1)[0])
     except (KeyError, IndexError):
-        raise ServingError(f"{server}: the answer has no loss_mean") from None
+        raise ServingError(
+            f"{server}: the answer has no loss_mean; it is not a critic's server"
+        ) from None
 
 
 async def _save_critic(connections: _Connections) -> None:

@@ -193,7 +193,8 @@ class QueryScorer:
         rewards = _read_numbers(self.address, answer, lambda body: body["rewards"])
         if len(rewards) != count:
             raise ServingError(
-                f"{self.address.name}: got {len(rewards)} rewards for {count} samples"
+                f"{self.address.name}: got {len(rewards)} rewards for {count} samples, wanted one "
+                "for each sample"
             )
         return rewards
 

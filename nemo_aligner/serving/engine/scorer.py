@@ -525,6 +525,6 @@ def check_same_encoding(contracts: Sequence[ScoringContract]) -> None:
         relevant = {name: pair for name, pair in differences.items() if name not in _MAY_DIFFER}
         if relevant:
             raise ConfigError(
-                f"ensemble.files: model {number} does not score like rm_model_file: "
+                f"ensemble.files: model {number} has another scoring contract than rm_model_file: "
                 + describe_differences(relevant)
             )

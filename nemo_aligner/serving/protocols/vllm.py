@@ -230,7 +230,9 @@ def _read_contents(value: Any, name: str) -> list[Any]:
 def read_texts(body: PoolingRequest) -> ScoreRequest:
     """Read samples for ``/classify``, which answers one reward per sample and not one per step."""
     if (body.model_extra or {}).get("task") == _STEPS:
-        raise ServingError(f'task: got "{_STEPS}", wanted "classify", or POST /pooling')
+        raise ServingError(
+            f'task: got "{_STEPS}", wanted "classify"; post to /pooling for rewards of steps'
+        )
     return read_input(body)
 
 
