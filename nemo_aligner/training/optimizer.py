@@ -137,7 +137,7 @@ class Optimizer:
     def _measure_gradients(self) -> tuple[bool, float]:
         """Divide fp16 gradients by the loss scale, and compute the norm of all gradients.
 
-        Collective.
+        Every rank must call it.
 
         Returns:
             True if a gradient overflowed fp16, and the L2 norm of the gradients of all ranks.

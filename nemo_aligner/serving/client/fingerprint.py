@@ -41,10 +41,7 @@ class FingerprintCheck:
         self._servers: dict[str, str] = {}
 
     def find_fault(self, server: str, fingerprint: str | None) -> str | None:
-        """Return why a server's model is not the expected one, as an error text.
-
-        None if it is accepted.
-        """
+        """Return an error text if a server's model is not the expected one; None if it is."""
         if self.expected is not None and fingerprint != self.expected:
             return (
                 f"got the model fingerprint {fingerprint or '(none)'}, wanted {self.expected}. "

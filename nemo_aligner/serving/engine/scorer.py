@@ -194,9 +194,9 @@ class RewardScorer:
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
 
     def sample_frame(self) -> SampleFrame | None:
-        """Return the text that the contract's chat template writes around a sample.
+        """Return the contract's chat template text around a sample.
 
-        None for no text.
+        None if there is no template.
         """
         return SampleFrame.of(self.contract, self._tokenizer)
 
@@ -450,9 +450,9 @@ class RewardEnsemble:
         return self._members[0].count_reply_tokens(texts)
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Compute the outputs of all models, ``[s, M * A * K]`` for each row.
+        """Compute the outputs of all models: ``[s, M * A * K]`` float32 for each row.
 
-        See ``RewardScorer``.
+        ``RewardScorer.compute`` explains the other letters of the shape.
         """
         return self.begin(rows).wait()
 
